@@ -103,6 +103,6 @@ _FOREIGN_STATUS: dict[str, type[KVStoreError]] = {
 
 
 def from_status(status: str, message: str, **fields: object) -> KVStoreError:
-    """The error for a gRPC status name. Total: a status gRPC itself produced falls on the nearest class."""
+    """Return the error for any gRPC status name. A status that only gRPC itself produces gets the nearest class."""
     cls = _BY_STATUS.get(status) or _FOREIGN_STATUS.get(status, Internal)
     return cls(message, **fields)

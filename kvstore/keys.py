@@ -5,9 +5,9 @@ tests hold golden vectors.
 
 - *chain digest* of a chunk = H(parent digest, its tokens as u32 little-endian, the extras inside it). The client
   computes it; the memory catalog is indexed by it.
-- *content digest* = H(tokens, extras), of a segment's first chunk: for caches computed alone, from position 0; of one
-  that was computed behind a preamble, H(the preamble's digest, tokens, extras). The segment's further chunks follow it
-  as in any chain, so that each digest stands for all tokens up to its end.
+- *content digest* of a segment's first chunk = H(tokens, extras) for a cache that was computed alone, from position 0,
+  and H(the preamble's digest, tokens, extras) for one that was computed behind a preamble. The segment's further chunks
+  follow it as in any chain, so that each digest stands for all tokens up to its end.
 - *fingerprint* = H(spec, kind, layer of E, format version): the namespace a chunk lives in.
 - *storage key* = keyed by the tenant's secret, H(fingerprint, provenance, exactness, chain digest): the name of a
   chunk outside this process. No client can compute another tenant's.
@@ -49,7 +49,7 @@ _EXACTNESSES = {Exactness.EXACT: b"\0", Exactness.DERIVED: b"\1"}
 
 @dataclass(frozen=True, order=True)
 class Extra:
-    """An input that changes a cache beside its tokens: an image's hash at its position, a cache salt at position 0."""
+    """An input beside the tokens that changes a cache: an image's hash at its position, a cache salt at position 0."""
 
     position: int
     data: bytes
@@ -124,13 +124,13 @@ def tail_digest(tokens: Tokens, start: int, stop: int, parent: bytes, extras: Se
 
 
 def token_digest(tokens: Tokens) -> bytes:
-    """The digest of a run of tokens alone: confirms that a candidate is the text it is taken for."""
+    """The digest of a run of tokens, without its context: it confirms that a found chunk holds the expected tokens."""
     return blake3(_TOKENS + tokens.tobytes()).digest()
 
 
 def content_digest(tokens: Tokens, extras: Sequence[Extra] = (), behind: bytes = b"") -> bytes:
-    """The key of a segment whose cache was computed alone, from position 0, or ``behind`` the preamble of this token
-    digest."""
+    """The key of a segment's first chunk. ``behind``: the token digest of the preamble that the segment was computed
+    behind; empty: it was computed alone, from position 0."""
     assert len(behind) in (0, DIGEST_BYTES)
     domain = _BEHIND + behind if behind else _CONTENT
     data = domain + struct.pack("<I", tokens.size) + tokens.tobytes()
@@ -167,6 +167,6 @@ def storage_key(
 
 @lru_cache(maxsize=4096)
 def presence_salt(namespace: bytes, provenance: Provenance, exactness: Exactness) -> int:
-    """Return the 64 bits that set the chunks of one namespace apart from others in the presence table."""
+    """A 64-bit salt that keeps the chunks of one namespace apart from those of others in the presence table."""
     data = _PRESENCE + namespace + _PROVENANCES[provenance] + _EXACTNESSES[exactness]
     return int.from_bytes(blake3(data).digest(8), "little")

@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them. Parsed once, at the edge; inside, bytes and seconds are numbers."""
+"""Sizes and durations as people write them. They are parsed once, at the edge; inside, they are numbers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def format_bytes(count: float) -> str:
 
 
 def split_address(address: str, name: str) -> tuple[str, int]:
-    """HOST and PORT of ``HOST:PORT`` or ``[V6]:PORT``. Raises InvalidRequest naming ``name``."""
+    """Return HOST and PORT of ``HOST:PORT`` or ``[V6]:PORT``. Raises InvalidRequest naming the setting ``name``."""
     host, colon, port = address.rpartition(":")
     is_v6 = host.startswith("[") and host.endswith("]")
     whole = colon and host and port.isascii() and port.isdigit() and int(port) <= 65535
@@ -68,7 +68,7 @@ def split_address(address: str, name: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True when what is sent there stays on this host. Names other than localhost count as elsewhere."""
+    """True when traffic to ``host`` stays on this machine. Names other than localhost count as remote."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

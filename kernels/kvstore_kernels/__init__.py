@@ -1,8 +1,8 @@
 """Kernels of reuse and recompute on the engine's tensors: arrival, gather, deviation and selection, attention of
-selected rows. Each has a plain torch path, which is the reference and the CPU's.
+selected rows. Each has a plain torch path, which is the reference and runs on the CPU.
 
 Planes are [heads, tokens, dim], one sequence; positions, rows and slots int64. Arithmetic is fp32, rounded once to the
-destination's dtype. No loop runs over tokens or heads; temporaries are blocks whose size is in the docstrings.
+destination's dtype. No loop runs over tokens or heads; the docstrings give the size of temporary blocks.
 """
 
 from kvstore_kernels.arrival import arrive, arrive_pages

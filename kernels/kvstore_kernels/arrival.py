@@ -1,7 +1,7 @@
-"""Arrival: stored strips become rows of the engine's cache: decoded, rotated to their new position, scattered. Nothing
-else of the destination is touched.
+"""Arrival: stored strips become rows of the engine's cache. They are decoded, rotated to their new position and
+scattered; no other row of the destination is touched.
 
-A source is one plane (K or V) of one layer, [kv_heads, tokens, dim]; V passes without a rotation.
+A source is one plane (K or V) of one layer, [kv_heads, tokens, dim]; V is not rotated.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _decoded = Scratch()
 def arrive(source: torch.Tensor, target: torch.Tensor, *, turn: Rotation | None = None, scale: float = 1.0) -> None:
     """Write a plane into rows of a dense cache.
 
-    Shapes: ``source`` and ``target`` [kv_heads, tokens, dim]; ``target`` is a view of the rows to write, of any strides
-    and dtype. ``scale``: factor of a scaled (fp8) source's values.
+    Shapes: ``source`` and ``target`` [kv_heads, tokens, dim]; ``target`` is a view of the rows to write, of any
+    strides and dtype. ``scale``: the factor by which the values of a scaled (fp8) source are multiplied.
     Cost: one copy; with a turn, as ``rotate``.
     Raises: InvalidRequest for shapes that differ.
     """
@@ -43,7 +43,7 @@ def arrive_pages(
 
     Shapes: ``source`` [kv_heads, tokens, dim]; ``pages`` a view [pages, page_size, kv_heads, dim] of any strides;
     ``slots`` int64 [tokens], page * page_size + place, each at most once.
-    Cost: as ``arrive``; values to decode pass through a block of 2 MiB (bf16) that the calling thread keeps.
+    Cost: as ``arrive``; rows that must be decoded go through a block of 2 MiB (bf16) that the calling thread keeps.
     Raises: InvalidRequest for shapes that do not fit and slots outside the pages, before anything is written.
     """
     heads, tokens, dim = source.shape

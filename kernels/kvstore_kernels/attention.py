@@ -1,7 +1,7 @@
 """Attention of selected rows: queries at any positions over all merged KV, masked by absolute position.
 
-A query sees the keys whose position is not above its own and, with a window, less than ``window`` below it. The places
-of rows and keys in their tensors do not matter. A query that sees no key gets zeros.
+A query sees the keys whose position is not above its own and, with a window, less than ``window`` below it. The index
+of a row or key in its tensor plays no part. A query that sees no key gets zeros.
 
 Source: CacheBlend (EuroSys '25), section 4.2.
 """
@@ -75,9 +75,9 @@ def attend_with_mass(
     scale: float | None = None,
     peak: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output of ``attend``, and the attention that the last ``suffix_rows`` rows give each key, fp32
-    [tokens]: summed over these rows and the heads; with ``peak`` only of the head that gives it most. Scores, softmax
-    and sums of those rows are fp32.
+    """Return the output of ``attend``, and the attention that the last ``suffix_rows`` rows give each key: fp32
+    [tokens], summed over these rows and over the heads. With ``peak`` it is the sum in the head where it is largest.
+    Scores, softmax and sums of those rows are fp32.
 
     Memory: as ``attend``; for the suffix also two runs of fp32 scores, of as many rows as fit in 16 MiB or of 8 rows,
     and keys and values in fp32, 4,096 tokens at a time.
@@ -111,38 +111,38 @@ def attend_with_mass(
 
 
 def visible(q_positions: torch.Tensor, k_positions: torch.Tensor, window: int = 0) -> torch.Tensor:
-    """Return a mask, by position, of the keys that each query sees: bool [rows, tokens]."""
-    seen = q_positions[:, None] >= k_positions  # compared directly: differences would take 8 bytes each
+    """Return the mask of the keys that each query sees, by position: bool [rows, tokens]."""
+    seen = q_positions[:, None] >= k_positions  # compared as they are: differences would take 8 bytes each
     if window:
         seen &= (q_positions - window)[:, None] < k_positions
     return seen
 
 
 def _are_all(q_positions: torch.Tensor, k_positions: torch.Tensor) -> bool:
-    """Return True when every key's token is a row, no position twice: then a mask by place is one by position."""
+    """True when queries and keys have the same positions, none of them twice: then a causal mask by index is right."""
     return torch.equal(q_positions, k_positions) and bool((k_positions.diff() > 0).all())
 
 
 def _blind(q_positions: torch.Tensor, k_positions: torch.Tensor, window: int) -> torch.Tensor:
-    """Return True for queries that see no key: bool [rows]."""
+    """Return the mask of the queries that see no key: bool [rows]."""
     stops = torch.searchsorted(k_positions, q_positions, right=True)
     return stops <= (torch.searchsorted(k_positions, q_positions - window, right=True) if window else 0)
 
 
 def _seen(q_positions: torch.Tensor, k_positions: torch.Tensor, window: int) -> slice:
-    """Return the run of keys that any of these queries sees; one key at least."""
+    """Return the run of keys that any of these queries sees; at least one key."""
     stop = int(torch.searchsorted(k_positions, q_positions[-1:], right=True))
     start = int(torch.searchsorted(k_positions, q_positions[:1] - window, right=True)) if window else 0
     return slice(min(start, len(k_positions) - 1), max(stop, start + 1))
 
 
 def _by_group(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Return queries as [kv_heads, group, rows, dim]."""
+    """Return the queries by KV head: [kv_heads, group, rows, dim]."""
     return q.reshape(kv_heads, -1, *q.shape[1:])
 
 
 def _grouped(plane: torch.Tensor, group: int) -> torch.Tensor:
-    """Return a plane as [kv_heads, group, tokens, dim], without a copy."""
+    """Return the plane repeated for each query of a group, [kv_heads, group, tokens, dim], without a copy."""
     return plane[:, None].expand(-1, group, -1, -1)
 
 

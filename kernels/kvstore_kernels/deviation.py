@@ -1,7 +1,8 @@
-"""KV deviation: the distance of a token's cached KV from the KV that the receiver computes now, at the same position.
+"""KV deviation: the distance between a token's cached KV and the KV that the receiver computes now, at the same
+position.
 
-Source: CacheBlend (EuroSys '25), section 4.2. Both K are compared after their rotation to the same position. Some
-implementations compare one plane only: ``Metric`` selects that.
+Source: CacheBlend (EuroSys '25), section 4.2. Cached and fresh K are compared after their rotation to the same
+position. Some implementations compare one plane only: ``Metric`` chooses the planes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ BLOCK_TOKENS = 512
 
 
 class Metric(StrEnum):
-    """The planes to compare."""
+    """The planes whose deviation counts."""
 
     K = "k"
     V = "v"

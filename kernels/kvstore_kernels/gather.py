@@ -1,4 +1,4 @@
-"""Gather: rows of an engine's pages become strips, in order of their tokens."""
+"""Gather: rows of an engine's pages are copied to strips, in the order of their tokens."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _found = Scratch()
 
 
 def gather_pages(pages: torch.Tensor, slots: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return one plane of one layer, copied out of its pages.
+    """Copy one plane of one layer from its pages.
 
     Shapes: ``pages`` a view [pages, page_size, kv_heads, dim] of any strides; ``slots`` int64 [tokens], page *
     page_size + place; returns ``out``, [kv_heads, tokens, dim] of the pages' dtype.
-    Cost: two copies, the second out of the processor's cache; whole pages pass a block of 2 MiB that the calling thread
-    keeps.
+    Cost: two copies, the second from the processor's cache. Whole pages go through a block of 2 MiB that the calling
+    thread keeps.
     Raises: InvalidRequest for slots outside the pages and an ``out`` of another shape or dtype.
     """
     shape = (pages.shape[2], slots.numel(), pages.shape[3])

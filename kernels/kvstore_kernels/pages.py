@@ -1,7 +1,7 @@
-"""The places of tokens in an engine's pages: cut into whole pages, which move in one call, and single slots.
+"""Pieces of a run of slots: whole pages of an engine, which move in one call, and single slots.
 
 A slot is page * page_size + place. An engine's block table gives a run that begins and ends within a page and fills
-those between. Other orders work, too, only slower.
+the pages between. Slots in any other order work, too, but slower.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvstore.errors import InvalidRequest
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Tokens ``start`` to ``stop``: single slots (``numbers`` None), or the tokens that fill the pages ``numbers``."""
+    """Tokens ``start`` to ``stop`` of a run. ``numbers``: the pages that they fill; None: they move slot by slot."""
 
     start: int
     stop: int
@@ -34,8 +34,8 @@ def check_slots(slots: torch.Tensor, tokens: int, pages: torch.Tensor) -> None:
 
 
 def pieces(slots: torch.Tensor, pages: torch.Tensor, block_tokens: int = 0) -> Iterator[Piece]:
-    """Yield the run's pieces, in order: the tokens before the first whole page, whole pages (about ``block_tokens`` at
-    a time, if that is given), and the rest."""
+    """Yield the run's pieces in order: the slots before the first whole page, whole pages (about ``block_tokens`` at a
+    time, if that is given), and the remaining slots."""
     page_size = pages.shape[1]
     head, numbers = _whole_pages(slots, page_size)
     tail = head + len(numbers) * page_size
@@ -50,8 +50,8 @@ def pieces(slots: torch.Tensor, pages: torch.Tensor, block_tokens: int = 0) -> I
 
 
 def _whole_pages(slots: torch.Tensor, page_size: int) -> tuple[int, torch.Tensor]:
-    """Return (tokens before the first whole page, the pages filled from there on). If one of these pages is not filled
-    in order, return all tokens and no pages."""
+    """Return (number of tokens before the first whole page, the pages filled from there on). There are no pages unless
+    the run fills every page that it could fill."""
     head = -int(slots[0]) % page_size if len(slots) else 0
     count = max(0, len(slots) - head) // page_size
     rows = slots[head : head + count * page_size].view(count, page_size)
@@ -63,7 +63,7 @@ def _whole_pages(slots: torch.Tensor, page_size: int) -> tuple[int, torch.Tensor
 
 
 def place_of(pages: torch.Tensor, slots: torch.Tensor, piece: Piece) -> tuple[torch.Tensor, ...]:
-    """Return the index of a piece's rows in its pages: (pages,) or (pages, places)."""
+    """Return the index of a piece's rows in the pages: (pages,) or (pages, places)."""
     if piece.numbers is not None:
         return (piece.numbers,)
     rows = slots[piece.start : piece.stop]
@@ -71,8 +71,8 @@ def place_of(pages: torch.Tensor, slots: torch.Tensor, piece: Piece) -> tuple[to
 
 
 def by_page(run: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Return a piece's rows [heads, tokens, dim] in the order of its index: [pages, page_size, heads, dim], or [tokens,
-    heads, dim]. A view."""
+    """Return a view of a piece's rows [heads, tokens, dim] in the order of its index: [pages, page_size, heads, dim],
+    or [tokens, heads, dim]."""
     if piece.numbers is None:
         return run.transpose(0, 1)
     heads, tokens, dim = run.shape
@@ -81,10 +81,10 @@ def by_page(run: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def widest(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return views of the same memory in the widest items that all share: torch moves 16 bytes at a time twice as fast
-    as two.
+    """Return views of the tensors in the widest item type that fits all of them, because torch copies items of 16 bytes
+    twice as fast as items of two.
 
-    The views have one dtype and are for copies only.
+    The tensors must have one dtype. The views may only be copied: their values mean nothing.
     """
     size = tensors[0].element_size()
     for dtype in (torch.complex128, torch.int64, torch.int32):

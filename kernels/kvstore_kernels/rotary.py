@@ -1,10 +1,10 @@
-"""Rotary position embedding: a model's frequencies, and the move of keys from one position to another.
+"""Rotary position embedding: a model's frequencies, and the rotation that moves keys to another position.
 
-A key at position p is R(p) k; R(p + o) = R(o) R(p), so a key moves by its position difference alone. Values carry no
-position. Dims pair up as (i, i + rotary_dim / 2) (NeoX's halves: Llama, Mistral, Qwen).
+A key at position p is R(p) k, and R(p + o) = R(o) R(p). So moving a key needs only the difference of the positions.
+Values carry no position. Dims pair up as (i, i + rotary_dim / 2) (NeoX's halves: Llama, Mistral, Qwen).
 
-Source: Su et al., RoFormer (2021); llama3 and yarn (Peng et al., 2023) as the transformers library computes them, to
-the bit.
+Source: Su et al., RoFormer (2021); llama3 and yarn (Peng et al., 2023) bit for bit as the transformers library computes
+them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ BLOCK_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
-    """A model's rotation. ``frequencies``: fp32 [pairs], radians per position; ``scaling``: yarn's factor of rotated
-    queries and keys, 1 elsewhere. A stored key includes the factor already."""
+    """A model's rotation. ``frequencies``: fp32 [pairs], radians per position. ``scaling``: yarn's factor on rotated
+    queries and keys, 1 for other kinds; a stored key already includes it."""
 
     frequencies: torch.Tensor
     scaling: float = 1.0
@@ -40,8 +40,8 @@ class Rotary:
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """The turn of each token of a run, for all heads and layers. ``cos``, ``sin``: fp32 [tokens, pairs], or [1, pairs]
-    for all tokens alike."""
+    """The turn of each token of a run, which is the same for all heads and layers. ``cos``, ``sin``: fp32
+    [tokens, pairs], or [1, pairs] when all tokens turn alike."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -52,7 +52,7 @@ class Rotation:
         return torch.cat([self.cos, self.cos], -1)
 
     def of(self, start: int, stop: int) -> Rotation:
-        """Return the turn of the tokens ``start`` to ``stop``. Views."""
+        """Return the rotation of the tokens ``start`` to ``stop``, as views."""
         if stop - start == self.cos.shape[0] or self.cos.shape[0] == 1:
             return self
         part = Rotation(*(each.narrow(0, start, stop - start) for each in (self.cos, self.sin)))
@@ -62,7 +62,7 @@ class Rotation:
 
 @lru_cache(maxsize=64)
 def rotary_of(rope: RopeSpec) -> Rotary:
-    """Return the rotation that a spec names, on the CPU.
+    """Return the rotation that a spec describes, on the CPU.
 
     Raises: InvalidRequest for a kind that depends on the prompt's length or is unknown, for M-RoPE, for a model that
     does not rotate, and for a factor that is missing or no finite number of the right sign.
@@ -89,15 +89,15 @@ def rotation(rotary: Rotary, target: int | torch.Tensor, source: int | torch.Ten
     """Return the turn that takes keys rotated for ``source`` positions to ``target`` positions.
 
     Shapes: each one whole number or int64 [tokens]; two numbers give one turn for all tokens. ``source`` 0: the plain
-    rotation, without yarn's scaling. Angles are rounded to fp32 as the model rounds them and only then subtracted, in
-    fp64. Far from 0 this is closer to a key that the model computes there than a turn by the position difference.
+    rotation, without yarn's scaling. Angles are rounded to fp32 as the model rounds them, and then subtracted in fp64.
+    Far from position 0, the moved key is then nearer to the model's own key than with a turn by the difference.
     """
     angles = _angles(rotary, target) - _angles(rotary, source)
     return Rotation(angles.cos().float(), angles.sin().float())
 
 
 def rotate(x: torch.Tensor, turn: Rotation, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Turn keys (or queries). Dims beyond the turn's pairs pass unchanged.
+    """Rotate keys (or queries). Dims beyond the turn's pairs stay unchanged.
 
     Shapes: ``x`` [..., tokens, dim] and ``out`` alike; computed in fp32, rounded once to ``out``'s dtype (default
     ``x``'s). ``out`` may be ``x``.
@@ -112,7 +112,7 @@ def rotate(x: torch.Tensor, turn: Rotation, out: torch.Tensor | None = None) -> 
 
 
 def check_turn(x: torch.Tensor, turn: Rotation) -> None:
-    """Raise InvalidRequest unless the turn is for this many tokens and no more dims."""
+    """Raises InvalidRequest unless the turn has as many tokens as ``x``, or one for all, and no more dims."""
     pairs = turn.cos.shape[-1]
     if 2 * pairs > x.shape[-1]:
         raise InvalidRequest(f"x has {x.shape[-1]} dims per head, the rotation turns {2 * pairs}")
@@ -121,7 +121,7 @@ def check_turn(x: torch.Tensor, turn: Rotation) -> None:
 
 
 def turn_into(out: torch.Tensor, x: torch.Tensor, turn: Rotation, scale: float = 1.0) -> None:
-    """Rotate as ``rotate`` does, without its checks, and multiply the values by ``scale``.
+    """Rotate ``x`` times ``scale`` into ``out``, without the checks of ``rotate``.
 
     Cost: on the CPU five passes over blocks of 4 MiB that stay in the cache; each calling thread keeps two of them.
     """
@@ -149,7 +149,7 @@ def turn_into(out: torch.Tensor, x: torch.Tensor, turn: Rotation, scale: float =
 
 
 class _Block:
-    """Scratch for one block: its values in fp32 and their results, each with its two halves."""
+    """Scratch for one block: the values in fp32 and the result, each with views of its two halves."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.shape = shape
@@ -159,7 +159,7 @@ class _Block:
 
 
 class _KeptBlock(threading.local):
-    """The block of each thread's last call, kept because planes of a model are alike, and views cost time, too."""
+    """The block of each thread's last call. It is kept because a model's planes have one shape and views cost time."""
 
     def __init__(self) -> None:
         self._last: _Block | None = None
@@ -178,7 +178,7 @@ _wide, _result, _kept = Scratch(), Scratch(), _KeptBlock()
 
 
 def _angles(rotary: Rotary, positions: int | torch.Tensor) -> torch.Tensor:
-    """Return angles, fp64 [tokens, pairs], each the fp32 number that the model itself computes."""
+    """Return the angles as fp64 [tokens, pairs], each rounded to fp32 as the model rounds it."""
     device = positions.device if isinstance(positions, torch.Tensor) else None
     column = torch.as_tensor(positions, device=device).reshape(-1, 1).float()
     return (column * rotary.frequencies.to(column.device)).double()
@@ -202,7 +202,7 @@ class _Factors:
 
 
 def _llama3(plain: torch.Tensor, factors: _Factors) -> torch.Tensor:
-    """Stretch long waves by the factor, keep short ones, and blend those between."""
+    """Return llama3's frequencies: long waves stretched by the factor, short ones kept, those between blended."""
     factor, low, high = (factors.positive(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     if high <= low:
         raise InvalidRequest(f"rope.factors: high_freq_factor {high} must be above low_freq_factor {low}")
@@ -215,11 +215,11 @@ def _llama3(plain: torch.Tensor, factors: _Factors) -> torch.Tensor:
 
 
 def _yarn(rope: RopeSpec, periods: torch.Tensor, factors: _Factors) -> torch.Tensor:
-    """Keep the frequency of fast dims, interpolate slow ones, with a ramp between the two."""
+    """Return yarn's frequencies: fast dims keep theirs, slow ones are interpolated, with a ramp between the two."""
     factor, context = factors.positive("factor"), factors.positive("original_max_position_embeddings")
 
     def dim_of(rotations: float) -> float:
-        """Return the pair that turns so many times over the original context."""
+        """Return the pair, as a fraction, that turns ``rotations`` times over the original context."""
         return (rope.rotary_dim * math.log(context / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
 
     low, high = dim_of(factors.get("beta_fast") or 32), dim_of(factors.get("beta_slow") or 1)

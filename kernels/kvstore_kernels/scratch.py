@@ -1,5 +1,5 @@
-"""Scratch memory of the CPU paths: a few kept runs per thread, because to touch new memory costs as much as the work
-done in it."""
+"""Scratch memory of the CPU paths. Each thread keeps a few runs, because touching fresh memory costs as much as the
+work done in it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 
 class Scratch(threading.local):
-    """One run of bytes per thread, as large as the largest request so far."""
+    """One run of bytes per thread, as large as the largest request."""
 
     def __init__(self) -> None:
         self._run = torch.empty(0, dtype=torch.uint8)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor of any content, the caller's until its next call. On a device, whose allocator keeps memory
-        itself, return a new tensor."""
+        """Return a tensor of any content. It is the caller's until this thread's next call. On a device it is fresh,
+        because the allocators there keep memory themselves."""
         if device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)
         count = math.prod(shape)

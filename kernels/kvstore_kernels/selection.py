@@ -1,4 +1,4 @@
-"""Selection: chooses the rows that are recomputed. A selector scores each context token; the highest are taken.
+"""Selection of the rows to recompute. A selector gives each context token a score, and the highest are taken.
 
 Ties go to the earlier token, and a score that is NaN counts as the highest, so that one input has one answer.
 Sources: deviation and gradual filtering, CacheBlend (EuroSys '25); first tokens of each chunk, EPIC (2024); deviation
@@ -35,10 +35,11 @@ def scores_of(
     token_count: int = 0,
     seed: int = 0,
 ) -> torch.Tensor:
-    """Return one fp32 score per context token; higher scores are taken first.
+    """Return one fp32 score per context token; the highest are taken first.
 
     Shapes: ``deviation`` and ``attention`` (the suffix's attention mass) [tokens], needed by the selectors that use
-    them. FIRST: ``chunk_starts`` int64, ascending from 0, and ``token_count``; RANDOM: ``token_count`` and ``seed``.
+    them. FIRST needs ``chunk_starts`` int64, ascending from 0, and ``token_count``; RANDOM ``token_count`` and
+    ``seed``.
     Raises: InvalidRequest naming the argument that the selector needs.
     """
     if selector is Selector.DEVIATION:
@@ -54,8 +55,7 @@ def scores_of(
 
 
 def row_count(ratio: float, token_count: int) -> int:
-    """Return the number of tokens that ``ratio`` selects of ``token_count``: rounded up, so that only ratio 0 selects
-    none.
+    """Return the number of ``token_count`` context tokens that a ratio is, rounded up: only a ratio of 0 gives none.
 
     Raises: InvalidRequest for a ratio outside [0, 1].
     """
@@ -69,7 +69,7 @@ def highest(scores: torch.Tensor, count: int, among: torch.Tensor | None = None)
 
     Shapes: ``scores`` [tokens], one per token, or one per entry of ``among`` (int64, ascending: the survivors of an
     earlier choice), whose entries are then returned.
-    Raises: InvalidRequest when there are fewer.
+    Raises: InvalidRequest when there are fewer scores than ``count``.
     """
     if among is not None and scores.shape != among.shape:
         raise InvalidRequest(f"scores has shape {tuple(scores.shape)}, among {tuple(among.shape)}")
@@ -82,7 +82,7 @@ def highest(scores: torch.Tensor, count: int, among: torch.Tensor | None = None)
 
 def gradual_ratios(ratio: float, layer_count: int, excess: float = 0.2) -> list[float]:
     """Return the ratios of gradual filtering, one per layer: from ``ratio`` (1 + ``excess``) at the check layer down to
-    ``ratio`` (1 - ``excess``) at the last, in equal steps, so that their mean is ``ratio``; none above 1."""
+    ``ratio`` (1 - ``excess``) at the last, in equal steps, so that their mean is ``ratio``. They are capped at 1."""
     row_count(ratio, 0)
     if layer_count <= 1:
         return [ratio] * layer_count
@@ -91,7 +91,7 @@ def gradual_ratios(ratio: float, layer_count: int, excess: float = 0.2) -> list[
 
 
 def _first_scores(chunk_starts: torch.Tensor, token_count: int) -> torch.Tensor:
-    """Return minus each token's place in its chunk: the first tokens of all chunks come before any second."""
+    """Return minus each token's place in its chunk: the first tokens of all chunks score above any second token."""
     if not len(chunk_starts) or int(chunk_starts[0]) != 0 or bool((chunk_starts.diff() <= 0).any()):
         raise InvalidRequest("chunk_starts must ascend from 0")
     tokens = torch.arange(token_count, device=chunk_starts.device)

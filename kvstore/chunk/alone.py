@@ -1,5 +1,5 @@
-"""A chunk of which nobody here knows the spec: its header says where its strips lie and what they check to, and their
-layers and heads are found by trying."""
+"""Checks of a chunk whose spec is unknown here. Its header gives the strips' places and checksums; the layer and head
+of each strip, which seed its checksum, are found by trying."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from kvstore.errors import DataLoss
 from kvstore.seams.memory import Bytes
 
 LAYERS_BETWEEN_MAX = 256
-"""Layers that keep nothing may lie between two slabs."""
+"""Bound of the search: layers without a slab may lie between two slabs."""
 _LENGTHS = struct.Struct("<12xIQ")
 
 
 def object_lengths(data: bytes) -> tuple[int, int]:
-    """(header bytes, body bytes) by the first 24 bytes of a header that is yet to be checked. Raises DataLoss."""
+    """Return (header bytes, body bytes) from the first 24 bytes of a header that is not checked yet. Raises DataLoss
+    when ``data`` is shorter."""
     if len(data) < _LENGTHS.size:
         raise DataLoss("chunk header: truncated", reason="truncated")
     header_bytes, body_bytes = _LENGTHS.unpack_from(data)
@@ -28,7 +29,7 @@ def object_lengths(data: bytes) -> tuple[int, int]:
 
 
 def check_alone(data: Bytes) -> ChunkHeader:
-    """The header of a whole chunk, each strip of which is right. Raises DataLoss. Cost: one hash of all bytes, and a
+    """Check every strip of a whole chunk, and return its header. Raises DataLoss. Cost: one hash of all bytes, and a
     few more of the first strip of each slab."""
     header = parse_header(data)
     header_bytes, body_bytes = object_lengths(data[: _LENGTHS.size].tobytes())
@@ -50,7 +51,7 @@ def check_alone(data: Bytes) -> ChunkHeader:
 
 
 def _place(key: bytes, layer: int, head: int, strip: Bytes, expected: bytes) -> tuple[int, int]:
-    """The layer and head of a strip, by those of the strip before it. Raises DataLoss where it fits none."""
+    """Return the layer and head of a strip, given those of the strip before it. Raises DataLoss when none fits."""
     assert len(expected) == CHECKSUM_BYTES
     following = [(layer, head + 1)] if layer >= 0 else []
     tried = following + [(layer + step, 0) for step in range(1, LAYERS_BETWEEN_MAX)]

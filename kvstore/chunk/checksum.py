@@ -23,12 +23,12 @@ Checksums = NDArray[np.uint8]
 
 
 def strip_key(storage_key: bytes, write_id: bytes) -> bytes:
-    """Return the key from which the seeds of one write of a chunk are derived."""
+    """Return the 32-byte key from which the seeds of one write of a chunk are derived."""
     return blake3(b"kvstore/strips/1\0" + storage_key + write_id).digest()
 
 
 def seeds_of(key: bytes, layers: NDArray[np.int32], heads: NDArray[np.int32]) -> list[int]:
-    """One seed per (layer, head), by a digest of the two keyed with ``strip_key``. Cost: about 1.5 us each."""
+    """Return one seed per (layer, head): a digest of the two, keyed with ``strip_key``. Cost: about 1.5 us each."""
     pairs = zip(layers.tolist(), heads.tolist(), strict=True)
     pack, unpack = struct.Struct("<ii").pack, struct.Struct("<Q").unpack
     return [unpack(blake3(pack(layer, head), key=key).digest(8))[0] for layer, head in pairs]
@@ -72,7 +72,7 @@ def verify_slab(
     slab: Bytes, layout: ChunkLayout, slab_index: int, seeds: list[int], checksums: Checksums,
     first: int = 0, count: int | None = None,
 ) -> bool:  # fmt: skip
-    """Return True when the slab's strips are the ones the header names. ``checksums`` [strips of the chunk, 16]."""
+    """True when the slab's strips have the checksums of the header. ``checksums`` [strips of the chunk, 16]."""
     start = layout.slabs[slab_index].strip_first + first
     found = checksum_strips(slab, layout, slab_index, seeds, first, count)
     return found == checksums[start : start + len(found) // CHECKSUM_BYTES].tobytes()

@@ -1,15 +1,15 @@
 """A chunk as a tier may keep it: encoded strip by strip, in the same order and at the same alignment as raw.
 
-    header          as long as a raw one; its table says where each strip lies and what it checks to, as stored
+    header          as long as a raw one; its table has each strip's place, and the checksum of its stored bytes
     slab, layer 0   4 KiB-aligned, so that a run of slabs is one range to read with O_DIRECT; strips 64 B-aligned
     ...
 
-An encoded chunk is never larger than the raw one, and it decodes to that one to the byte, header included, so what
-is promoted cannot be told from what was stored. Encoding checks the raw strips first: bytes that went bad in memory
-are not given a fresh checksum.
+An encoded chunk is never larger than the raw one. It decodes to that one byte for byte, header included, so that a
+promoted chunk equals the one that was stored. Encoding checks the raw strips first: bytes that went bad in memory
+must not get a fresh checksum.
 
 Cost, on one thread of an AMD EPYC server, gaussian bf16 in strips of 128 KiB, checksums included, in raw bytes:
-encode 0.59 GB/s, decode 2.5 GB/s, stored 0.84 of raw; for strips of 512 B it is 13 us each of Python. Both release
+encode 0.59 GB/s, decode 2.5 GB/s, stored 0.84 of raw; a strip of 512 B costs 13 us of Python. Both release
 the GIL while they compress, decompress, hash and copy.
 """
 
@@ -39,7 +39,7 @@ class EncodedChunk:
 
 
 def slab_range(header: ChunkHeader, layout: ChunkLayout, first_slab: int, stop_slab: int) -> tuple[int, int]:
-    """(offset, byte count) in the stored body of slabs ``first_slab .. stop_slab``; both multiples of 4 KiB."""
+    """Return (offset, byte count) of slabs ``first_slab .. stop_slab`` in the stored body; both multiples of 4 KiB."""
     assert 0 <= first_slab < stop_slab <= len(layout.slabs)
     if header.stored is None:
         assert header.encoding == "raw"  # a header parsed without its layout does not know
@@ -51,7 +51,7 @@ def slab_range(header: ChunkHeader, layout: ChunkLayout, first_slab: int, stop_s
 
 
 def stored_run(header: ChunkHeader, layout: ChunkLayout, slabs: range) -> StripRun:
-    """The strips of some slabs of an encoded body, as they lie there."""
+    """Return the strips of some slabs of an encoded body, with their stored places."""
     assert header.stored is not None
     first, stop = layout.strips_of(slabs)
     starts = header.stored.offsets[first:stop].astype(np.int64) - int(header.stored.slab_offsets[slabs.start])
@@ -62,10 +62,10 @@ def stored_run(header: ChunkHeader, layout: ChunkLayout, slabs: range) -> StripR
 def encode_chunk(
     header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes], target: Bytes | None = None
 ) -> EncodedChunk:
-    """A raw chunk, encoded ``lz4``. ``pieces`` are the resident ones: its header, then one per slab.
+    """Encode a raw chunk as ``lz4``. ``pieces`` are the resident ones: its header, then one per slab.
 
-    ``target`` is where it goes, ``layout.total_bytes`` long and as aligned as whoever writes it needs; by default new
-    memory. Raises: DataLoss when a strip is not the one the header names.
+    ``target`` receives it: ``layout.total_bytes`` long, and aligned as its writer needs; by default new memory. Raises:
+    DataLoss when a strip fails its checksum in the header.
     """
     assert header.encoding == "raw"
     assert tuple(piece.size for piece in pieces) == layout.piece_bytes
@@ -108,10 +108,10 @@ def _encode_slab(
 def decode_slab(
     header: ChunkHeader, layout: ChunkLayout, slab_index: int, stored: Bytes, target: Bytes, seeds: list[int]
 ) -> bool:
-    """Check a slab as stored and write it raw to ``target``: whole, gaps zeroed. ``stored`` is its ``slab_range``.
+    """Check a stored slab and write it raw to ``target``: whole, gaps zeroed. ``stored`` is its ``slab_range``.
 
-    ``target`` may be ``stored`` where the encoding is raw; otherwise they share no memory. False when anything is not
-    as the header says: ``target`` then holds nothing of use. ``seeds`` are the whole chunk's.
+    ``target`` may be ``stored`` where the encoding is raw; otherwise they share no memory. False when the bytes do not
+    match the header: ``target`` then holds nothing of use. ``seeds`` are those of the whole chunk.
     """
     assert target.size == layout.slabs[slab_index].byte_count
     if stored.size != slab_range(header, layout, slab_index, slab_index + 1)[1]:
@@ -152,7 +152,7 @@ def _raw_strips(layout: ChunkLayout, slab_index: int) -> Iterator[tuple[int, int
 
 
 def _zero_gaps(layout: ChunkLayout, slab_index: int, slab: Bytes) -> None:
-    """Zero the bytes that no strip covers: they are zero in every copy of a chunk."""
+    """Zero the gaps between strips, as they are in every copy of a chunk."""
     place = 0
     for _, start, stop in _raw_strips(layout, slab_index):
         slab[place:start] = 0
@@ -161,7 +161,7 @@ def _zero_gaps(layout: ChunkLayout, slab_index: int, slab: Bytes) -> None:
 
 
 def raw_header(header: ChunkHeader, rows: Iterable[bytes]) -> ChunkHeader:
-    """The header the chunk had before it was encoded. ``rows`` are ``checksum_strips`` of its decoded slabs, in order;
-    the packed header is that of the raw chunk to the byte."""
+    """Return the header that the chunk had before it was encoded. ``rows`` are ``checksum_strips`` of its decoded
+    slabs, in order. Packed, it equals the raw chunk's header byte for byte."""
     checksums = np.frombuffer(b"".join(rows), np.uint8).reshape(-1, CHECKSUM_BYTES)
     return replace(header, encoding="raw", stored=None, checksums=checksums)

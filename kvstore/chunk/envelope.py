@@ -1,22 +1,22 @@
-"""Envelopes: a copy outside memory of which whoever can write there can alter no byte unseen, nor, with ``aead``, read
-its bytes.
+"""Envelopes: they protect a copy outside memory. Someone who can write to the store cannot alter a byte unnoticed, and
+with ``aead`` cannot read the bytes either.
 
-The header of such a copy asks for a reader of version 2, so that earlier releases take it for a newer one's: a miss
-that stays. Beside what a plain header says it has
+The header of such a copy asks for a reader of version 2. Earlier releases take the copy for one of a newer release: it
+is a miss, and they leave it in place. Beside the fields of a plain header it has
 
      32  envelope kind at 36: 1 mac, 2 aead; tag bytes at 37: 16
     304  envelope key id 16
     328  salt 16, header tag 16
          behind the strip table, a tag of 16 bytes per strip
 
-and is as long as these need. The copy's key is derived from the envelope key and from what the copy is: its storage
-key, its write, its encoding, its envelope, and a salt drawn anew each time one is sealed. The header's tag covers the
-whole header but the checksum: the seat, where a tier says one, and the tags included. ``aead`` encrypts in the header,
-too, by what somebody could confirm a guessed prompt: the token count, the first position, the digests of chain, parent
-and tokens, and the strips' checksums. Who has no key still sees the sizes, which chunk and write it is, of which model
-and tenant: what a scan counts.
+and is as long as these need. The copy's key is derived from the envelope key, the storage key, the write, the encoding,
+the envelope kind, and a salt that is drawn anew for each copy. The header's tag covers the whole header but the
+checksum; it includes the seat, where a tier writes one, and the strips' tags. ``aead`` also encrypts the header fields
+that could confirm a guessed prompt: the token count, the first position, the digests of chain, parent and tokens, and
+the strips' checksums. Without the key, a reader still sees the sizes, the chunk and write, the model and the tenant: a
+scan counts by these.
 
-What is opened is the plain header to the byte: what is promoted cannot be told from what was stored.
+Opening gives the plain header byte for byte, so that a promoted chunk equals the one that was stored.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from kvstore.seams.memory import Bytes
 from kvstore.spec import ENVELOPES
 
 ENVELOPE_READER = 2
-"""The format version of copies in envelopes, and who can read them."""
+"""The format version of copies in envelopes, and the least reader version that they ask for."""
 SALT_BYTES = 16
 _CONTEXT = "kvstore 2026-11 envelope of one copy"
 _HEAD = struct.Struct("<8sHHIQQ6B2xII")
@@ -63,16 +63,15 @@ _random = SystemRandom()
 
 @dataclass(frozen=True, slots=True)
 class Sealing:
-    """The sealing of a copy: an envelope, and the key it gets."""
+    """The envelope kind and the key with which a copy is sealed."""
 
     kind: str
     key: EnvelopeKey
 
 
 class Trust:
-    """The keys that a tier's copies are sealed with, and the envelopes it believes. ``kind``: the envelope of new ones;
-    without one nothing is demanded of what is read. Copies in envelopes of a key in the ``ring`` are read whatever the
-    kind is."""
+    """A tier's envelope policy. ``kind``: the envelope of new copies; with "none", copies without an envelope are read
+    too. Copies that are sealed with a key in the ``ring`` are read whatever the kind is."""
 
     def __init__(self, kind: str = "none", ring: EnvelopeRing | None = None) -> None:
         self.kind = kind
@@ -80,19 +79,20 @@ class Trust:
         assert kind == "none" or self.ring
 
     def sealing(self) -> Sealing | None:
-        """Of a copy that is written now; None: it is written as it is."""
+        """Return the sealing of a copy that is written now; None: it is written without an envelope."""
         return None if self.kind == "none" else Sealing(self.kind, self.ring.newest)
 
     def header_bytes(self, layout: ChunkLayout) -> int:
-        """Return the most bytes that a header takes."""
+        """Return the largest number of bytes that a copy's header can have."""
         return sealed_header_bytes(layout.strip_count) if self.ring else layout.header_bytes
 
     def read_header(
         self, data: bytes | Bytes, layout: ChunkLayout | None, *, may_be_plain: bool = False
     ) -> ChunkHeader | None:
-        """The header of a copy, of which ``data`` are the first ``header_bytes``. None: a newer release wrote it, or
-        somebody whose key this node has not: a miss that stays. ``may_be_plain``: this one needs no envelope. Raises
-        DataLoss for what is damaged, has a wrong tag, or lacks an envelope where one is demanded."""
+        """Return the header of a copy; ``data`` are its first ``header_bytes``. None: a newer release wrote the copy,
+        or it is sealed with a key that this node lacks. That is a miss, and the copy stays. ``may_be_plain``: this copy
+        needs no envelope. Raises DataLoss for a copy that is damaged, has a wrong tag, or lacks an envelope where one
+        is required."""
         if not is_sealed(data):
             if is_newer_format(bytes(data[:FIXED_HEADER_BYTES])):
                 return None
@@ -107,8 +107,7 @@ class Trust:
 
 
 def is_sealed(data: bytes | Bytes) -> bool:
-    """Return True when a copy, of whose header ``data`` are the first bytes, is in an envelope of this release's
-    format."""
+    """True when a copy is in an envelope of this release's format. ``data`` are the first bytes of its header."""
     first = bytes(data[:FIXED_HEADER_BYTES])
     if len(first) < FIXED_HEADER_BYTES or first[: len(MAGIC)] != MAGIC:
         return False
@@ -117,7 +116,7 @@ def is_sealed(data: bytes | Bytes) -> bool:
 
 
 def sealed_header_bytes(strip_count: int) -> int:
-    """Of the header of a copy in an envelope."""
+    """Return the header bytes of a copy in an envelope."""
     return _pages(FIXED_HEADER_BYTES + strip_count * (STRIP_ENTRY_BYTES + TAG_BYTES))
 
 
@@ -129,8 +128,8 @@ def _pages(byte_count: int) -> int:
 
 
 class Sealer:
-    """One copy that is being sealed: all its strips, in order, then its header. ``header`` is the packed plain one,
-    ``seat`` is where the copy goes. Raises DataLoss where the header is damaged."""
+    """Seals one copy: all its strips, in order, then its header. ``header`` is the packed plain header, ``seat`` the
+    place where the copy is written. Raises DataLoss when the header is damaged."""
 
     def __init__(self, sealing: Sealing, header: Bytes, seat: int = 0) -> None:
         self._plain = header.tobytes()
@@ -142,14 +141,15 @@ class Sealer:
         self._tags: list[bytes] = []
 
     def body(self, data: Bytes, strips: StripRun, room: Bytes | None = None) -> Bytes:
-        """The next strips as they go into the copy: with ``mac`` the memory itself, with ``aead`` the beginning of
-        ``room``, or new memory. Raises DataLoss where one is not the one that the header names: it gets no tag."""
+        """Seal the next strips, and return their bytes in the copy: with ``mac`` the memory itself, with ``aead`` the
+        beginning of ``room``, or new memory. Raises DataLoss when a strip fails its checksum in the header: no tag must
+        vouch for it."""
         target = data if self._sealing.kind != AEAD else np.empty(data.size, np.uint8) if room is None else room
         seeds = seeds_of(strips.key, strips.layers, strips.heads)
         for start, stop, seed in zip(strips.starts.tolist(), strips.stops.tolist(), seeds, strict=True):
             strip, number = data[start:stop], len(self._tags)
             self._tags.append(self._seal.seal(number, strip, target[start:stop]))
-            # Only now: memory that was given to others while it was sealed is not right any more.
+            # Checked after sealing: memory that was reused for another chunk meanwhile fails the check here.
             if xxhash.xxh3_128_digest(strip.data, seed) != self._table[number, -CHECKSUM_BYTES:].tobytes():
                 raise DataLoss("strips of a resident chunk are not the ones its header names", strip=number)
         if target is not data:
@@ -158,15 +158,15 @@ class Sealer:
         return target
 
     def header(self) -> Bytes:
-        """Return the sealed header, once all strips are sealed."""
+        """Return the sealed header. Call it once all strips are sealed."""
         assert len(self._tags) == len(self._table)
         tags = b"".join(self._tags)
         return as_bytes(_sealed_header(self._plain, self._sealing, self._seal, self._salt, self._seat, tags))
 
 
 def sealed(sealing: Sealing, header: Bytes, runs: Sequence[Run]) -> list[Bytes]:
-    """Blocking. A copy of a chunk in an envelope: its header, then its body, as a ``Sealer`` makes them. ``runs`` are
-    all strips as they are to be stored. Raises as that does."""
+    """Blocking. Return a copy of a chunk in an envelope: its header, then its body, as a ``Sealer`` makes them.
+    ``runs`` are all strips in their stored form. Raises DataLoss as ``Sealer`` does."""
     sealer = Sealer(sealing, header)
     bodies = [sealer.body(*run) for run in runs]
     return [sealer.header(), *bodies]
@@ -203,20 +203,20 @@ def _say(whole: bytearray, version: int, header_bytes: int, envelope: int, tag_b
 
 
 def _table(whole: Bytes) -> Bytes:
-    """[strips, 32]: the rows of the strip table, whose last 16 bytes are the checksums."""
+    """Return the strip table, [strips, 32]; the last 16 bytes of a row are the checksum."""
     strip_count = int.from_bytes(whole[44:48].tobytes(), "little")
     stop = FIXED_HEADER_BYTES + strip_count * STRIP_ENTRY_BYTES
     return whole[FIXED_HEADER_BYTES:stop].reshape(strip_count, STRIP_ENTRY_BYTES)
 
 
 def _hidden(whole: bytearray) -> bytes:
-    """Return the part of a header that ``aead`` encrypts."""
+    """Return the bytes of a header that ``aead`` encrypts."""
     fixed = b"".join(bytes(whole[part]) for part in _HIDDEN)
     return fixed + _table(np.frombuffer(whole, np.uint8))[:, -CHECKSUM_BYTES:].tobytes()
 
 
 def _hide(whole: bytearray, hidden: bytes) -> None:
-    """Put this in its place."""
+    """Write ``hidden`` to the places that ``_hidden`` reads."""
     at = 0
     for part in _HIDDEN:
         size = part.stop - part.start
@@ -230,7 +230,7 @@ def _hide(whole: bytearray, hidden: bytes) -> None:
 
 
 def _whole(data: bytes | Bytes) -> bytearray:
-    """All of a header in an envelope, that nothing happened to by accident. Raises DataLoss."""
+    """Return the whole header of a copy in an envelope, its checksum verified and set to zero. Raises DataLoss."""
     _, _, _, header_bytes, *_, strip_count = _HEAD.unpack_from(bytes(data[: _HEAD.size]))
     if header_bytes != sealed_header_bytes(strip_count) or not header_bytes <= min(len(data), HEADER_BYTES_MAX):
         raise DataLoss("chunk header: its length does not fit its strips", reason="header")
@@ -242,8 +242,8 @@ def _whole(data: bytes | Bytes) -> bytearray:
 
 
 def open_header(key: EnvelopeKey, whole: bytearray, layout: ChunkLayout | None) -> ChunkHeader:
-    """The plain header that was sealed, with what opens its strips. ``whole``: its checksum was right, and is zero now.
-    Raises DataLoss."""
+    """Return the plain header that was sealed, with the envelope that opens its strips. ``whole``: the result of
+    ``_whole``. Raises DataLoss."""
     tag, whole[_TAG] = bytes(whole[_TAG]), bytes(TAG_BYTES)
     seal = _seal_of(ENVELOPES[whole[36]], key, whole, bytes(whole[_SALT]))
     hidden = as_bytes(_hidden(whole))
@@ -267,8 +267,8 @@ def _plain(whole: bytearray, end: int, layout: ChunkLayout | None) -> ChunkHeade
 
 
 def shown_header(data: bytes | Bytes) -> ChunkHeader:
-    """What somebody without a key sees of a copy in an envelope; what ``aead`` hides is zero, also with ``mac``.
-    Whether it is true only the key tells. Raises DataLoss."""
+    """Return the part of a sealed copy's header that is readable without a key. The fields that ``aead`` encrypts are
+    zero, also with ``mac``. Nothing in it is proven: that needs the key. Raises DataLoss."""
     whole = _whole(data)
     _hide(whole, bytes(len(_hidden(whole))))
     strip_count = int.from_bytes(whole[44:48], "little")
@@ -276,8 +276,7 @@ def shown_header(data: bytes | Bytes) -> ChunkHeader:
 
 
 def open_slabs(header: ChunkHeader, layout: ChunkLayout, slabs: range, data: Bytes) -> bool:
-    """Blocking. Open slabs as they are stored, in their place. Whether all tags are right; those of a copy without an
-    envelope are."""
+    """Blocking. Open stored slabs in place. True when all tags are right, and for a copy without an envelope."""
     if header.envelope is None:
         return True
     first, stop = layout.strips_of(slabs)

@@ -12,11 +12,11 @@ Layout, little-endian, padded with zeros to a multiple of 4 KiB:
     384  strip table: per strip offset u64, stored bytes u32, zero u32, checksum 16
          envelope tags, when there is an envelope: see ``envelope``
 
-The strip table says where the strips lie as they are stored, and the checksums are of what is stored. The offsets
-follow from the lengths: a reader refuses any other, and any length above the layout's.
-The seat is where a tier wrote this copy, in the tier's own numbers, 0 where it does not say. A device that writes a
-copy to another place as well makes one that outlives the first; its seat gives it away.
-``stored`` is when the chunk was stored, in whole seconds since 1970; 0: by a release that did not say.
+The strip table has the places of the stored strips, and the checksums of their stored bytes. The offsets follow from
+the lengths: a reader refuses other offsets, and any length above the layout's.
+The seat is the place where a tier wrote this copy, in the tier's own numbers; 0: the tier gives none. A device that
+also writes a copy to a wrong place leaves one there that outlives the first; its seat shows that it is misplaced.
+``stored`` is the time at which the chunk was stored, in whole seconds since 1970; 0: an earlier release wrote none.
 The header's checksum is XXH3-128 of its bytes with the checksum field zero.
 """
 
@@ -65,7 +65,8 @@ assert _ENTRY.itemsize == STRIP_ENTRY_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The seal of one copy: what opens its strips, 16 bytes for each, and how long its header is as stored."""
+    """The envelope of one copy: the seal that opens its strips, a tag of 16 bytes per strip, and the bytes of its
+    stored header."""
 
     seal: StripSeal
     tags: bytes
@@ -76,8 +77,8 @@ class Envelope:
 class ChunkHeader:
     """A chunk's identity, and its strips' checksums [strips, 16].
 
-    ``stored`` is where the strips lie when they are encoded; None for raw ones, which lie where the layout says.
-    ``envelope`` is that of the copy it was read from, if that has one; no packed header says it.
+    ``stored`` has the places of encoded strips; None for raw strips, which lie where the layout says. ``envelope`` is
+    the envelope of the copy that the header was read from, if that has one; a packed header does not contain it.
     """
 
     kind: CacheKind
@@ -102,15 +103,15 @@ class ChunkHeader:
     envelope: Envelope | None = field(default=None, repr=False, compare=False)
 
     def checksums_of(self, first: int, stop: int) -> bytes:
-        """Return the checksums of strips ``first .. stop`` as they are stored, 16 bytes each: their tags where there
-        are some."""
+        """Return 16 bytes to check each of strips ``first .. stop`` as stored: its tag where the copy has an envelope,
+        else its checksum."""
         if self.envelope is not None:
             return self.envelope.tags[first * TAG_BYTES : stop * TAG_BYTES]
         return self.checksums[first:stop].tobytes()
 
     @property
     def seal(self) -> StripSeal | None:
-        """The seal that opens the copy's strips; None: they have no envelope."""
+        """The seal that opens the copy's strips; None: the copy has no envelope."""
         return None if self.envelope is None else self.envelope.seal
 
     def bytes_before(self, layout: ChunkLayout) -> int:
@@ -119,7 +120,7 @@ class ChunkHeader:
 
 
 def write_mark(write_id: bytes) -> int:
-    """The first 8 bytes of a write id as a number: what the catalog keeps of it."""
+    """Return the first 8 bytes of a write id as a number: the catalog keeps only these."""
     return int.from_bytes(write_id[:8], "little")
 
 
@@ -148,8 +149,8 @@ def pack_header(header: ChunkHeader, layout: ChunkLayout) -> bytes:
 
 
 def is_newer_format(data: bytes) -> bool:
-    """Return True when a header, of which ``data`` are the first bytes, asks for a newer release than this. It is none
-    that was damaged: it is left alone, for those who can read it."""
+    """True when a header asks for a newer release than this; ``data`` are its first bytes. Such a copy is not damaged:
+    it is left in place for nodes that can read it."""
     if data[: len(MAGIC)] != MAGIC or len(data) < FIXED_HEADER_BYTES:
         return False
     _, _, reader, _, _, features, *_ = _FIXED.unpack_from(data)
@@ -157,7 +158,7 @@ def is_newer_format(data: bytes) -> bool:
 
 
 def write_seat(header: Bytes, seat: int) -> None:
-    """Say in the bytes of a whole header where this copy of it is written. Its checksum is made anew."""
+    """Write the place of this copy into the bytes of a whole header, and its checksum anew."""
     header[_SEAT_AT:_SEAT_STOP] = np.frombuffer(struct.pack("<Q", seat), np.uint8)
     header[_CHECKSUM_AT : _CHECKSUM_AT + CHECKSUM_BYTES] = 0
     checksum = xxhash.xxh3_128_digest(header.data)
@@ -165,8 +166,7 @@ def write_seat(header: Bytes, seat: int) -> None:
 
 
 def read_seat(header: Bytes) -> int:
-    """Return the place at which this copy of a header says it was written; 0: it does not say. Check the header
-    first."""
+    """Return the place at which this copy says it was written; 0: it says none. Check the header first."""
     return int.from_bytes(header[_SEAT_AT:_SEAT_STOP].tobytes(), "little")
 
 
@@ -177,9 +177,9 @@ def _bad(reason: str) -> NoReturn:
 def parse_header(data: bytes | Bytes, layout: ChunkLayout | None = None) -> ChunkHeader:
     """Read a header and, given the layout its spec implies, check that it describes exactly that layout.
 
-    Without a layout it says which chunk this is, and nothing of where strips lie: ``stored`` is None.
+    Without a layout the result identifies the chunk, but has no places of strips: ``stored`` is None.
     ``data`` begins with the header and may be longer. Trusts nothing; allocates no more than ``data`` holds.
-    Raises: DataLoss whose ``reason`` field says what is wrong.
+    Raises: DataLoss with the problem in its ``reason`` field.
     """
     raw = bytes(data[:FIXED_HEADER_BYTES])
     if len(raw) < FIXED_HEADER_BYTES:
@@ -217,7 +217,7 @@ def parse_header(data: bytes | Bytes, layout: ChunkLayout | None = None) -> Chun
 def _checked(
     header: ChunkHeader, layout: ChunkLayout, header_bytes: int, body_bytes: int, table: np.ndarray
 ) -> ChunkHeader:
-    """The header with its strips' places, or DataLoss where it contradicts the layout."""
+    """Return the header with its strips' places. Raises DataLoss when it contradicts the layout."""
     same = (
         header.kind is layout.kind
         and header.e_layer == (layout.slabs[0].layer if layout.kind is CacheKind.E else -1)

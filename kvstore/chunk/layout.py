@@ -1,4 +1,4 @@
-"""The layout of a chunk: where each strip lies. Derived from the spec alone, computed once per geometry and kept."""
+"""Layouts: the place of each strip of a chunk. A layout follows from the spec alone, and is cached per geometry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstore.spec import CacheKind, ModelSpec, item_size
 PAGE_BYTES = 4096
 STRIP_ALIGNMENT = 64
 BLOCK_TOKENS = 64
-"""Tokens per strip where a layer has no heads to cut by: MLA and E."""
+"""Tokens per strip of caches that are not cut by heads: MLA and E."""
 CHUNK_BYTES_MAX = 1 << 40
 FIXED_HEADER_BYTES = 384
 STRIP_ENTRY_BYTES = 32
@@ -41,12 +41,13 @@ class Slab:
 
 @dataclass(frozen=True, eq=False)
 class ChunkLayout:
-    """The geometry of one chunk. ``total_bytes`` = header + body; pieces are what an arena may place apart."""
+    """The geometry of one chunk. ``total_bytes`` = header + body. Its pieces (the header, each slab) may lie apart in
+    an arena."""
 
     kind: CacheKind
     token_count: int
     is_full: bool
-    """Whether it has as many tokens as a chunk of its model can have."""
+    """True when it has as many tokens as a chunk of its model can have."""
     item_size: int
     blocked: bool
     header_bytes: int
@@ -76,7 +77,7 @@ class ChunkLayout:
         return {slab.layer: index for index, slab in enumerate(self.slabs)}
 
     def strips_of(self, slabs: range) -> tuple[int, int]:
-        """The numbers of the first strip of some slabs, and of the one after their last."""
+        """Return the numbers of the first strip of some slabs, and of the strip after their last."""
         last = self.slabs[slabs.stop - 1]
         return self.slabs[slabs.start].strip_first, last.strip_first + last.strip_count
 
@@ -88,7 +89,7 @@ class ChunkLayout:
 
 @dataclass(frozen=True, eq=False)
 class StoredStrips:
-    """The layout of an encoded body: in the layout's order, only shorter. Offsets count from the body's start.
+    """The places of encoded strips: in the layout's order, only shorter. Offsets count from the body's start.
 
     Shapes: ``offsets`` and ``lengths`` [strips]; ``slab_offsets`` [slabs + 1], whose last is the body's end.
     """
@@ -103,8 +104,8 @@ class StoredStrips:
 
 
 def place_strips(layout: ChunkLayout, lengths: NDArray[np.uint32]) -> StoredStrips:
-    """The one place that strips of these stored lengths have: strips 64 B-aligned, slabs 4 KiB-aligned, no room
-    between. ``lengths`` [strips], none longer than the layout's, so that nothing here is larger than in a raw chunk.
+    """Return the only places that strips of these stored lengths can have: strips 64 B-aligned, slabs 4 KiB-aligned,
+    no other room between. ``lengths`` [strips], none longer than the layout's, so that no slab is larger than raw.
 
     Cost: about 20 us, no loop over strips.
     """

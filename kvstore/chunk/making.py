@@ -1,5 +1,4 @@
-"""Makes the copy of a raw chunk that a tier writes: encoded where that is worth it, in an envelope where there is
-one."""
+"""The copy that a tier writes of a raw chunk: encoded where that saves enough, in an envelope where one is set."""
 
 from __future__ import annotations
 
@@ -16,12 +15,13 @@ from kvstore.seams.memory import Bytes
 from kvstore.spec import Encoding
 
 SAVES_MIN = 1 / 16
-"""A chunk of which encoding saves less is kept raw: readers need not decode it."""
+"""Least share of a chunk that encoding must save. Else the chunk is kept raw: readers need not decode it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Making:
-    """Of one copy: the raw chunk's header and layout, and what is made of it. Crosses to byte movers."""
+    """How to make one copy: the raw chunk's header and layout, and the copy's encoding and sealing. Sent to byte
+    movers."""
 
     header: ChunkHeader
     layout: ChunkLayout
@@ -34,9 +34,9 @@ class Making:
         return self.encoding is Encoding.RAW and self.sealing is None
 
     def made(self, pieces: Sequence[Bytes]) -> tuple[ChunkHeader, list[Bytes]]:
-        """Blocking. The header of the copy, without its envelope, and its bytes: the header's, then the body's.
-        ``pieces`` are the raw chunk's, header first. Raises DataLoss where a strip is not the one that the header
-        names."""
+        """Blocking. Make the copy; return its header without envelope, and its bytes: the header's, then the body's.
+        ``pieces`` are the raw chunk's, header first. Raises DataLoss when a strip that is encoded or sealed fails its
+        checksum in the header."""
         layout, header, (head, *slabs) = self.layout, self.header, pieces
         whole = range(len(layout.slabs))
         if self.encoding is Encoding.LZ4:
@@ -55,8 +55,8 @@ class Making:
 def decode_slabs(
     header: ChunkHeader, layout: ChunkLayout, slabs: range, stored: Bytes, target: Sequence[Bytes]
 ) -> bool:
-    """Blocking. Check slabs as they are stored in a copy, one after the other, and write them raw, each to its array of
-    ``target``. What is in an envelope is opened in its place. False when anything is not as the header says."""
+    """Blocking. Check stored slabs one after the other, and write each raw to its array of ``target``. Slabs in an
+    envelope are opened in place, in ``stored``. False when the bytes do not match the header."""
     if not open_slabs(header, layout, slabs, stored):
         return False
     seeds = strip_seeds(header.storage_key, layout, header.write_id)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kvstore.seams.memory import Bytes
 
 PLANE_BYTES_MAX = 0x7E000000
-"""What one LZ4 block can hold; a larger plane is stored as it is."""
+"""Most bytes that one LZ4 block can hold; a larger plane is stored as it is."""
 _PAYS = 16
 """A compressed plane is kept when it saves at least one part in this many: less is not worth decompressing."""
 

@@ -1,10 +1,10 @@
-"""A file that a tier keeps beside chunks, in an envelope: what it says of them could confirm a guessed prompt, too.
+"""Files that a tier keeps beside chunks, in an envelope, because their contents could confirm a guessed prompt.
 
       0  magic "KVSENVEL", envelope kind u8, 7 zero bytes
      16  envelope key id 16, salt 16, tag 16
-     64  the file: encrypted with ``aead``, as it is with ``mac``
+     64  the file: encrypted with ``aead``, unchanged with ``mac``
 
-The key is derived from the envelope key, from what the file is, and from a salt drawn anew each time.
+The key is derived from the envelope key, the file's name ``about``, and a salt that is drawn anew each time.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _random = SystemRandom()
 
 
 def seal_file(sealing: Sealing, about: bytes, data: bytes) -> bytes:
-    """The file that holds ``data``. ``about``: what it is; who opens it says the same."""
+    """Return the sealed file that holds ``data``. ``about``: names the file; ``open_file`` needs the same name."""
     salt, body = _random.bytes(16), np.frombuffer(bytearray(data), np.uint8)
     tag = _seal_of(sealing.kind, sealing.key, about, salt).seal(0, body, body)
     return _HEAD.pack(_MAGIC, ENVELOPES.index(sealing.kind), sealing.key.key_id, salt, tag) + body.tobytes()
 
 
 def open_file(ring: EnvelopeRing, about: bytes, data: bytes) -> bytes | None:
-    """Return the content of a file; one without an envelope is its own content. None: it is sealed with a key that is
-    not in the ring. Raises DataLoss where it was altered."""
+    """Return the data of a sealed file, or a file without envelope as it is. None: it is sealed with a key that is not
+    in the ring. Raises DataLoss when it was altered."""
     if data[: len(_MAGIC)] != _MAGIC:
         return data
     if len(data) < _HEAD.size:

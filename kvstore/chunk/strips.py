@@ -1,4 +1,4 @@
-"""A run of a raw chunk's strips, with all it takes to check them: what a byte mover is told of a chunk."""
+"""Runs of a raw chunk's strips, with all data needed to check them. A byte mover gets these, and no layout."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvstore.chunk.seal import StripSeal
 from kvstore.seams.memory import Bytes, joined
 
 PART_BYTES = 1 << 20
-"""What is copied before it is checksummed: long enough for memcpy's streaming stores, short enough for the cache."""
+"""Bytes that are copied before they are checksummed: enough for memcpy's streaming stores, few enough for the cache."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StripRun:
-    """Consecutive strips; ``starts`` and ``stops`` [strips] count from the first byte of the run. ``seal`` opens those
-    of a copy in an envelope, of which ``first`` is the number of the first."""
+    """Consecutive strips; ``starts`` and ``stops`` [strips] count from the first byte of the run. ``first``: the number
+    of the first strip. ``seal`` opens the strips of a copy in an envelope; None: there is no envelope."""
 
     key: bytes
     layers: NDArray[np.int32]
@@ -32,8 +32,8 @@ class StripRun:
     seal: StripSeal | None = field(default=None, repr=False)
 
     def are_right(self, data: Bytes, expected: bytes) -> bool:
-        """Return True when the strips in ``data`` check to ``expected``, 16 bytes each. Those in an envelope are opened
-        in their place."""
+        """True when the strips in ``data`` match ``expected``, 16 bytes each. Strips in an envelope are opened in
+        place."""
         if self.seal is None:
             return self.checksums(data) == expected
         spans = zip(self.starts.tolist(), self.stops.tolist(), strict=True)
@@ -44,7 +44,7 @@ class StripRun:
         return True
 
     def checksums(self, data: Bytes) -> bytes:
-        """Of the strips in ``data``, where the run begins: 16 bytes each."""
+        """Return the checksums of the strips, 16 bytes each. ``data`` begins with the run."""
         seeds = seeds_of(self.key, self.layers, self.heads)
         strips = zip(self.starts.tolist(), self.stops.tolist(), seeds, strict=True)
         return b"".join([xxhash.xxh3_128_digest(data[start:stop].data, seed) for start, stop, seed in strips])
@@ -63,7 +63,7 @@ class StripRun:
         return b"".join(rows)
 
     def _parts(self, seeds: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-        """(start, stop, seed) of each strip, in parts of PART_BYTES and what is left of a strip."""
+        """Yield lists of (start, stop, seed), one per strip. A list ends with the strip that reaches PART_BYTES."""
         part: list[tuple[int, int, int]] = []
         for strip in zip(self.starts.tolist(), self.stops.tolist(), seeds, strict=True):
             part.append(strip)
@@ -74,8 +74,7 @@ class StripRun:
             yield part
 
     def zero_gaps(self, data: Bytes) -> None:
-        """Zero the bytes that no strip covers: they are zero in every copy of a chunk. ``data`` ends where the run's
-        bytes do."""
+        """Zero the gaps between strips, as they are in every copy of a chunk. ``data`` ends with the run's bytes."""
         nexts = np.append(self.starts[1:], data.size)
         for gap in np.flatnonzero(self.stops < nexts).tolist():
             data[self.stops[gap] : nexts[gap]] = 0
@@ -84,7 +83,7 @@ class StripRun:
 def strip_run(
     layout: ChunkLayout, storage_key: bytes, write_id: bytes, first: int, stop: int, seal: StripSeal | None = None
 ) -> StripRun:
-    """Strips ``first .. stop`` of a chunk; ``seal``: what opens them."""
+    """Return strips ``first .. stop`` of a chunk. ``seal``: opens them; None: they have no envelope."""
     starts = layout.strip_offsets[first:stop].astype(np.int64)
     starts -= starts[0]
     return StripRun(
@@ -101,7 +100,8 @@ def slab_runs(
     layout: ChunkLayout, storage_key: bytes, write_id: bytes, slabs: range, memory: Sequence[Bytes],
     seal: StripSeal | None = None,
 ) -> list[Run]:  # fmt: skip
-    """Raw slabs, each in its array of ``memory``, in as few runs as they lie in. ``seal``: what opens them."""
+    """Return the strips of raw slabs, each in its array of ``memory``, in as few runs as the memory allows. ``seal``:
+    opens the strips; None: they have no envelope."""
     runs: list[Run] = []
     first = slabs.start
     for data in joined(memory):
@@ -114,8 +114,8 @@ def slab_runs(
 
 
 def are_right(runs: Sequence[Run], expected: bytes) -> bool:
-    """Blocking. Whether the strips in memory check to ``expected``: 16 bytes each, in order. What is in an envelope is
-    opened in its place."""
+    """Blocking. True when the strips in memory match ``expected``: 16 bytes each, in order. Strips in an envelope are
+    opened in place."""
     start = 0
     for data, strips in runs:
         stop = start + len(strips.starts) * CHECKSUM_BYTES

@@ -1,4 +1,4 @@
-"""The settings. One tree of frozen leaves; a component is given its leaf, never the tree.
+"""Settings: one tree of frozen leaves. A component is given its leaf, never the tree.
 
 Defaults < TOML file < environment (``KVSTORE__ARENA__CAPACITY_BYTES``) < command-line flags. An unknown key or
 an unreadable value stops the start and names where it came from. Every value remembers its origin, which

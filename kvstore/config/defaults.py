@@ -12,7 +12,7 @@ from kvstore.config.fields import GIB, PAGE_BYTES
 
 
 def _host_name() -> str:
-    """The host's, as a node's name may be."""
+    """Return the host's name, with characters replaced that a node's name may not have."""
     return re.sub(r"[^A-Za-z0-9._:-]", "-", socket.gethostname())[:128] or "localhost"
 
 
@@ -42,7 +42,7 @@ def dependent_defaults(
 
 
 def arena_limits(capacity_bytes: int) -> dict[str, int]:
-    """The limits that follow from an arena's size."""
+    """Return the limits that follow from an arena's size."""
     return {
         "leased_bytes_max": capacity_bytes,
         "pin_bytes_max": capacity_bytes // 2,
@@ -51,7 +51,7 @@ def arena_limits(capacity_bytes: int) -> dict[str, int]:
 
 
 def device_defaults(room_bytes: int, kept_bytes: int) -> dict[str, dict[str, object]]:
-    """The device tier has the capacity that it had last; the first time it takes min(10 % of the room its directory's
-    file system has for us, 16 GiB)."""
+    """Return the default capacity of the device tier: its last capacity, or at the first start min(10 % of the room
+    that its directory's file system has for us, 16 GiB)."""
     first_bytes = min(room_bytes // 10, 16 * GIB) // PAGE_BYTES * PAGE_BYTES
     return {"tiers.nvme": {"capacity_bytes": kept_bytes or first_bytes}}

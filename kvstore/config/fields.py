@@ -1,8 +1,7 @@
-"""The parts that every class of settings is made of: types that are read with units, and the error that names a wrong
-value.
+"""The parts of every class of settings: types that are read with units, and the error that names a wrong value.
 
-The string below a setting is its entry in docs/configuration.md: what it does, and after "Default:" what it is where
-nobody sets it, if that depends on the machine or on other settings.
+The string below a setting is its entry in docs/configuration.md: the meaning, and after "Default:" its default, if
+that depends on the machine or on other settings.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Duration = Annotated[float, "duration"]
 
 
 def wrong_setting(setting: str, value: object, remedy: str) -> InvalidRequest:
-    """The error that names a setting, its value and what would be right."""
+    """Return the error that names a setting, its value and the remedy."""
     return InvalidRequest(f"{setting} = {value}: {remedy}", setting=setting)
 
 
@@ -34,7 +33,7 @@ def check_setting(condition: bool, setting: str, value: object, remedy: str) -> 
 
 
 def checks_of(section: str) -> Callable[[bool, str, object, str], None]:
-    """``check_setting`` by the names of one section's settings."""
+    """Return ``check_setting`` for the settings of one section, which takes their names without the section."""
 
     def check(condition: bool, name: str, value: object, remedy: str) -> None:
         check_setting(condition, f"{section}.{name}", value, remedy)

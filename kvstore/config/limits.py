@@ -1,4 +1,4 @@
-"""Settings of what one session, and all sessions of a tenant together, may hold."""
+"""Settings that limit the resources of one session, and of all sessions of a tenant together."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from kvstore.config.fields import GIB, MIB, Duration, Size, check_setting
 
 @dataclass(frozen=True, kw_only=True)
 class LimitSettings:
-    """What a tenant's clients may hold, each session and all together. A call beyond a limit is refused, and the error
-    names the limit."""
+    """Limits on the resources of a tenant's clients, for each session and for all together. A call beyond a limit is
+    refused, and the error names the limit."""
 
     session_count_max: int = 64
-    """Sessions at once."""
+    """Open sessions."""
     connection_count_max: int = 128
-    """Connections to `kvstore.sock` at once; one more is closed."""
+    """Open connections to `kvstore.sock`; a further one is closed."""
     connection_idle_s_max: Duration = 300.0
     """A connection without a call is closed after this time; clients connect again by themselves."""
     call_count_max: int = 512
-    """Calls at once."""
+    """Calls in progress."""
     staging_bytes_max: Size = 512 * MIB
-    """Memory that one session may fill and not yet have committed."""
+    """Staging memory of one session: memory that it may fill and has not committed yet."""
     staging_bytes_total_max: Size = 4 * GIB
-    """The same for all sessions together."""
+    """Staging memory of all sessions together."""
     staging_count_max: int = 128
-    """Pieces of such memory of one session."""
+    """Pieces of staging memory of one session."""
     staging_count_total_max: int = 384
-    """Pieces of such memory of all sessions together."""
+    """Pieces of staging memory of all sessions together."""
     reservation_count_max: int = 256
     """Stores in flight of one session."""
     reservation_age_s_max: Duration = 60.0
@@ -35,13 +35,13 @@ class LimitSettings:
     leased_bytes_max: Size
     """Memory that one session may be reading at once. Default: `arena.capacity_bytes`."""
     lease_age_s_max: Duration = 60.0
-    """Where room is needed, chunks that one reader has held for longer are taken back; its fetch then misses."""
+    """When room is needed, a lease that is older than this is revoked; its reader's fetch then misses."""
     lease_count_max: int = 4096
-    """Fetches of one session that hold chunks at once."""
+    """Fetches of one session that hold chunks at the same time."""
     ticket_age_s_max: Duration = 30.0
-    """A ticket that nobody redeems ends after this time."""
+    """A ticket that no fetch redeems ends after this time."""
     ticket_count_max: int = 4096
-    """Tickets that are open at once."""
+    """Open tickets."""
     ticket_bytes_max: Size = GIB
     """Memory that open tickets may hold. Default: half of `arena.capacity_bytes`."""
     stream_count_max: int = 64
@@ -51,14 +51,14 @@ class LimitSettings:
     model_count_max: int = 256
     """Models that are registered at once; each namespace of values by key counts as one."""
     namespace_count_max: int = 16384
-    """Sorts of cache that are stored: models x hidden layers x provenances x exactness; at most 65,536."""
+    """Namespaces of stored caches: models x hidden layers x provenances x exactness; at most 65,536."""
     watcher_count_max: int = 64
-    """Watches of events at once."""
+    """Open watches of events."""
     watch_event_count_max: int = 16384
-    """Events that wait for one watcher; one that reads too slowly loses those beyond."""
+    """Events that wait for one watcher; a watcher that reads too slowly loses further events."""
     pin_bytes_max: Size
-    """What operators may have pinned at once ([operations.md](operations.md)), as it lies in memory. Default: half of
-    `arena.capacity_bytes`."""
+    """Bytes of chunks that operators may have pinned ([operations.md](operations.md)), counted as in memory. Default:
+    half of `arena.capacity_bytes`."""
     message_bytes_max: Size = 16 * MIB
     """The largest request."""
 

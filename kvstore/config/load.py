@@ -1,4 +1,4 @@
-"""Reads the settings from their sources, in order, and remembers where each came from."""
+"""Reads the settings from their sources, in order, and remembers the origin of each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TENANTS = "tenants"
 
 
 class Sources(NamedTuple):
-    """The sources that ``load`` reads."""
+    """The arguments of ``load``, kept to load the same sources again."""
 
     path: Path | None = None
     environment: Mapping[str, str] = types.MappingProxyType({})
@@ -36,14 +36,14 @@ NO_SOURCES = Sources()
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedSettings:
-    """The tree, and per ``section.field`` where its value came from."""
+    """The tree, and the origin of each value by ``section.field``."""
 
     settings: Settings
     origins: Mapping[str, str]
     sources: Sources = NO_SOURCES
 
     def again(self) -> LoadedSettings:
-        """Return what the same sources say now. Raises as ``load``."""
+        """Load the same sources again, as they are now. Raises as ``load``."""
         return load(*self.sources)
 
     def is_default(self, name: str) -> bool:
@@ -58,8 +58,8 @@ class LoadedSettings:
         return [(name, _shown(_value(self.settings, name)), origin) for name, origin in self.origins.items()]
 
     def of_tenant(self, name: str) -> Settings:
-        """The tree as one tenant's parts see it: its own arena, device directory, sockets and tokens; limits that
-        follow from the arena follow from its own. Everything else is everybody's."""
+        """Return the tree for one tenant: with its own arena, device directory, sockets and tokens, and with default
+        limits that follow from its own arena. All other settings are shared by the tenants."""
         tree, tenant = self.settings, self.settings.tenants.get(name)
         if tenant is None:
             return tree
@@ -84,7 +84,7 @@ class LoadedSettings:
 
 
 def _value(node: Any, name: str) -> object:
-    """The value of ``section.field``; tenants are a mapping."""
+    """Return the value of ``section.field``; tenants are a mapping."""
     for part in name.split("."):
         node = node[part] if isinstance(node, Mapping) else getattr(node, part)
     return node
@@ -110,7 +110,7 @@ def _schema() -> dict[str, dict[str, Any]]:
 
 
 def _read(text: object, hint: Any) -> object:
-    """One value as its field's type. Raises ValueError or InvalidRequest."""
+    """Convert one value to its field's type. Raises ValueError, KeyError or InvalidRequest."""
     if get_origin(hint) is Annotated:
         return parse_bytes(text) if get_args(hint)[1] == "size" else parse_duration(text)  # type: ignore[arg-type]  # both reject what they cannot read
     if hint is bool:

@@ -1,4 +1,4 @@
-"""Reads what the machine offers: memory (its own, or our control group's if that is less) and room on a device."""
+"""The machine's resources: memory (its own, or our control group's limit if that is less) and room on a device."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def memory_limit_bytes() -> int:
 
 
 CAPACITY_FILE = "capacity"
-"""In a device directory: the capacity that was in force there last, a number of bytes."""
+"""File in a device directory with the last capacity of the tier, a number of bytes."""
 
 
 def kept_capacity_bytes(directory: Path) -> int:
-    """The capacity that a device directory had last, and never less than what its files take: a default does not make
-    it smaller. 0 where there was none."""
+    """Return the last capacity of a device directory, but never less than the bytes of its files: a default must not
+    shrink the tier. 0: there was no tier."""
     try:
         kept = int((directory / CAPACITY_FILE).read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -35,7 +35,7 @@ def kept_capacity_bytes(directory: Path) -> int:
     try:
         return max(kept, _files_bytes(directory))
     except OSError:
-        return kept  # the tier itself says what is wrong with its directory
+        return kept  # the tier itself reports the problem with its directory
 
 
 def _files_bytes(directory: Path) -> int:
@@ -43,8 +43,8 @@ def _files_bytes(directory: Path) -> int:
 
 
 def device_room_bytes(directory: Path) -> int:
-    """Return the bytes that the file system of ``directory`` has left for us, counting what we took of it before, for
-    any tenant."""
+    """Return the bytes that the file system of ``directory`` has for us: its free room, and the bytes of our files
+    there, of all tenants."""
     there = next((each for each in (directory, *directory.parents) if each.is_dir()), None)
     if there is None:
         return 0
@@ -52,5 +52,5 @@ def device_room_bytes(directory: Path) -> int:
         status = os.statvfs(there)
         ours = sum(map(_files_bytes, (directory, *directory.glob("tenants/*"))))
     except OSError:
-        return 0  # the tier itself says what is wrong with its directory
+        return 0  # the tier itself reports the problem with its directory
     return status.f_bavail * status.f_frsize + ours

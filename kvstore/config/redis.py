@@ -1,4 +1,4 @@
-"""Settings of the Redis tier: which servers, who we are to them, and how much of them we use."""
+"""Settings of the Redis tier: its servers, our credentials, and our use of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCHEMES = {
     "redis+sentinel": ("sentinel", False), "rediss+sentinel": ("sentinel", True),
     "redis+cluster": ("cluster", False), "rediss+cluster": ("cluster", True),
 }  # fmt: skip
-"""Scheme -> (what is there, whether the line is encrypted)."""
+"""Scheme -> (kind of server, whether the connection is encrypted)."""
 ENVELOPE_SETTINGS = ("", *ENVELOPES)
 PORTS = {"server": 6379, "sentinel": 26379, "cluster": 6379}
 EXAMPLE = (
@@ -28,14 +28,14 @@ _USER = re.compile(r"(?<=://).*@")
 
 
 def without_password(text: str) -> str:
-    """A URL as it may be shown: nothing before its last "@"."""
+    """Return a URL that may be shown: the part before its last "@" is hidden."""
     return _USER.sub("***@", text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RedisAddress:
-    """The parsed ``tiers.redis.url``. ``kind``: "server", "sentinel" or "cluster"; ``places``: (host, port) of each
-    that is named, or a server's ``path``. ``service``: what Sentinels call the server."""
+    """The parsed ``tiers.redis.url``. ``kind``: "server", "sentinel" or "cluster". ``places``: (host, port) of each
+    named server; empty for a server at a socket's ``path``. ``service``: the Sentinels' name of the server."""
 
     kind: str
     is_tls: bool = False
@@ -48,7 +48,7 @@ class RedisAddress:
 
     @staticmethod
     def of(url: str) -> RedisAddress:
-        """Raises InvalidRequest, which never shows a password."""
+        """Parse a URL. Raises InvalidRequest, which never shows a password."""
         try:
             return _parsed(url)
         except ValueError as error:
@@ -57,11 +57,11 @@ class RedisAddress:
 
 
 def _parsed(url: str) -> RedisAddress:
-    """Raises ValueError saying what would be right."""
+    """Parse a URL. Raises ValueError with the remedy."""
     try:
         parts = urlsplit(url)
     except ValueError:
-        raise ValueError(EXAMPLE) from None  # what it says may show the password
+        raise ValueError(EXAMPLE) from None  # its own message may show the password
     if parts.scheme not in SCHEMES:
         raise ValueError(EXAMPLE)
     kind, is_tls = SCHEMES[parts.scheme]
@@ -96,7 +96,7 @@ def _place(text: str, port: int) -> tuple[str, int]:
 
 
 def _database(kind: str, parts: SplitResult) -> int:
-    """Which of the server's: /1 after the host, ?db=1 after a socket's path. A cluster has one."""
+    """Return the number of the database: /1 after the host, ?db=1 after a socket's path. A cluster has only 0."""
     words = parts.path.strip("/").split("/")
     text = {"server": words[0], "sentinel": "".join(words[1:2]), "cluster": ""}[kind]
     if parts.scheme == "unix":
@@ -108,30 +108,31 @@ def _database(kind: str, parts: SplitResult) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RedisSettings:
-    """A Redis or Valkey that other nodes use, too ([cluster.md](cluster.md)). Off while ``url`` is empty and
-    ``embedded`` is false."""
+    """A Redis or Valkey server that nodes share ([cluster.md](cluster.md)). Off while ``url`` is empty and ``embedded``
+    is false."""
 
     url: str = field(default="", repr=False)
     """`redis://HOST:PORT`, `rediss://` (TLS), `unix:///path`, `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE` or
     `redis+cluster://HOST:PORT,...`. Empty: off."""
     embedded: bool = False
-    """Whether the sidecar starts a server of its own, one for each tenant."""
+    """`true`: the sidecar starts a server of its own, one for each tenant."""
     embedded_bytes: Size = GIB
-    """How much such a server holds, at least 16 MiB."""
+    """Memory of each embedded server, at least 16 MiB."""
     prefix: str = "kvstore"
-    """What all its keys begin with."""
+    """Prefix of all keys."""
     ttl_s: Duration = 7 * 86400.0
-    """How long what nobody uses stays. Managed services often evict only keys that have such a time."""
+    """Unused chunks expire after this time. Managed services often evict only keys that have an expiry."""
     lookup_s_max: Duration = 0.005
-    """How long a lookup waits for an answer."""
+    """Longest wait of a lookup for an answer."""
     write: str = "back"
-    """What is written there: `back`, what is stored here, at once; `reuse`, at its second use; `never`, nothing."""
+    """The chunks that are written there: `back`, every stored chunk, at once; `reuse`, a chunk at its second use;
+    `never`, none."""
     username: str = ""
     """The ACL user."""
     password_file: str = ""
     """A file with the password, read at each connect: it can be changed while the service runs."""
     ca_file: str = ""
-    """For `rediss://`: who signed the server's certificate, PEM."""
+    """For `rediss://`: the authority that signed the server's certificate, PEM."""
     certificate_file: str = ""
     """For `rediss://`: the sidecar's own certificate, PEM."""
     key_file: str = ""
@@ -141,13 +142,13 @@ class RedisSettings:
     writer_count: int = 2
     """Threads of the byte movers that write, 1 to 64."""
     control_count: int = 8
-    """Connections for what is not bytes, 1 to 64."""
+    """Connections for all commands that move no chunk bytes, 1 to 64."""
     encoding: str = "raw"
-    """`raw` or `lz4`, which takes a sixth less room and traffic for bf16 caches, and processor time
+    """`raw` or `lz4`. `lz4` takes a sixth less room and traffic for bf16 caches, and more processor time
     ([cluster.md](cluster.md)). Nodes read both."""
     envelope: str = ""
-    """What proves copies there to be ours: `none`, `mac`, or `aead`, which encrypts them, too ([trust.md](trust.md)).
-    Empty: `mac` where the tenant has a key, else `none`."""
+    """The envelope that proves copies there to be ours: `none`, `mac`, or `aead`, which also encrypts them
+    ([trust.md](trust.md)). Empty: `mac` where the tenant has a key, else `none`."""
 
     def __post_init__(self) -> None:
         if self.url:
@@ -174,5 +175,5 @@ class RedisSettings:
 
     @property
     def is_on(self) -> bool:
-        """True when there is such a tier."""
+        """True when the Redis tier is on."""
         return bool(self.url) or self.embedded

@@ -1,8 +1,8 @@
-"""Decides which settings change while the service runs, and which need a restart.
+"""Reloading: the settings that change while the service runs. All others need a restart.
 
-A leaf is frozen for everybody who has it. A reload alone writes into one, on the event loop's thread, between two
-steps of everything else; so only those settings are here that are read anew at every use. Others are built into what
-was made of them: sizes of memory, doors, tiers, bounds that descriptors were counted for.
+A leaf is frozen for the components that have it. Only a reload writes into a leaf, on the event loop's thread, between
+two steps of other tasks. So only settings that are read anew at every use can change. Other settings were used once, to
+build memory, sockets and tiers, or to compute the limit on open files.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ LIVE = frozenset(
     }
 )  # fmt: skip
 ONLY_WHILE_ON = frozenset({"policy.scrub_bytes_per_s", "policy.canary_interval_s"})
-"""0 turns these off, for the life of the service."""
+"""Settings that 0 turns off until the next restart."""
 
 
 class SettingChange(NamedTuple):
-    """What sources say now of a setting, and what is in effect; in words, None where there is no such setting.
-    ``is_live``: it can change while the service runs."""
+    """A setting whose value in the sources differs from the value in effect. ``before``: the value in effect,
+    ``after``: the value in the sources; as text, None when the setting does not exist there. ``is_live``: it can change
+    while the service runs."""
 
     name: str
     before: str | None
@@ -43,8 +44,8 @@ class SettingChange(NamedTuple):
 
 
 def setting_changes(before: LoadedSettings, after: LoadedSettings) -> list[SettingChange]:
-    """Return what differs. What no source says in either follows from others, or from the machine, and waits with
-    them."""
+    """Return the settings that differ. A setting that is a default in both is left out: it follows from other settings
+    or from the machine, and changes at the next restart."""
     old, new = _by_name(before), _by_name(after)
     found = []
     for name in dict.fromkeys((*old, *new)):
@@ -61,7 +62,7 @@ def _by_name(loaded: LoadedSettings) -> Mapping[str, tuple[object, str]]:
 
 
 def take_over(target: Settings, source: Settings, names: list[str]) -> None:
-    """Have ``target`` say of these live settings what ``source`` says."""
+    """Copy the values of these live settings from ``source`` to ``target``."""
     for name in names:
         assert name in LIVE, name
         section, _, field = name.partition(".")

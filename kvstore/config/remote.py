@@ -1,4 +1,4 @@
-"""Settings of the plane for clients on other hosts."""
+"""Settings of the gRPC server for clients on other hosts."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class RemoteSettings:
     client_ca_file: str = ""
     """PEM; only clients with a certificate of this authority are let in."""
     message_bytes: Size = 2 * MIB
-    """How much a message carries, 1 to 4 MiB; a strip larger than that has a message of its own."""
+    """Bytes per message, 1 to 4 MiB; a larger strip has a message of its own."""
     stream_count_max: int = 64
-    """Streams of bytes of one session at once."""
+    """Open byte streams of one session."""
     stall_s: Duration = 10.0
-    """A reader that takes no message, or a writer that sends none, for so long is let go."""
+    """A stream ends when its reader takes no message, or its writer sends none, for this time."""
     connection_count_max: int = 512
-    """Connections of all tenants at once; one more is closed."""
+    """Open connections of all tenants; a further one is closed."""
     call_count_max: int = 256
-    """Calls of one tenant at once, refused before their message is read."""
+    """Calls of one tenant in progress; a further one is refused before its message is read."""
 
     def __post_init__(self) -> None:
         certificate, key, authority = self.certificate_file, self.key_file, self.client_ca_file

@@ -1,4 +1,4 @@
-"""Settings of the S3 tier: which bucket, how it is reached, and how much it may cost."""
+"""Settings of the S3 tier: the bucket, the access to it, and the limits on its cost."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _check = checks_of("tiers.s3")
 @dataclass(frozen=True, kw_only=True)
 class S3Settings:
     """A bucket of any S3 endpoint ([cluster.md](cluster.md)). Credentials come as botocore finds them (environment,
-    ``profile``, ``credentials_file``, instance role), and never from here. What limits the cost counts for each server
-    process and tenant by itself, both ways together."""
+    ``profile``, ``credentials_file``, instance role), and never from here. The limits on cost hold for each server
+    process and tenant separately; reads and writes count together."""
 
     bucket: str = ""
     """The bucket's name. Empty: off."""
     prefix: str = "kvstore"
-    """What the names of all objects begin with; it may have parts, like `kvstore/production`."""
+    """Prefix of all object names; it may have parts, like `kvstore/production`."""
     endpoint_url: str = ""
-    """`https://...` of another provider than AWS."""
+    """`https://...` of a provider other than AWS."""
     region: str = ""
     """The bucket's region. Empty: as the AWS tools find it."""
     profile: str = ""
@@ -31,41 +31,41 @@ class S3Settings:
     credentials_file: str = ""
     """A file of credentials, as the AWS tools write it."""
     addressing: str = "auto"
-    """Where the bucket's name goes: `path`, `virtual` (into the host's name), or `auto`."""
+    """The place of the bucket's name in requests: `path`, `virtual` (in the host's name), or `auto`."""
     expected_owner: str = ""
-    """The account that must own the bucket; another one's is refused."""
+    """The account that must own the bucket; a bucket of another account is refused."""
     sse_kms_key_id: str = ""
     """The key with which the provider encrypts objects."""
     proxy: str = ""
     """`http://...` of a proxy, without a user or password."""
     ca_file: str = ""
-    """Who signed the endpoint's certificate, PEM. Empty: whom the system trusts."""
+    """The authority that signed the endpoint's certificate, PEM. Empty: the authorities that the system trusts."""
     write: str = "reuse"
-    """What goes there: `reuse`, a chunk at its second use; `demote`, what is about to leave its last local tier;
-    `back`, what is stored here, at once; `never`, nothing."""
+    """The chunks that are written there: `reuse`, a chunk at its second use; `demote`, a chunk that is about to leave
+    its last local tier; `back`, every stored chunk, at once; `never`, none."""
     lookup_s_max: Duration = 0.05
-    """How long a lookup waits for an answer."""
+    """Longest wait of a lookup for an answer."""
     timeout_s: Duration = 5.0
-    """An answer that stays away for so long has failed."""
+    """A request without an answer for this time has failed."""
     chunk_bytes_min: Size = 256 << 10
     """Smaller chunks are not sent: each object costs a request."""
     range_bytes: Size = 4 * MIB
-    """How much one request reads of an object; 4 to 8 MiB are best."""
+    """Bytes of an object that one request reads; 4 to 8 MiB are best."""
     reader_count: int = 8
     """Threads of the byte movers that read, 1 to 64."""
     writer_count: int = 4
     """Threads of the byte movers that write, 1 to 64."""
     bytes_per_s_max: Size = 0
-    """How fast bytes may move; 0: no limit."""
+    """Highest rate of bytes read and written; 0: no limit."""
     day_bytes_max: Size = 0
-    """What may move in one day; then the tier is left alone until the next. 0: no limit."""
+    """Bytes per day; beyond them the tier is not used until the next day. 0: no limit."""
     day_request_count_max: int = 0
-    """Requests of one day; then the tier is left alone until the next. 0: no limit."""
+    """Requests per day; beyond them the tier is not used until the next day. 0: no limit."""
     encoding: str = "raw"
-    """`raw` or `lz4`, which takes a sixth less room and traffic for bf16 caches, and processor time
+    """`raw` or `lz4`. `lz4` takes a sixth less room and traffic for bf16 caches, and more processor time
     ([cluster.md](cluster.md)). Nodes read both."""
     envelope: str = ""
-    """What proves copies there to be ours, as `tiers.redis.envelope`."""
+    """The envelope that proves copies there to be ours, as `tiers.redis.envelope`."""
 
     def __post_init__(self) -> None:
         words = self.prefix.split("/")

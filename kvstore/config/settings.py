@@ -21,37 +21,37 @@ LEVEL_SETTINGS = {
     Durability.SHARED: "tiers.redis.url",
     Durability.OBJECT: "tiers.s3.bucket",
 }
-"""What gives a level of durability."""
+"""The setting that turns on the tier of a durability level."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Where the service lives and how it speaks to its operator."""
+    """The service's directories, its name, and its metrics and logs for operators."""
 
     state_directory: Path
-    """The lock, which chunks lay on the device before it was sealed, how fast tiers were read, how many tokens were
-    fetched in the last 48 hours, and the device tier unless it is elsewhere.
+    """Directory of the lock, the list of chunks that were on the device before it was sealed, the measured speeds of
+    tiers, the count of tokens fetched in the last 48 hours, and the device tier unless it is elsewhere.
     Default: `$XDG_STATE_HOME/kvstore`, else `~/.local/state/kvstore`."""
     socket_directory: Path
-    """Where `kvstore.sock` (gRPC) and `data.sock` (hand-off of memory) are made. Default: `$XDG_RUNTIME_DIR/kvstore`,
+    """Directory of `kvstore.sock` (gRPC) and `data.sock` (hand-off of memory). Default: `$XDG_RUNTIME_DIR/kvstore`,
     else `run` in the state directory."""
     node: str
-    """What other nodes call this one: 1 to 128 letters, digits and `. _ : -`. Default: the host's name."""
+    """This node's name for other nodes: 1 to 128 letters, digits and `. _ : -`. Default: the host's name."""
     metrics_host: str = "127.0.0.1"
-    """Where the page for browsers (`/`), Prometheus' (`/metrics`), and `/healthz` and `/readyz` for probes listen.
-    Whoever reaches it reads tenants' names and counts; the page has models' names, too."""
+    """Address of the page for browsers (`/`), of Prometheus' (`/metrics`), and of `/healthz` and `/readyz` for probes.
+    Its readers see tenants' names and counts; the page has models' names, too."""
     metrics_port: int = 9464
-    """Its port. Where the default is taken, a free one."""
+    """Port of these pages. If the default port is taken, a free one is used."""
     metrics_token_file: str = ""
-    """A file, this user's alone, with one token per line: whoever reads the page or `/metrics` has to name one, as a
-    password (any user's name) or as a bearer token. The page needs it on other addresses than loopback, and where there
-    are several tenants."""
+    """A file that only this user can read, with one token per line. Readers of the page or of `/metrics` have to give
+    a token, as a password (with any user name) or as a bearer token. The page needs it on addresses other than
+    loopback, and where there are several tenants."""
     log_level: str = "info"
     """`debug`, `info`, `warning` or `error`."""
     log_format: str = "json"
     """`json` or `text`."""
     shutdown_grace_s: Duration = 10.0
-    """How long a stop waits for calls in progress, and again for copies on their way to slower tiers."""
+    """Longest wait of a stop for calls in progress, and again for copies on their way to slower tiers."""
 
     def __post_init__(self) -> None:
         named = re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", self.node) is not None
@@ -74,7 +74,7 @@ class ArenaSettings:
     region_bytes: Size = 256 * MIB
     """Size of one shared mapping; a layer of a chunk must fit into one."""
     prefault: bool = True
-    """Whether the memory is taken from the system at the start, and not at its first use."""
+    """`true`: the memory is taken from the system at the start; `false`: at its first use."""
 
     def __post_init__(self) -> None:
         region, capacity = self.region_bytes, self.capacity_bytes
@@ -88,9 +88,9 @@ class NvmeSettings:
     """The device tier: chunks in files, which outlive the sidecar."""
 
     directory: Path
-    """Where the files lie; put it on the fastest local device. Default: `nvme` in `server.state_directory`."""
+    """Directory of the files; put it on the fastest local device. Default: `nvme` in `server.state_directory`."""
     capacity_bytes: Size
-    """Hard cap of the files; 0: no device tier. A smaller one gives files up at the next start, and says which before.
+    """Hard cap of the files; 0: no device tier. A smaller cap drops files at the next start, and names them before.
     Default: what it was last; the first time a tenth of the free room, at most 16 GiB."""
     region_bytes: Size = GIB
     """Size of one file."""
@@ -104,8 +104,9 @@ class NvmeSettings:
     writer_count: int = 2
     """Threads of the byte movers that write, 1 to 64."""
     envelope: str = "none"
-    """What proves new chunks to be ours: `none`, `mac`, or `aead`, which hides them, too ([trust.md](trust.md)). Chunks
-    that lay there before it was turned on stay as they are, and are read: LOCAL stays LOCAL."""
+    """The envelope that proves new chunks to be ours: `none`, `mac`, or `aead`, which also encrypts them
+    ([trust.md](trust.md)). Chunks from before it was turned on stay as they are, and are still read: LOCAL stays
+    LOCAL."""
 
     def __post_init__(self) -> None:
         check_setting(self.envelope in ENVELOPES, "tiers.nvme.envelope", self.envelope, "use none, mac or aead")
@@ -128,22 +129,22 @@ class TierSettings:
 
     @property
     def is_write_through(self) -> bool:
-        """True when a store is acknowledged only when a tier below memory has it."""
+        """True when a store is acknowledged only once a tier below memory has it."""
         return self.nvme.write == "through"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySettings:
-    """What leaves first when room is needed, and how copies are looked after."""
+    """The eviction policy, and the background checks of copies."""
 
     eviction: str = "lru"
-    """What leaves first; `lru`, the least recently used, is the only one."""
+    """The policy that chooses the chunks to evict; `lru`, the least recently used first, is the only one."""
     demotion_wait_s: Duration = 1.0
-    """How long a store waits for the device to take what is in its way."""
+    """Longest wait of a store until the device has taken the chunks that it evicts from memory."""
     scrub_bytes_per_s: Size = 16 * MIB
-    """How fast copies are read again in the background, to find damage; 0: never."""
+    """Rate at which copies are read again in the background, to find damage; 0: never."""
     canary_interval_s: Duration = 60.0
-    """How often a small chunk is sent through each local tier, to see that it works; 0: never."""
+    """Interval at which a small chunk is sent through each local tier, to check that the tier works; 0: never."""
 
     def __post_init__(self) -> None:
         check_setting(self.eviction in POLICIES, "policy.eviction", self.eviction, f"use one of {', '.join(POLICIES)}")
@@ -153,19 +154,19 @@ class PolicySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EventSettings:
-    """Where stored and removed chunks are published for routers, as vLLM publishes its blocks ([events.md](events.md)).
-    What can be read there are digests."""
+    """The publication of stored and removed chunks for routers, as vLLM publishes its blocks ([events.md](events.md)).
+    Only digests are published."""
 
     endpoint: str = ""
     """ZMQ address where batches are published (PUB), like `tcp://127.0.0.1:5557`. Empty: off."""
     replay_endpoint: str = ""
-    """ZMQ address where batches are asked for again (ROUTER). Empty: off."""
+    """ZMQ address where subscribers ask for batches again (ROUTER). Empty: off."""
     topic: str = "kv-events"
     """The first frame of each message."""
     buffer_count: int = 10_000
     """Batches kept for replay, and queued for a slow subscriber."""
     allow_remote: bool = False
-    """Whether other addresses than loopback and `ipc://` are allowed; nothing is encrypted there."""
+    """`true`: addresses other than loopback and `ipc://` are allowed; nothing is encrypted there."""
 
     def __post_init__(self) -> None:
         for name in ("endpoint", "replay_endpoint"):
@@ -184,14 +185,14 @@ class EventSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TracingSettings:
-    """Where spans of requests go ([operations.md](operations.md#traces)). They have counts, tiers and the tenant, and
-    no digest, token or model's name."""
+    """The export of spans of requests ([operations.md](operations.md#traces)). Spans have counts, tiers and the tenant,
+    and no digest, token or model's name."""
 
     endpoint: str = ""
     """OTLP over gRPC, like `http://127.0.0.1:4317`, or `https://HOST:PORT`. Empty: off. Needs `kvstore[tracing]`."""
     sample_one_in: int = 0
-    """Requests that no engine's trace asks for are traced, too: one in so many; 0: none. What an engine's trace says
-    holds for its requests."""
+    """Share of traced requests among those without an engine's trace: one in this many; 0: none. Requests with an
+    engine's trace follow its sampling decision."""
 
     def __post_init__(self) -> None:
         known = not self.endpoint or re.fullmatch(r"https?://[^/\s@]+:\d{1,5}", self.endpoint) is not None
@@ -201,11 +202,11 @@ class TracingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerSettings:
-    """How long a call may wait."""
+    """The limit on the wait of a call."""
 
     deadline_s: Duration = 10.0
-    """The longest wait of a call, whatever deadline its caller names. Only waiting for a receipt's level, or for a
-    store in flight, may take longer."""
+    """Longest wait of a call, whatever deadline its caller gives. Only a wait for a receipt's level, or for a store in
+    flight, may take longer."""
 
     def __post_init__(self) -> None:
         check_setting(self.deadline_s > 0, "controller.deadline_s", self.deadline_s, "use more than 0")
@@ -228,5 +229,5 @@ class Settings:
 
     @property
     def tenant_names(self) -> list[str]:
-        """The default tenant, which there always is, then the others."""
+        """The default tenant, which always exists, then the others."""
         return [DEFAULT_TENANT, *(name for name in self.tenants if name != DEFAULT_TENANT)]

@@ -1,4 +1,4 @@
-"""Settings of tenants: who has an arena, a secret and a door of its own."""
+"""Settings of tenants. Each tenant has an arena, a secret and sockets of its own."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _NAME = re.compile(r"[a-z0-9]+([_-][a-z0-9]+)*")
 
 @dataclass(frozen=True, kw_only=True)
 class TenantSettings:
-    """One tenant ([tenants.md](tenants.md)). The default tenant needs no section: what is said of no tenant is its
-    own."""
+    """One tenant ([tenants.md](tenants.md)). The default tenant needs no section: settings outside these sections are
+    its own."""
 
     secret_file: str = ""
     """A file of mode 0600 with the secret, 32 characters or more, equal on all nodes; it names the tenant's chunks
@@ -32,14 +32,14 @@ class TenantSettings:
     capacity_bytes: Size
     """Hard cap of its memory. Default: `arena.capacity_bytes`."""
     nvme_capacity_bytes: Size
-    """Hard cap of its files on the device; 0: none. Default: what it was last; the first time
+    """Hard cap of its files on the device; 0: no device tier. Default: what it was last; the first time
     `tiers.nvme.capacity_bytes`."""
     uid: int | None = None
-    """The user whose processes its sockets serve; none: the server's own."""
+    """The user whose processes its sockets serve; none: the user of the server."""
 
 
 def check_name(name: str) -> None:
-    """Names are directories, labels and parts of environment variables. Raises InvalidRequest."""
+    """Check a tenant's name, which is used in directories, labels and environment variables. Raises InvalidRequest."""
     if not _NAME.fullmatch(name) or len(name) > NAME_CHARACTERS_MAX:
         raise InvalidRequest(
             f"[tenants.{name}]: a tenant's name is at most {NAME_CHARACTERS_MAX} lower-case letters and digits, with "
@@ -51,7 +51,7 @@ def check_tenants(
     tenants: Mapping[str, TenantSettings], socket_directory: Path, device_directory: Path, arena_bytes: int,
     memory_bytes: int,
 ) -> None:  # fmt: skip
-    """Check tenants, each and together. Raises InvalidRequest naming the setting."""
+    """Check the tenants, each and all together. Raises InvalidRequest naming the setting."""
     uids: dict[int, str] = {}
     for name, tenant in tenants.items():
         section = f"tenants.{name}"
@@ -89,7 +89,7 @@ def check_tenants(
 
 
 def _check_memory(tenants: Mapping[str, TenantSettings], arena_bytes: int, memory_bytes: int) -> None:
-    """Raises InvalidRequest when the arenas would not fit the memory there is."""
+    """Raises InvalidRequest when the arenas do not fit into the machine's memory."""
     arenas = {DEFAULT_TENANT: arena_bytes, **{name: tenant.capacity_bytes for name, tenant in tenants.items()}}
     if tenants and sum(arenas.values()) > memory_bytes:
         largest = max(tenants, key=lambda name: tenants[name].capacity_bytes)

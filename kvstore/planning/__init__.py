@@ -1,13 +1,13 @@
-"""Planning: from facts to a plan. The same code for client and server, and for whoever explains or simulates a plan.
+"""Planning: from facts to a plan. Client and server run the same code, and so do explanations and simulations of plans.
 
     plan = decide(facts)
 
 Everything here is a frozen value or a pure function: no I/O, no clock, no torch, no sockets; the lint allows a list of
-imports and no others. ``facts`` is what is known of a prompt, ``plan`` what becomes of it, ``decision`` the step from
-one to the other over ``offers``. ``setting`` says how much of a reused cache is computed again and what that costs
-(``Recompute.share``), ``profile`` what settings were worth to a pair of models, ``permit`` what follows from that for
-these specs, ``sender`` which models' caches can be shared at all. Whether what may be reused is worth loading is the
-room ``loading``'s; ``order`` says which of many contexts comes next.
+imports and no others. ``facts`` holds the inputs, ``plan`` the result; ``decision`` makes the one from the other by way
+of ``offers``. ``setting`` says how much of a reused cache is computed again and what that costs (``Recompute.share``).
+``profile`` holds the measured quality of settings for a pair of models, ``permit`` the setting that a profile allows
+for given specs. ``sender`` checks that two models can share caches at all. The package ``loading`` decides whether
+loading is faster than computing. ``order`` chooses which of many waiting contexts comes next.
 """
 
 from kvstore.planning.decision import decide

@@ -1,4 +1,4 @@
-"""The decision: what is reused of a prompt, and by which setting. Pure: the same facts make the same plan."""
+"""The decision which tokens of a prompt are reused, and with which setting. Pure: the same facts make the same plan."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NOTHING = "nobody has anything behind the exact prefix"
 
 
 def decide(facts: Facts) -> Plan:
-    """First what is exact: the model's prefix, and a segment that stands where it was computed; nothing of these is
-    computed again. Behind them the best choice that the caller or a profile allows and of which something is stored.
-    Tokens whose logits are wanted are always computed.
+    """Return the plan that these facts lead to. It reuses exact runs first: the model's prefix, and a segment that
+    stands where it was computed. None of their tokens is computed again. Behind them it takes the best choice that the
+    caller or a profile allows and that has stored tokens. Tokens whose logits are wanted are always computed.
 
-    A plan may rest on E of which the facts say nothing (``Plan.hidden``): whoever runs it asks for that E first, and
-    when it is not there adds what it learned to the facts and decides again.
+    A plan may need E of which the facts say nothing (``Plan.hidden``). The caller fetches that E first. When it is
+    missing, the caller adds that to the facts and decides again.
     """
     layers = facts.receiver.slab_layers
     exact = tuple(PlannedRun(run.start, run.stop - run.start, layers, run.cache) for run in exact_runs(facts))
@@ -41,7 +41,7 @@ def decide(facts: Facts) -> Plan:
 
 
 def _with_choice(facts: Facts, plan: Plan, choice: Choice, setting: Recompute) -> Plan | None:
-    """The plan with what is there of a choice; None when nothing is: its E is missing."""
+    """Return the plan with the stored runs of a choice; None when there is none, because its E is missing."""
     found = [(offer, _run(facts, offered, setting)) for offer in choice.offers for offered in offer.runs]
     taken = [(offer, run) for offer, run in found if run is not None]
     if not taken:
@@ -53,8 +53,8 @@ def _with_choice(facts: Facts, plan: Plan, choice: Choice, setting: Recompute) -
 
 
 def _run(facts: Facts, offered: OfferedRun, setting: Recompute) -> PlannedRun | None:
-    """Return the part of an offered run to fetch: as far as its E reaches, where E is needed; None where E ends before
-    it."""
+    """Return the part of an offered run that is fetched. Where E is needed, the run ends where its E ends; None when E
+    ends before the run begins."""
     spec, first, hidden_layer = offered.cache.sender or facts.receiver, setting.first_layer, None
     layers = spec.slab_layers if offered.is_exact else setting.loaded_layers(spec.layer_count)
     if setting.needs_hidden and not offered.is_exact:

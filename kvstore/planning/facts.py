@@ -1,4 +1,4 @@
-"""Facts: what is known of a prompt before anything is decided. Values; whoever gathers them does the I/O."""
+"""Facts: the inputs of a plan. They are plain values: the caller does the I/O that gathers them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvstore.spec import MissReason, ModelSpec
 
 @dataclass(frozen=True)
 class StoredSegment:
-    """A document of the prompt, of which the first ``stored_token_count`` tokens are stored: computed alone, or behind
-    the preamble that the prompt begins with. ``stood_at``: where its first token stood then."""
+    """A document of the prompt whose first ``stored_token_count`` tokens are stored. They were computed alone, or
+    behind the preamble that the prompt begins with. ``stood_at``: the position of the first token at that time."""
 
     token_start: int
     token_stop: int
@@ -23,14 +23,14 @@ class StoredSegment:
 
     @property
     def is_exact(self) -> bool:
-        """True when it stands where it was computed: only that preamble comes before it."""
+        """True when the segment stands where it was computed: only that preamble, or nothing, comes before it."""
         return self.token_start == self.stood_at
 
 
 @dataclass(frozen=True)
 class Holding:
-    """The parts of a prompt that are stored under one model: ``sender``, None: the receiver itself. ``permits``: what
-    the profiles say, one per kind of reuse; empty when the caller gave the setting."""
+    """The stored tokens of a prompt under one model. ``sender``: that model; None: the receiver itself. ``permits``:
+    the verdicts of the profiles, one per kind of reuse; empty when the caller gave the setting."""
 
     sender: ModelSpec | None = None
     prefix_token_count: int = 0
@@ -39,7 +39,7 @@ class Holding:
 
     @property
     def is_refused(self) -> bool:
-        """True when no profile allows any of it: then nobody needs to ask what is stored."""
+        """True when no profile allows any reuse of it: then no lookup is needed."""
         return bool(self.permits) and not any(permit.setting for permit in self.permits)
 
     def permit(self, reuse: str) -> Permit | None:
@@ -48,8 +48,8 @@ class Holding:
 
 @dataclass(frozen=True)
 class StoredE:
-    """The number of leading tokens of a cache for which E of a layer is stored; ``reason``: why no more. Only a fetch
-    tells."""
+    """The number of leading tokens of a cache whose E of a layer is stored. ``reason``: why there are no more. Only a
+    fetch tells."""
 
     cache: StoredCache
     layer: int
@@ -59,10 +59,11 @@ class StoredE:
 
 @dataclass(frozen=True)
 class Facts:
-    """One prompt of ``token_count`` tokens. ``reusable_token_count``: those from there on are computed in any case, for
-    their logits are wanted. ``setting``: the caller's, None: the permits decide. ``hidden``: what is known of E; where
-    nothing is, it is taken to be there until a fetch says otherwise. ``loading``: by which ``own`` was cut to what is
-    worth loading; None: it was not. ``load_start``: tokens of ``own`` before it are computed while the rest loads."""
+    """One prompt of ``token_count`` tokens. ``reusable_token_count``: tokens from there on are always computed, because
+    their logits are wanted. ``setting``: the caller's; None: the permits decide. ``hidden``: the known extents of
+    stored E; unknown E is assumed to be stored until a fetch shows that it is not. ``loading``: the loading plan that
+    cut ``own`` to the tokens worth loading; None: there was none. ``load_start``: tokens of ``own`` before it are
+    computed while the rest loads."""
 
     receiver: ModelSpec
     token_count: int
@@ -85,5 +86,5 @@ class Facts:
         return next((each for each in self.hidden if (each.cache, each.layer) == (cache, layer)), None)
 
     def unknown(self, plan: Plan) -> tuple[tuple[StoredCache, int], ...]:
-        """The E that a plan of these facts rests on, and of which they say nothing."""
+        """Return the (cache, layer) of each E that a plan needs and that these facts say nothing about."""
         return tuple(each for each in plan.hidden if self.hidden_of(*each) is None)

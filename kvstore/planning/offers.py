@@ -1,4 +1,4 @@
-"""Offers: what one model has of a prompt behind its exact prefix, and which of them are taken together."""
+"""Offers: the stored runs of one model behind the exact prefix of a prompt. Choices: offers that are taken together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.spec import ModelSpec
 
 @dataclass(frozen=True)
 class OfferedRun:
-    """Tokens ``start`` to ``stop`` of the prompt, out of a cache."""
+    """Tokens ``start`` to ``stop`` of the prompt, from a cache."""
 
     start: int
     stop: int
@@ -25,7 +25,7 @@ class OfferedRun:
         return is_exact(self.cache)
 
     def outside(self, taken: OfferedRun) -> tuple[OfferedRun, ...]:
-        """It without the tokens of another: itself, nothing, or up to two."""
+        """Return the parts of this run that lie outside another: none, one or two runs."""
         if taken.stop <= self.start or taken.start >= self.stop:
             return (self,)
         rest = replace(self, stop=taken.start), replace(self, start=taken.stop)
@@ -34,7 +34,7 @@ class OfferedRun:
 
 @dataclass(frozen=True)
 class Offer:
-    """The runs that a ``sender`` has stored; None: the model itself. ``permit``: by which it may be reused, where a
+    """The runs that a ``sender`` has stored; None: the model itself. ``permit``: the permit to reuse them, where a
     profile decides."""
 
     runs: tuple[OfferedRun, ...]
@@ -46,7 +46,7 @@ class Offer:
         return sum(run.stop - run.start for run in self.runs)
 
     def around(self, other: Offer) -> Offer:
-        """Return the parts of its runs where the other has none."""
+        """Return the offer with only those tokens that the other offer has not."""
         runs = self.runs
         for taken in other.runs:
             runs = tuple(rest for run in runs for rest in run.outside(taken))
@@ -55,7 +55,8 @@ class Offer:
 
 @dataclass(frozen=True)
 class Choice:
-    """Offers that are taken together, no token twice, and the setting for all of them; None: ``reason`` says why."""
+    """Offers that are taken together, no token twice, and the setting for all of them. ``setting`` None: they may not
+    be taken, and ``reason`` says why."""
 
     offers: tuple[Offer, ...]
     setting: Recompute | None
@@ -67,17 +68,18 @@ class Choice:
 
 
 def offers_of(facts: Facts) -> list[Offer]:
-    """Return each model's offer behind the exact prefix, without models that have nothing or that no profile admits."""
+    """Return each model's offer behind the exact prefix. Models that have nothing there, or that no profile allows,
+    are left out."""
     offers = [_offer(facts, each) for each in (facts.own, *facts.senders) if each.sender is None or not each.is_refused]
     return [offer for offer in offers if offer.runs]
 
 
 def choices_of(given: Recompute | None, offers: Sequence[Offer], layer_count: int) -> list[Choice]:
-    """Sort the offers that may be taken, the best first: the most tokens, of these the cheapest setting, of these what
-    has the model's own segments. Each offer by itself, and the model's own with a sender's where it has nothing itself.
+    """Return the choices, the best first: the most tokens, then the cheapest setting, then choices with the model's own
+    segments. A choice is one offer, or the model's own offer together with a sender's around it.
 
-    ``given``: the setting; None: each offer's permit has one, and a mix takes the one that computes at least as much as
-    the other in every respect."""
+    ``given``: the setting; None: each offer's permit has one. A mix then takes the setting that computes at least as
+    much as the other in every respect."""
     own = [offer for offer in offers if offer.sender is None]
     choices = [_alone(given, offer) for offer in offers]
     for offer in offers:
@@ -93,9 +95,8 @@ def choices_of(given: Recompute | None, offers: Sequence[Offer], layer_count: in
 
 
 def exact_runs(facts: Facts) -> tuple[OfferedRun, ...]:
-    """Return the caches that the model itself would compute for this prompt: its stored prefix, and behind it what is
-    stored of a segment that stands where it was computed. Ascending; between the two there may be tokens of the
-    preamble."""
+    """Return the stored runs that equal the model's own prefill of this prompt: its stored prefix, and behind it a
+    segment that stands where it was computed. Ascending; between the two there may be tokens of the preamble."""
     limit = facts.reusable_token_count
     start, free = facts.load_start, min(facts.own.prefix_token_count, limit)
     runs = [OfferedRun(start, free, StoredCache(start, facts.own.prefix_token_count))] if free > start else []
@@ -111,7 +112,7 @@ def _cache_of(segment: StoredSegment, sender: ModelSpec | None) -> StoredCache:
 
 
 def _offer(facts: Facts, holding: Holding) -> Offer:
-    """Return the stored runs behind the exact part. Of a sender its context's cache before its segments'."""
+    """Return a model's stored runs behind the exact runs. A sender's in-context cache goes before its segments."""
     sender, limit = holding.sender, facts.reusable_token_count
     free = max((run.stop for run in exact_runs(facts)), default=0)
     runs = []

@@ -1,8 +1,8 @@
-"""Schedules: in which order contexts that wait for an engine are computed, for routers and custom schedulers.
+"""Schedules: the order in which contexts that wait for an engine are computed, for routers and custom schedulers.
 
-The context of which most is warm comes next: what is in memory of its beginning, and what those before it in the
-schedule compute. So contexts that share a prefix follow one another, and the prefix is computed once and not evicted
-in between. A context that has waited too long comes first, whatever the others share.
+The context with the most warm tokens comes next. Leading chunks are warm when they are in memory, or when a context
+before it in the schedule computes them. So contexts that share a prefix follow one another, and the prefix is computed
+once and not evicted in between. A context that has waited too long comes first, whatever the others share.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ HINTS_MAX = 4
 
 @dataclass(frozen=True)
 class WaitingContext:
-    """One context that waits. ``chunks``: the digests of its leading whole chunks, each of which names all tokens up
-    to the chunk's end (``kvstore.keys``); ``chunk_tokens`` each. Of these the first ``warm_chunks`` are in memory, the
-    first ``stored_chunks`` in some tier. ``waited_s``: for how long it has waited."""
+    """One context that waits. ``chunks``: the digests of its leading whole chunks, of ``chunk_tokens`` tokens each; a
+    digest names all tokens up to the chunk's end (``kvstore.keys``). The first ``warm_chunks`` of them are in memory,
+    the first ``stored_chunks`` in some tier. ``waited_s``: the seconds that it has waited."""
 
     token_count: int
     chunks: Sequence[bytes]
@@ -47,7 +47,7 @@ class WaitingContext:
 @dataclass(frozen=True)
 class PrefetchHint:
     """Chunks ``start .. stop`` of ``contexts[index]`` are stored below memory, and the context's turn comes in
-    ``due_s`` seconds: what is prefetched until then is loaded from memory."""
+    ``due_s`` seconds. Chunks that are prefetched by then are loaded from memory."""
 
     index: int
     start: int
@@ -57,8 +57,9 @@ class PrefetchHint:
 
 @dataclass(frozen=True)
 class Schedule:
-    """``order``: positions in the contexts that were given, each once, what is computed next first. ``starts_s``: when
-    each of these, in this order, begins. ``hints``: what is worth prefetching, the most urgent first."""
+    """``order``: the indices of the given contexts, each once, in the order of computing. ``starts_s``: the seconds
+    from now at which each of these begins, in the same order. ``hints``: chunks worth prefetching, the most urgent
+    first."""
 
     order: tuple[int, ...]
     starts_s: tuple[float, ...]
@@ -68,20 +69,20 @@ class Schedule:
 def schedule(
     contexts: Sequence[WaitingContext], compute: ComputeRate, *, wait_s_max: float, hints_max: int = HINTS_MAX
 ) -> Schedule:
-    """The order in which one engine of that speed computes these contexts.
+    """Return the order in which one engine of that speed computes these contexts.
 
-    A context that has waited ``wait_s_max`` seconds when the engine becomes free comes next, the longest wait first:
-    it waits no more for any that came later. So it begins no later than ``wait_s_max`` seconds, what was being computed
-    when they ended, and those who came before it. Before an engine was measured nothing takes time, and only waits that
-    are too long already count.
+    A context that has waited ``wait_s_max`` seconds when the engine becomes free comes next, the longest wait first.
+    From then on no later context goes before it. So it begins after at most ``wait_s_max`` seconds, the rest of the
+    context being computed at that time, and the contexts that came before it. Until an engine is measured, computing
+    counts as 0 seconds, so that only waits that are already too long change the order.
 
-    Contexts whose beginnings are stored below memory are named in ``hints``: of the first ``hints_max`` in the order
-    that have any, each chunk once.
+    ``hints`` names the first ``hints_max`` contexts in the order that have chunks stored below memory, each chunk once.
 
-    Raises: InvalidRequest for a bound that is no number of seconds. Cost: chunks of all contexts, in a heap.
+    Raises: InvalidRequest for a bound that is no number of seconds. Cost: linear in the chunks of all contexts, and a
+    heap.
 
     Source: the longest prefix first is SGLang's order (NeurIPS '24), which on a tree of prefixes computes each node
-    once; ageing is ours, for the order alone starves whoever shares nothing.
+    once. Ageing is ours: the order alone starves a context that shares no prefix.
     """
     if not 0 <= wait_s_max < float("inf"):
         raise InvalidRequest(f"wait_s_max {wait_s_max} must be a number of seconds, 0 or more")
@@ -108,15 +109,15 @@ def schedule(
 
 
 class _Warmth:
-    """Count the leading chunks of each context that are warm, while one after the other is computed. Every chunk of
-    every context is passed once."""
+    """Counts the leading warm chunks of each context while one context after the other is computed. It passes every
+    chunk of every context once."""
 
     def __init__(self, contexts: Sequence[WaitingContext]) -> None:
         self._contexts = contexts
         self._warm = [0] * len(contexts)
         self._digests: set[bytes] = set()
         self._next: dict[bytes, list[int]] = {}
-        """Contexts by the first chunk of theirs that is cold."""
+        """Contexts by their first cold chunk."""
         self._heap: list[tuple[int, float, int]] = []
         for index in range(len(contexts)):
             self._wait(index)
@@ -124,7 +125,7 @@ class _Warmth:
             self._warm_up(context.chunks[: context.warm_chunks])
 
     def _wait(self, index: int) -> None:
-        """Pass the context's warm chunks, and wait for the first that is cold."""
+        """Advance the context past its warm chunks, and register it under its first cold chunk."""
         context, count = self._contexts[index], self._warm[index]
         while count < len(context.chunks) and context.chunks[count] in self._digests:
             count += 1
@@ -140,16 +141,16 @@ class _Warmth:
                 self._wait(index)
 
     def compute(self, index: int) -> None:
-        """From now on the context's chunks are warm."""
+        """Mark the context's chunks as warm."""
         context = self._contexts[index]
         self._warm_up(context.chunks[self._warm[index] :])
 
     def tokens(self, index: int) -> int:
-        """Return the number of leading tokens of a context that are warm."""
+        """Return the number of leading warm tokens of a context."""
         return self._warm[index] * self._contexts[index].chunk_tokens
 
     def warmest(self, is_placed: Sequence[bool]) -> int:
-        """Of those that are not placed the one with most warm tokens; of equal ones, the one that has waited longer."""
+        """Return the context with the most warm tokens that is not placed yet; among equals, the longest waiting."""
         while True:
             tokens, _, index = heapq.heappop(self._heap)
             if not is_placed[index] and -tokens == self.tokens(index):
@@ -159,7 +160,8 @@ class _Warmth:
 def _hints(
     contexts: Sequence[WaitingContext], order: Iterable[tuple[int, float]], hints_max: int
 ) -> Iterator[PrefetchHint]:
-    """Return the chunks of the next contexts that are stored below memory, each for the first context that needs it."""
+    """Yield a hint for each of the next contexts with chunks below memory. A chunk goes to the first context that needs
+    it."""
     told = {digest for context in contexts for digest in context.chunks[: context.warm_chunks]}
     given = 0
     for index, due_s in order:

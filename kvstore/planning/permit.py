@@ -1,4 +1,4 @@
-"""Permits: whether one model may reuse caches that are not exact, and with which setting. A profile decides."""
+"""Permits: a profile decides whether one model may reuse caches that are not exact, and with which setting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstore.spec import ModelSpec
 FLOOR = 0.99
 PROVENANCE = {"position": Origin.STANDALONE, "sibling": Origin.IN_CONTEXT, "both": Origin.STANDALONE}
 ALONE = ("position", "both")
-"""Reuses of documents, which were computed alone or behind a preamble."""
+"""The kinds of reuse that take documents, which were computed alone or behind a preamble."""
 UNPROFILED = (
     "no valid profile for these weights: only the exact prefix is reused; run kvstore profile, or give recompute="
 )
@@ -24,8 +24,8 @@ INVALID = "no valid profile for these weights: {}"
 
 @dataclass(frozen=True)
 class Pair:
-    """A pair of models, and how the receiver reuses the sender's caches. ``sender`` None: the receiver's own, at
-    another position."""
+    """A receiver, the sender whose caches it reuses, and the kind of reuse. ``sender`` None: the receiver reuses its
+    own caches at another position."""
 
     receiver: str
     sender: str | None
@@ -42,15 +42,16 @@ class Pair:
 
     @property
     def file_name(self) -> str:
-        """Unverified digests may hold anything: they are hashed."""
+        """The name of the pair's profile file. The digests are hashed because unverified ones may hold any text."""
         both = blake3(json.dumps([self.receiver, self.sender]).encode()).hexdigest()
         return f"{self.reuse}-{self.provenance.value}-{both[:32]}.json"
 
 
 @dataclass(frozen=True)
 class Permit:
-    """The gate's answer for one pair: a setting, or None and the ``reason``. ``profile``: the digest of the profile
-    that decided; ``token_count_max`` and ``run_count_max``: how far it goes, 0: it does not say."""
+    """The verdict for one pair: a setting, or None and the ``reason``. ``profile``: the digest of the profile that
+    decided. ``token_count_max`` and ``run_count_max``: the largest prompt that the profile covers; 0: no limit is
+    given."""
 
     pair: Pair
     setting: Recompute | None = None
@@ -60,7 +61,8 @@ class Permit:
     run_count_max: int = 0
 
     def within(self, token_count: int, run_count: int) -> Permit:
-        """The permit for a prompt of so many tokens and reused runs: none where the profile has only smaller ones."""
+        """Return the permit for a prompt of ``token_count`` tokens and ``run_count`` reused runs. It has no setting
+        when the profile was measured on smaller prompts only."""
         for what, count, most in (
             ("tokens", token_count, self.token_count_max), ("reused runs", run_count, self.run_count_max)
         ):  # fmt: skip
@@ -72,7 +74,7 @@ class Permit:
 
 @dataclass(frozen=True)
 class Ruling:
-    """A profile's answer for a pair at one floor: the ``point`` to reuse by, or None and the ``reason``."""
+    """The verdict of a pair's profile at one floor: the ``point`` to reuse by, or None and the ``reason``."""
 
     pair: Pair
     point: Point | None = None
@@ -82,8 +84,8 @@ class Ruling:
 
     @staticmethod
     def of(pair: Pair, profile: Profile | None, floor: float, switched_off: str = "") -> Ruling:
-        """``switched_off``: why this profile was, empty when it was not. Raises: InvalidRequest for a profile of
-        another kind of reuse, and for a floor outside 0..1."""
+        """Judge a profile. ``switched_off``: why this profile was switched off; empty when it is in use. Raises:
+        InvalidRequest for a profile of another kind of reuse, and for a floor outside 0..1."""
         if profile is None:
             return Ruling(pair, reason=UNPROFILED)
         if (profile.reuse, profile.provenance) != (pair.reuse, pair.provenance):
@@ -94,8 +96,8 @@ class Ruling:
         return Ruling(pair, None if reason else point, reason, profile, profile.digest)
 
     def permit(self, receiver: ModelSpec, sender: ModelSpec | None) -> Permit:
-        """The permit for these specs. A profile is found by digests that nobody verified, so it is compared with the
-        specs themselves."""
+        """Return the permit for these specs. The profile was found by digests that may be unverified, so it is compared
+        with the specs themselves."""
         if self.point is None or self.profile is None:
             return Permit(self.pair, None, self.reason)
         try:

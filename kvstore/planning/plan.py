@@ -1,4 +1,5 @@
-"""Plans: what is reused of a prompt, from where, and what is computed again. Values that say why."""
+"""Plans: which tokens of a prompt are reused, from which caches, and which are computed again. Plans are values, and
+give their reasons."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from kvstore.spec import ModelSpec
 
 @dataclass(frozen=True)
 class StoredCache:
-    """A cache of the prompt's tokens ``token_start`` to ``token_stop``: a segment's, which was computed alone or behind
-    a preamble (``is_standalone``), or the prompt's own beginning. ``sender``: the sibling it is of, None: the model's
-    own. ``stood_at``: the position that a segment's first token was computed at."""
+    """A cache of the prompt's tokens ``token_start`` to ``token_stop``: of a segment that was computed alone or behind
+    a preamble (``is_standalone``), or of the prompt's beginning. ``sender``: the sibling that computed it; None: the
+    model itself. ``stood_at``: the position at which a segment's first token was computed."""
 
     token_start: int
     token_stop: int
@@ -25,9 +26,9 @@ class StoredCache:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Tokens that are fetched out of a ``cache``. ``layers``: those whose KV is fetched. ``hidden_layer``: the one
-    whose E is fetched before them, because the tokens are computed from there; None: no E is fetched, or it comes as a
-    layer does, where a spec keeps E in the place of KV."""
+    """Tokens that are fetched from a ``cache``. ``layers``: the layers whose KV is fetched. ``hidden_layer``: the layer
+    whose E is fetched first, because the tokens are computed from that layer on. None: no E is fetched, or the spec
+    keeps E in the place of KV and E is fetched among ``layers``."""
 
     token_start: int
     token_count: int
@@ -49,26 +50,26 @@ class PlannedRun:
 
     @property
     def is_exact(self) -> bool:
-        """True when the model itself computes exactly this here, so that no token of it is computed again."""
+        """True when the model itself would compute the same here, so that no token is computed again."""
         return is_exact(self.cache)
 
     @property
     def rows(self) -> range:
-        """The tokens of the cache that the run takes."""
+        """The run's tokens, counted from the first token of the cache."""
         return range(self.token_start - self.cache.token_start, self.token_stop - self.cache.token_start)
 
     @property
     def rotated_from(self) -> int:
-        """The position that K of its first token was rotated for."""
+        """The position for which K of the run's first token was rotated."""
         return self.cache.stood_at + self.rows.start if self.is_standalone else self.token_start
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan for a prompt: which stored tokens it reuses. Tokens of no run are computed. ``recompute``: the setting
-    of runs that are not exact, None when there are none. ``reason``: why less is reused than was asked for; empty when
-    it is not. ``permits``: by which runs behind the exact prefix are reused; none when the caller gave the setting.
-    ``loading``: what the client's planner says of the exact prefix; None: it was not asked."""
+    """The plan of a prompt. Tokens outside all runs are computed. ``recompute``: the setting of runs that are not
+    exact; None when there are none. ``reason``: why fewer tokens are reused than was asked for; empty otherwise.
+    ``permits``: the permits of the runs behind the exact prefix; none when the caller gave the setting.
+    ``loading``: the client's loading plan of the exact prefix; None: it made none."""
 
     token_count: int
     runs: tuple[PlannedRun, ...] = ()
@@ -83,13 +84,13 @@ class Plan:
 
     @property
     def front_token_count(self) -> int:
-        """Number of leading tokens that are computed while the tokens behind them load."""
+        """Number of tokens at the front that are computed while the run behind them loads."""
         first = self.runs[0] if self.runs else None
         return first.token_start if first is not None and first.is_exact and not first.is_standalone else 0
 
     @property
     def hidden(self) -> tuple[tuple[StoredCache, int], ...]:
-        """The E that is fetched by itself: of which cache, entering which layer."""
+        """The E that is fetched by itself: (cache, layer that it enters) pairs, each once."""
         wanted = [(run.cache, run.hidden_layer) for run in self.runs if run.hidden_layer is not None]
         return tuple(dict.fromkeys(wanted))
 
@@ -103,6 +104,6 @@ class Plan:
 
 
 def is_exact(cache: StoredCache) -> bool:
-    """True when tokens of a cache equal what the model computes there: of its own prefix, and of its own segment where
-    that begins the prompt, or follows the preamble that the prompt begins with, as it did when it was computed."""
+    """True when a cache equals the model's own prefill at that place: the cache of its own prefix, or of its own
+    segment at the position where it was computed (at the prompt's start, or behind the same preamble)."""
     return cache.sender is None and (not cache.is_standalone or cache.token_start == cache.stood_at)

@@ -1,4 +1,4 @@
-"""Profiles: what settings were worth to one pair of models on calibration contexts, and what they cost. JSON."""
+"""Profiles: the measured quality and cost of settings for one pair of models on calibration contexts. JSON."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from kvstore.spec import ModelSpec
 FORMAT = "kvstore profile"
 VERSION = 3
 ERRORS = 2.0
-"""Standard errors that are taken off a measured quality before it is held against a floor: of a hundred settings that
-just reach the floor so, two or three lie below it, and clients take the cheapest of a few dozen."""
+"""Number of standard errors subtracted from a measured quality before it is compared with a floor. Of a hundred
+settings that just reach the floor, two or three then truly lie below it; clients take the cheapest of a few dozen."""
 RULE = f"quality - {ERRORS:g} loss_error >= floor full_quality"
 REUSES = ("position", "sibling", "both")
 PROFILE_BYTES_MAX = 4 << 20
 WHOLE_MAX = (1 << 63) - 1
-"""The largest whole number in a profile. JSON may have one of any length, of which no float can be made."""
+"""The largest whole number in a profile. JSON allows numbers of any length, which may not fit in a float."""
 AGAIN = "measure it again with kvstore profile"
 Value = TypeVar("Value")
 
 
 class Origin(StrEnum):
-    """The way in which the caches of a profile were computed: after their whole prefix, alone from position 0, or
-    behind the preamble that their prompts begin with. The last is stored as standalone, under a content key that names
-    the preamble; how well it answers is another matter."""
+    """The context in which a profile's caches were computed: after their whole prefix, alone from position 0, or behind
+    the preamble that their prompts begin with. PREAMBLE is stored as standalone, under a content key that names the
+    preamble; it is profiled apart because its quality differs."""
 
     IN_CONTEXT = "in_context"
     STANDALONE = "standalone"
@@ -43,8 +43,8 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True)
 class Side:
-    """One model of a profile. ``regime``: hex fingerprint of its spec without name, chunk size, tokenizer and form,
-    which say nothing about its caches' worth: architecture, rope, dtypes and weights."""
+    """One model of a profile. ``regime``: hex fingerprint of its architecture, rope, dtypes and weights. The spec's
+    name, chunk size, tokenizer and form are left out, because they do not change the quality of its caches."""
 
     model_id: str
     weights_digest: str
@@ -58,11 +58,11 @@ class Side:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The contexts behind a profile: a digest of all of them and the seeds they were drawn from; how many its figures
-    are of, and how many answers to these were scored; how many others were searched on. Whoever searches among many
-    settings finds lucky ones: what was found is measured again, on contexts that found nothing. ``token_count_max``,
-    ``run_count_max``: the longest prompt among them, and the most reused runs in one; beyond these the profile says
-    nothing. 0: not said."""
+    """The contexts behind a profile: a digest of all of them and the seeds they were drawn from. ``contexts``: the
+    number that the figures were measured on; ``answers``: the number of scored answers to these. ``search_contexts``:
+    the number of other contexts that the search used. A search among many settings finds lucky ones, so the settings
+    found are measured again, on contexts that the search did not see. ``token_count_max``, ``run_count_max``: the
+    longest prompt, and the most reused runs in one prompt; the profile does not cover larger ones. 0: not given."""
 
     digest: str
     seeds: tuple[int, ...]
@@ -75,11 +75,12 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Point:
-    """One setting, measured. ``share``: f, of a prefill's compute. ``quality`` in 0..1 with its standard error over
-    contexts; ``loss_error``: the standard error of full prefill's quality less this one's, context by context, which is
-    smaller. ``misled``: the share of answers for which ``drift.misled`` holds. Where quality is whole answers that are
-    kept, ``tokens`` is the share of their tokens that are, and ``kl`` the divergence of full prefill's distributions
-    from these, in nats; None elsewhere."""
+    """One measured setting. ``share``: f, its share of a prefill's compute. ``quality`` in 0..1 with its standard error
+    over contexts. ``loss_error``: the standard error of the loss, which is full prefill's quality less this one's,
+    context by context; it is smaller than ``standard_error``. ``misled``: the share of answers for which
+    ``drift.misled`` holds. When quality counts whole answers that stay the same, ``tokens`` is the share of their
+    tokens that stay the same, and ``kl`` the divergence of full prefill's distributions from this setting's, in nats;
+    else both are None."""
 
     setting: Recompute
     share: float
@@ -92,16 +93,16 @@ class Point:
 
     @property
     def assured(self) -> float:
-        """The quality that may be counted on: less two standard errors of the loss, so that a point measured on few
-        contexts has to be better."""
+        """The quality less two standard errors of the loss: a point that was measured on few contexts has to be
+        better."""
         return self.quality - ERRORS * self.loss_error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """The Pareto frontier of one (sender, receiver, reuse, provenance): every point has a higher assured quality than
-    all that cost less. ``sender`` is None for the receiver's own cache at another position. ``measured_at_s``: seconds
-    since 1970, when the measuring began."""
+    all cheaper points. ``sender`` is None for the receiver's own cache at another position. ``measured_at_s``: the
+    start of the measurement, in seconds since 1970."""
 
     receiver: Side
     sender: Side | None
@@ -115,15 +116,15 @@ class Profile:
     measured_at_s: int
 
     def cheapest(self, floor: float) -> Point | None:
-        """The point of least f whose assured quality is at least ``floor`` of full prefill's; None: only a full prefill
-        will do. Raises: InvalidRequest for a floor outside 0..1."""
+        """Return the point of least f whose assured quality is at least ``floor`` of full prefill's; None: there is no
+        such point. Raises: InvalidRequest for a floor outside 0..1."""
         if not 0.0 <= floor <= 1.0:
             raise InvalidRequest(f"floor {floor!r:.40} must be in 0..1, a share of full prefill's quality")
         good = [each for each in self.points if each.assured >= floor * self.full_quality]
         return min(good, key=lambda each: each.share, default=None)
 
     def check(self, receiver: ModelSpec, sender: ModelSpec | None) -> None:
-        """Raises: InvalidRequest when it is not about these models."""
+        """Raises: InvalidRequest when the profile was measured on other models."""
         if receiver.layer_count != self.layer_count:
             raise InvalidRequest(f"the profile is of {self.layer_count} layers, the model has {receiver.layer_count}")
         for name, ours, spec in (("receiver", self.receiver, receiver), ("sender", self.sender, sender)):
@@ -158,12 +159,12 @@ class Profile:
 
     @property
     def digest(self) -> str:
-        """The digest that names the measurement, in hex."""
+        """Hex digest of the profile's JSON; it identifies the measurement."""
         return blake3(self.to_json().encode()).hexdigest()
 
     @staticmethod
     def from_json(text: str) -> Profile:
-        """Raises: InvalidRequest naming the field that is wrong."""
+        """Parse and check a profile. Raises: InvalidRequest naming the field that is wrong."""
         found = parsed(text, "the profile")
         version = found.get("version") if isinstance(found, dict) else None
         if not isinstance(found, dict) or found.get("format") != FORMAT or version != VERSION:
@@ -177,7 +178,8 @@ class Profile:
 
 
 def parsed(text: str, what: str) -> Any:
-    """JSON without NaN, infinities and repeated names. Raises: InvalidRequest."""
+    """Parse JSON that has no NaN, infinities or repeated names. ``what`` names the text in the error. Raises:
+    InvalidRequest."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) < len(pairs):
@@ -194,7 +196,7 @@ def parsed(text: str, what: str) -> Any:
 
 
 def setting_of(value: Any, layer_count: int, what: str) -> Recompute:
-    """A setting as ``asdict`` wrote it. Raises: InvalidRequest."""
+    """Return the setting that ``asdict`` turned into ``value``. Raises: InvalidRequest."""
     setting = _object(value, Recompute, what, lambda found: Recompute(**found))
     try:
         setting.check(layer_count)

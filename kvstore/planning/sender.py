@@ -1,4 +1,4 @@
-"""Senders: which sibling models' caches can stand in for a receiver's."""
+"""Senders: sibling models whose caches can stand in for a receiver's."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from kvstore.spec import ModelSpec
 
 
 def check_sender(receiver: ModelSpec, sender: ModelSpec) -> None:
-    """Decides if a sibling's cache can stand in for the receiver's: same architecture and regime, other weights.
+    """Check that a sibling's cache can stand in for the receiver's: same architecture and regime, other weights.
 
-    Raises: InvalidRequest naming the first field that differs, and for a sender that keeps E: its K and V would need
-    its own weights.
+    Raises: InvalidRequest naming the first field that differs, and for a sender that keeps E: projecting K and V from
+    it needs the sender's own weights.
     """
     if sender.keeps_e:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Recompute: how much of a cache that is not exact is computed again. A value; needs no torch."""
+"""Recompute: the setting for how much of an inexact cache is computed again. A value; needs no torch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from kvstore.errors import InvalidRequest
 SELECTORS = ("deviation", "suffix_attention", "suffix_peak", "product", "first", "random")
 METRICS = ("k", "v", "both")
 LOOKING_AHEAD = ("suffix_attention", "suffix_peak", "product")
-"""Selectors that ask the suffix first: it runs once over everything as it was reused."""
+"""Selectors that need the suffix's attention: the suffix first runs once over all rows as they were reused."""
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Compute layers ``first_layer`` to ``last_layer`` for every reused token that is not exact; at the check layer
-    after them choose the share ``ratio`` of those tokens, and carry only these (and the suffix) through the rest.
+    """Compute layers ``first_layer`` to ``last_layer`` (the group) for every reused token that is not exact. At the
+    check layer after them choose the share ``ratio`` of those tokens, and compute only these (and the suffix) in the
+    remaining layers.
 
-    Before ``first_layer`` caches are reused as they are; above 0 it is the transition layer, whose E is needed.
-    ``last_layer = first_layer - 1``: no layer is computed for all. ``ratio`` 0: nothing is checked nor carried.
-    ``selector``: what a token is chosen by: how far its cached K and V lie from fresh ones ("deviation"), the attention
-    the suffix gives it, over all heads and layers ("suffix_attention") or in the head and layer that give it most
-    ("suffix_peak"), the "product" of deviation and attention, its place in its run ("first"), or "random", by ``seed``,
-    as a control. ``metric``: the planes whose deviation counts, "k", "v" or "both".
+    Layers before ``first_layer`` reuse their caches as they are. A ``first_layer`` above 0 is the transition layer,
+    whose E is needed. ``last_layer = first_layer - 1``: no layer is computed for all tokens. ``ratio`` 0: no token is
+    checked, and none is carried on.
+    ``selector``: the score by which tokens are chosen: the distance of cached K and V from fresh ones ("deviation"),
+    the suffix's attention to the token, over all heads and layers ("suffix_attention") or in the head and layer where
+    it is largest ("suffix_peak"), the "product" of deviation and attention, the token's place in its run ("first"), or
+    "random", by ``seed``, as a control. ``metric``: the planes whose deviation counts, "k", "v" or "both".
     ``gradual``: 0, or the spread of gradual filtering: from ratio (1 + gradual) at the check layer down to
     ratio (1 - gradual) at the last, each layer choosing among the survivors.
 
@@ -60,17 +62,17 @@ class Recompute:
     def cacheblend(
         cls, check_layer: int, ratio: float, *, selector: str = "deviation", metric: str = "both"
     ) -> Recompute:
-        """Every layer before the check layer in full, then the chosen tokens: (0, check_layer - 1, ratio)."""
+        """Compute every layer before the check layer in full, then the chosen tokens: (0, check_layer - 1, ratio)."""
         return cls(0, check_layer - 1, ratio, selector, metric)
 
     @classmethod
     def droidspeak(cls, first_layer: int, last_layer: int) -> Recompute:
-        """A group of layers in full from the sender's E, everything else reused: (first_layer, last_layer, 0)."""
+        """Compute a group of layers in full from the sender's E, reuse all others: (first_layer, last_layer, 0)."""
         return cls(first_layer, last_layer)
 
     @classmethod
     def reuse(cls) -> Recompute:
-        """Compute nothing again: what is reused is taken as it is, moved to its position."""
+        """Compute nothing again: reuse caches as they are, moved to their positions."""
         return cls(0, -1)
 
     @classmethod
@@ -80,12 +82,12 @@ class Recompute:
 
     @property
     def check_layer(self) -> int:
-        """The layer after the group, at which tokens are chosen."""
+        """The layer behind the group, at which tokens are chosen."""
         return self.last_layer + 1
 
     @property
     def needs_hidden(self) -> bool:
-        """True when the E of ``first_layer`` is needed: something is computed, and not from the embeddings."""
+        """True when E of ``first_layer`` is needed: reused tokens are computed, and not from the embeddings."""
         return self.first_layer > 0 and (self.last_layer >= self.first_layer or self.ratio > 0)
 
     @property
@@ -100,19 +102,18 @@ class Recompute:
 
     @property
     def looks_ahead(self) -> bool:
-        """True when the suffix is asked before any token is chosen: then every layer is loaded before it is
-        computed."""
+        """True when tokens are chosen by the suffix's attention: then all layers are loaded before any is computed."""
         return self.chooses and self.selector in LOOKING_AHEAD
 
     def covers(self, other: Recompute) -> bool:
-        """True when it computes at least what the other does: as many layers for all, and no fewer tokens beyond them,
-        chosen in the same way."""
+        """True when this setting computes at least as much as the other: its group contains the other's, and it carries
+        no fewer tokens beyond the group, chosen in the same way."""
         group = self.first_layer <= other.first_layer and self.last_layer >= other.last_layer
         how = (self.selector, self.metric, self.gradual) == (other.selector, other.metric, other.gradual)
         return group and self.ratio >= other.ratio and (how or not other.ratio)
 
     def check(self, layer_count: int) -> None:
-        """Raises: InvalidRequest for layers that a model of so many does not have."""
+        """Raises: InvalidRequest for layers that a model of ``layer_count`` layers does not have."""
         if self.last_layer >= layer_count or self.first_layer >= layer_count:
             raise InvalidRequest(
                 f"first_layer {self.first_layer} and last_layer {self.last_layer} must be below the model's "
@@ -124,15 +125,16 @@ class Recompute:
         return self.first_layer == 0 and (self.last_layer == layer_count - 1 or self.carries_all)
 
     def share(self, layer_count: int) -> float:
-        """f, the share of a prefill's compute over the reused tokens that the setting takes: the group in full, and the
-        chosen tokens in the check layer and behind it."""
+        """Return f, the setting's share of a prefill's compute over the reused tokens: the group in full, and the
+        chosen tokens in the check layer and the layers behind it."""
         group = self.check_layer - self.first_layer
         return (group + self.ratio * (layer_count - self.check_layer)) / layer_count
 
     def loaded_layers(self, layer_count: int) -> tuple[int, ...]:
-        """The layers whose cached KV is used, of runs that are not exact. The others need not be fetched, nor stored.
+        """Return the layers whose cached KV is used, for runs that are not exact. The others need not be fetched, nor
+        stored.
 
-        At the check layer every token's K and V are computed, so that its cached ones serve the deviation alone."""
+        The check layer computes K and V of every token, so that only the deviation needs its cached ones."""
         spared = range(self.first_layer, self.check_layer)
         if self.carries_all:
             spared = range(self.first_layer, layer_count)

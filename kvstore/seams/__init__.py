@@ -1,6 +1,6 @@
-"""The places where the service touches the world: time, randomness, disk, threads, memory, secrets and fault points.
+"""Seams: the service's access to the world, which is time, randomness, disk, threads, memory, secrets and fault points.
 
-Every other room takes these as arguments, so that the whole service can run on their twins in ``kvstore.simulated``.
+Every other package takes these as arguments, so that the whole service can run on their twins in ``kvstore.simulated``.
 One file per seam. A lint rule forbids ``time``, ``random``, bare threads and stray tasks anywhere else.
 """
 

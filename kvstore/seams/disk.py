@@ -1,7 +1,7 @@
-"""Files. The state directory and the tiers that live on disk reach it through here, so that a simulated
-disk (``kvstore.simulated``) can lose, tear and refuse writes.
+"""Files. The state directory and the tiers on disk reach the disk through this seam, so that a simulated disk
+(``kvstore.simulated``) can lose, tear and refuse writes.
 
-Every method but ``close`` may raise OSError; who calls translates it.
+Every method but ``close`` may raise OSError; the caller translates it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Protocol
 from kvstore.errors import Unavailable
 
 LOCK_WAIT_S = 2.0
-"""Byte movers of a server that was killed hold its locks until their last request is through."""
+"""Longest wait for a lock: the byte movers of a killed server hold its locks until their last request is done."""
 LOCK_POLL_S = 0.01
 
 
 class Disk(Protocol):
-    """Positional I/O on file descriptors, plus what makes it durable."""
+    """Positional I/O on file descriptors, and the calls that make it durable."""
 
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int: ...
 
@@ -37,26 +37,26 @@ class Disk(Protocol):
     def sync_directory(self, path: Path) -> None: ...
 
     def allocate(self, descriptor: int, byte_count: int) -> None:
-        """Make the file ``byte_count`` bytes long with its room taken: a later write cannot run out of it."""
+        """Make the file ``byte_count`` bytes long and reserve its room, so that a later write cannot run out of it."""
 
     def size(self, descriptor: int) -> int:
         """The file's length in bytes."""
 
     def rename(self, source: Path, target: Path) -> None:
-        """Put a file in another's place, at once for every reader; durable after ``sync_directory``."""
+        """Replace a file by another, atomically for every reader; durable after ``sync_directory``."""
 
     def names(self, directory: Path) -> list[str]:
         """The names in a directory, sorted."""
 
     def file_system(self, directory: Path) -> str:
-        """The kind of file system, as the kernel calls it ("ext4"); empty when it cannot be told."""
+        """The kind of file system, as the kernel calls it ("ext4"); empty when it is unknown."""
 
     def lock(self, descriptor: int, wait_s: float = 0.0) -> bool:
-        """Take the file's exclusive lock. False when another process holds it for so long. Blocks."""
+        """Take the file's exclusive lock. False when another process holds it for ``wait_s``. Blocks."""
 
     def make_directory(self, path: Path) -> None:
-        """Create ``path`` with its parents; the leaf is 0700. The machine's disk keeps them from then on. Raises
-        Unavailable naming the path."""
+        """Create ``path`` with its parents; the leaf is 0700. They are durable when this returns. Raises Unavailable
+        naming the path."""
 
     def remove(self, path: Path) -> None:
         """Remove a file; absent is fine."""
@@ -134,8 +134,8 @@ class SystemDisk:
             raise Unavailable(f"cannot create directory {path}: {error.strerror}", path=str(path)) from error
 
     def _make(self, path: Path, mode: int) -> None:
-        """A directory whose name a power cut does not take. Where the one above is not ours to open, the file system's
-        own journal has to do."""
+        """Make a directory whose name survives a power cut. When we may not open its parent, only the file system's own
+        journal protects the name."""
         is_new = not path.exists()
         path.mkdir(mode=mode, exist_ok=True)
         if is_new:
@@ -147,7 +147,7 @@ class SystemDisk:
 
 
 def read_whole(disk: Disk, path: Path, most_bytes: int) -> bytes:
-    """A file, whole, or its first ``most_bytes``. Raises OSError."""
+    """Read a whole file, or its first ``most_bytes``. Raises OSError."""
     descriptor = disk.open(path, os.O_RDONLY)
     try:
         data = bytearray(min(disk.size(descriptor), most_bytes))
@@ -163,7 +163,8 @@ def read_whole(disk: Disk, path: Path, most_bytes: int) -> bytes:
 
 
 def replace_whole(disk: Disk, path: Path, data: bytes, reach: Callable[[], None] = lambda: None) -> None:
-    """Put a file in another's place, at once and durably. ``reach``: called before its name changes. Raises OSError."""
+    """Replace a file's contents atomically and durably. ``reach``: called before the new file gets its name. Raises
+    OSError."""
     fresh = path.with_name(f"{path.name}.new")
     descriptor = disk.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:

@@ -1,8 +1,8 @@
 """A memory fence, from Python.
 
-Shared memory is read without locks here: bytes, then the number that says whether they still were what they should be.
-x86 does two loads, and two stores, of one thread in their order. ARM and POWER do not, and then a new number may be
-missed beside new bytes.
+Shared memory is read without locks: first the bytes, then a number that tells whether the bytes were still valid.
+x86 keeps the order of two loads, and of two stores, of one thread. ARM and POWER do not: there a reader may see new
+bytes together with the old number.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 
 
 class _Own(threading.local):
-    """A lock for each thread, held at all times but for an instant: nobody ever waits for it."""
+    """A lock for each thread, which always holds its own: no thread ever waits for it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -23,13 +23,13 @@ _own = _Own()
 
 
 def fence() -> None:
-    """What this thread loaded and stored before is done before anything that it loads or stores afterwards.
+    """Complete all loads and stores that this thread did before, before any that it does afterwards.
 
-    A lock is given up and taken again, in this order. A release waits for what is before it, an acquire holds up what
-    is behind it, and a release and an acquire behind it stay in order (ARM's model: ``po; [L]``, ``[L]; po; [A]`` and
-    ``[A]; po`` are all *barrier-ordered-before*). The other way round, an acquire and then a release, orders nothing:
-    what is before may sink into the locked part, what is behind may rise into it, and there they pass each other.
-    Python has no fence of its own, and the C libraries that it can call export none.
+    The thread releases a lock and acquires it again, in this order. A release waits for accesses before it, an acquire
+    holds back accesses behind it, and a release stays before a later acquire (ARM's model: ``po; [L]``,
+    ``[L]; po; [A]`` and ``[A]; po`` are all *barrier-ordered-before*). The reverse, an acquire and then a release,
+    orders nothing: earlier accesses may sink into the locked part, later ones may rise into it, and pass each other
+    there. Python has no fence of its own, and the C libraries that it can call export none.
 
     Cost: less than taking a lock, 0.1 us.
     """

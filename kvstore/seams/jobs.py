@@ -1,8 +1,8 @@
-"""Jobs of byte movers, from being asked for to their end.
+"""Jobs of byte movers, from the request to the end.
 
-A job that no mover took, or that was cancelled before one did, has failed like one that raised: whoever begins several
-of them waits for those that run, and only what ended well counts as done. So nobody but this room and the movers
-themselves calls ``submit``, and a refusal never interrupts who was about to begin the next job.
+A job that no mover took, or that was cancelled before one did, has failed like one that raised. So a caller that begins
+several jobs waits for those that run, and counts only those that ended well. For this, only this package and the movers
+call ``submit``: a refused job never interrupts a caller that is about to begin the next one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class NotBegun(Unavailable):
 
 
 def begun(workers: Workers, function: Callable[..., Result], /, *args: object) -> Future[Result]:
-    """Have a job done. Never raises: that the movers refuse it is how it ended."""
+    """Begin a job. Never raises: a refusal of the movers is the job's failure."""
     try:
         return workers.submit(function, *args)
     except Exception as error:  # noqa: BLE001 - no thread, no memory, closed: whatever it was, the job was not taken
@@ -31,13 +31,13 @@ def begun(workers: Workers, function: Callable[..., Result], /, *args: object) -
 
 
 async def done(workers: Workers, function: Callable[..., Result], /, *args: object) -> Result:
-    """Have one job done, and wait as ``to_its_end`` does."""
+    """Begin one job, and wait for its end as ``to_its_end`` does."""
     return await to_its_end(asyncio.wrap_future(begun(workers, function, *args)))
 
 
 async def to_its_end(job: asyncio.Future[Result]) -> Result:
-    """Await a job's result. A caller that is cancelled is let go when the job is done: until then its memory is in use.
-    Raises what the job raised; NotBegun for one that was cancelled by others."""
+    """Wait for a job, and return its result. A cancelled caller still waits until the job is done, because the job uses
+    its memory until then. Raises the job's error; NotBegun when others cancelled the job."""
     cancelled: asyncio.CancelledError | None = None
     while not job.done():
         try:
@@ -53,8 +53,8 @@ async def to_its_end(job: asyncio.Future[Result]) -> Result:
 
 
 async def in_time(job: asyncio.Future[Result], timeout_s: float) -> Result:
-    """Await, no longer than this, the result of a job that uses no memory of the caller's. Raises what the job
-    raised; TimeoutError; NotBegun for one that was cancelled by others."""
+    """Wait at most ``timeout_s`` for a job that uses none of the caller's memory, and return its result. Raises the
+    job's error; TimeoutError; NotBegun when others cancelled the job."""
     try:
         await asyncio.wait([job], timeout=timeout_s)
         if not job.done():
@@ -67,13 +67,13 @@ async def in_time(job: asyncio.Future[Result], timeout_s: float) -> Result:
 
 
 async def given_up(jobs: Iterable[Future[Any]]) -> None:
-    """Return when none of these jobs runs, and none will: those that no mover has begun are cancelled."""
+    """Cancel the jobs that no mover has begun, and wait for the others. Afterwards none of them runs, and none will."""
     running = [asyncio.wrap_future(job) for job in jobs if not job.cancel() and not job.done()]
     await to_its_end(asyncio.gather(*running, return_exceptions=True))
 
 
 def failure_of(job: asyncio.Future[Result] | Future[Result]) -> KVStoreError | None:
-    """Return the error of a job that has ended; None when it succeeded."""
+    """Return the error of a job that has ended; None when it ended well."""
     if job.cancelled():
         return _not_begun(None)
     error = job.exception()

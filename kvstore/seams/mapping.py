@@ -1,7 +1,7 @@
 """Maps shared memory at a 2 MiB boundary, and backs it with huge pages where the kernel makes them.
 
-Huge pages are worth it three times: a memfd is backed at 18 GB/s instead of 1.5, a process that maps it pays 512 times
-fewer faults, and a device reads into it at its full rate, which scattered small pages cost a third of.
+Huge pages have three gains: a memfd is backed at 18 GB/s instead of 1.5, a process that maps it has 512 times fewer
+page faults, and a device reads into it at its full rate, of which scattered small pages cost a third.
 ``MADV_COLLAPSE`` (Linux 6.1) makes them whatever ``shmem_enabled`` says; older kernels get small pages, and the same
 bytes. Python's own mmap can neither choose the address nor let others run while the kernel works.
 """
@@ -40,7 +40,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class _Pages:
-    """Owns the addresses: they are given back when the last array over them goes."""
+    """Owns the addresses: they are unmapped when the last array over them is gone."""
 
     def __init__(self, address: int, byte_count: int) -> None:
         # Never marked read-only: torch takes no such array without a warning, and the kernel refuses a write anyway.
@@ -55,7 +55,7 @@ def _unmap(owner_pid: int, address: int, byte_count: int) -> None:
 
 
 def _map(descriptor: int, byte_count: int, protection: int) -> int:
-    """The address of a mapping that begins at a huge page's boundary. Raises OSError."""
+    """Map a descriptor at a huge page's boundary, and return the address. Raises OSError."""
     room = byte_count + HUGE_BYTES
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     start: int = _libc.mmap(None, room, _PROT_NONE, flags, -1, 0)
@@ -75,7 +75,7 @@ def _map(descriptor: int, byte_count: int, protection: int) -> int:
 
 @contextmanager
 def closing_all(descriptors: Sequence[int]) -> Iterator[None]:
-    """Closes descriptors whatever happens: what was mapped meanwhile stays mapped."""
+    """Close the descriptors at the end, also after an error. Mappings made of them stay."""
     try:
         yield
     finally:
@@ -107,12 +107,12 @@ class SharedMap:
         self._advise(0, byte_count, mmap.MADV_DONTFORK)
 
     def _advise(self, offset: int, byte_count: int, advice: int) -> int:
-        """0, or the error's number. Lets other threads run meanwhile."""
+        """Call madvise, and return 0 or the error's number. Other threads run meanwhile."""
         return ctypes.get_errno() if _libc.madvise(self._address + offset, byte_count, advice) else 0
 
     def back(self, offset: int, byte_count: int) -> None:
-        """Back a range of a writable mapping with pages now, in whole huge pages as far as they lie in it. Nothing is
-        written: what is there stays. Blocks. Raises Exhausted out of memory."""
+        """Back a range of a writable mapping with pages now, with huge pages where a whole one lies in the range. Its
+        contents stay as they are. Blocks. Raises Exhausted out of memory."""
         first = -(-offset // HUGE_BYTES) * HUGE_BYTES
         stop = (offset + byte_count) // HUGE_BYTES * HUGE_BYTES
         # Page by page: the kernel holds the process's memory map meanwhile, and a killed process ends only in between.
@@ -129,5 +129,5 @@ class SharedMap:
             )
 
     def close(self) -> None:
-        """Let go of the bytes. Views of them keep the mapping. Idempotent."""
+        """Drop the array of the bytes. Other views of it keep the mapping. Idempotent."""
         self.bytes = np.empty(0, np.uint8)

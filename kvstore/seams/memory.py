@@ -33,7 +33,7 @@ FIXED_SIZE_SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL
 
 
 class Mapping(Protocol):
-    """A run of shared bytes this process owns, and the descriptor that shares it."""
+    """A run of shared bytes that this process owns, and the descriptor that shares it."""
 
     @property
     def descriptor(self) -> int: ...
@@ -46,7 +46,7 @@ class Mapping(Protocol):
         """Back the range with pages now. Blocks; runs on a byte mover. Raises Exhausted out of memory."""
 
     def forget(self, offset: int, byte_count: int) -> None:
-        """The range was freed: a simulation poisons it, the real one does nothing."""
+        """Tell that the range was freed. A simulation poisons it; the real mapping does nothing."""
 
     def close(self) -> None: ...
 
@@ -55,7 +55,7 @@ class Memory(Protocol):
     """An allocator of mappings."""
 
     def read_only_to_others(self, name: str, byte_count: int, *, is_moved: bool = True) -> Mapping:
-        """``is_moved``: byte movers write it, too."""
+        """Allocate memory that other processes can only read. ``is_moved``: byte movers write it, too."""
 
     def writable_by_others(self, name: str, byte_count: int) -> Mapping: ...
 
@@ -107,7 +107,8 @@ def _cannot_share(byte_count: int, error: OSError) -> KVStoreError:
 
 
 class SystemMemory:
-    """memfds, mapped and sealed. Byte movers write what others only read, and read what others write."""
+    """memfds, mapped and sealed. Byte movers may write memory that is read-only to others, and may only read memory
+    that others write."""
 
     def __init__(self, lender: Lender | None = None) -> None:
         self._lender = lender or OwnThreads()
@@ -120,7 +121,7 @@ class SystemMemory:
 
 
 def descriptor_count() -> int:
-    """Return the number of descriptors that this process has open. Raises OSError where /proc is not mounted."""
+    """Return the number of open descriptors of this process. Raises OSError when /proc is not mounted."""
     try:
         return len(os.listdir("/proc/self/fd")) - 1  # the listing's own
     except OSError as error:
@@ -130,7 +131,7 @@ def descriptor_count() -> int:
 
 
 def joined(arrays: Sequence[Bytes]) -> list[Bytes]:
-    """The same memory in as few arrays as it has runs: neighbours that touch become one."""
+    """Return the same memory in as few arrays as possible: arrays that touch each other become one."""
     runs: list[tuple[Bytes, int]] = []
     for each in arrays:
         if runs and runs[-1][0].base is each.base and runs[-1][0].ctypes.data + runs[-1][1] == each.ctypes.data:

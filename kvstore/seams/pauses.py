@@ -1,4 +1,4 @@
-"""Long work on the event loop, in steps: others run in between."""
+"""Pauses in long work on the event loop, so that other tasks run in between."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import asyncio
 from kvstore.seams.clock import Clock
 
 STEP_S = 0.002
-"""Work that takes longer lets others run: with its last item, and what the loop itself costs, within 5 ms."""
+"""Longest step of work without a pause. With the last item and the loop's own cost, others wait at most 5 ms."""
 
 
 class LongWork:
-    """The long work of one tenant: however many pieces of it wait, one goes on per round of the event loop."""
+    """The long work of one tenant: of all its pieces that pause, one goes on per round of the event loop."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -22,14 +22,15 @@ class LongWork:
 
 
 class Pauses:
-    """Of one piece of work, which calls ``between`` its items. Cost between two pauses: a look at the clock."""
+    """The pauses of one piece of work, which awaits ``between`` after each item. Cost without a pause: one look at the
+    clock."""
 
     def __init__(self, work: LongWork) -> None:
         self._work = work
         self._since_s = work.clock.monotonic()
 
     async def between(self) -> None:
-        """Let others run if this work has had its step. What was read before may have changed after."""
+        """Let others run if this work has used up its step. State that was read before may have changed afterwards."""
         clock = self._work.clock
         if clock.monotonic() - self._since_s >= STEP_S:
             async with self._work.gate:

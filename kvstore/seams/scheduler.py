@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS)
-"""No open file more for this process, or this machine; none more on its way between this user's processes."""
+"""Errors when this process, or the machine, may open no more files, or this user has too many in transit."""
 MORE_DESCRIPTORS = "raise the limit on open files (ulimit -n), or lower what arena.*, tiers.* and limits.* ask for"
 
 
@@ -28,29 +28,29 @@ class Workers(Protocol):
     def submit(self, function: Callable[..., Result], /, *args: object) -> Future[Result]: ...
 
     def close(self) -> None:
-        """Stop taking work, finish what was taken, then return. Idempotent."""
+        """Stop taking jobs, finish those taken, then return. Idempotent."""
 
 
 class Lender(Protocol):
-    """Lets byte movers use what their jobs name, where they are not threads of this process."""
+    """Gives byte movers in other processes the files and the memory that their jobs name."""
 
     def lend(self, descriptor: int) -> int:
-        """What jobs call an open file by, which is its descriptor here. Movers keep it open, and its lock held, until
-        it is taken back. Raises Unavailable."""
+        """Pass an open file to the movers, and return the number by which jobs name it: its descriptor here. Movers
+        keep it open, and its lock held, until it is taken back. Raises Unavailable."""
 
     def take_back(self, descriptor: int) -> None:
-        """Before the descriptor is closed: no job names it any more."""
+        """Let the movers close a file. Call it before the descriptor is closed, when no job names it any more."""
 
     def lend_memory(self, descriptor: int, memory: Bytes, *, writable: bool) -> int:
-        """Have a shared mapping of ours mapped by the movers, too. Returns a number to take it back by. Raises
+        """Have the movers map a shared mapping of ours. Returns the number for ``take_back_memory``. Raises
         Unavailable."""
 
     def take_back_memory(self, number: int) -> None:
-        """No job names it any more."""
+        """Let the movers unmap memory. Call it when no job names it any more."""
 
 
 class OwnThreads:
-    """For movers that are threads of this process: they have what it has."""
+    """The lender for movers that are threads of this process: they have its files and memory already."""
 
     def lend(self, descriptor: int) -> int:
         return descriptor
@@ -66,29 +66,30 @@ class OwnThreads:
 
 
 MOVER_NICE = 10
-"""Byte movers yield to the thread that answers, and to the engine: where two cores are full a lookup waits half as
-long as with 5, and as much is moved; on a machine that computes on every core they still get a tenth of one each."""
+"""Niceness of byte movers: they yield to the thread that answers, and to the engine. On two full cores a lookup waits
+half as long as with 5, and as much is moved. On a machine with every core busy, each mover still gets a tenth of a
+core."""
 
 
 def lower_priority(nice: int) -> None:
-    """This thread's, from now on. 0 leaves it as it is."""
+    """Lower the priority of this thread. 0 leaves it as it is."""
     if nice:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 class WorkerThreads:
-    """Pool threads; at most ``count`` calls run at once. ``nice`` lowers their priority: an engine beside us must
-    not wait for work that nobody waits for. A call runs in its caller's context: its logs say whose it is.
+    """Pool threads; at most ``count`` calls run at once. ``nice`` lowers their priority: an engine on the same machine
+    must not wait for background work. A call runs in its caller's context, so that its logs name the caller.
 
-    A call that is refused never runs. The pool queues a call before it starts the thread that may be missing for it,
-    and says no when there is none to be had: without care another thread would run it later, on memory given up by
-    then."""
+    A refused call never runs. The pool queues a call before it starts a thread for it, and refuses the call when no
+    thread can be started. Without the cancellation here, another thread would run the queued call later, on memory that
+    the caller has freed by then."""
 
     def __init__(self, count: int, name: str, *, nice: int = 0) -> None:
         self._pool = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=lower_priority, initargs=(nice,))
 
     def submit(self, function: Callable[..., Result], /, *args: object) -> Future[Result]:
-        """Raises RuntimeError after ``close``, and where no thread can be had."""
+        """Queue a call. Raises RuntimeError after ``close``, and when no thread can be started."""
         future: Future[Result] = Future()
         context = copy_context()
         try:
@@ -103,14 +104,14 @@ class WorkerThreads:
 
 
 def run_for(future: Future[Result], function: Callable[..., Result], *args: object) -> None:
-    """Do what the future stands for, unless it was cancelled."""
+    """Call the function and put its outcome into the future, unless the future was cancelled."""
     _run_taken([future, function, *args])
 
 
 def _run_taken(call: list[Any]) -> None:
-    """Do what the future ``call[0]`` stands for: call ``call[1]`` with the others. The list is emptied: who is told
-    that it has ended may count on it that nothing here holds the memory any more that it was about, and the pool's own
-    frame, which an error keeps, has no way to the future, which keeps the error."""
+    """Call ``call[1]`` with the rest of the list, and put the outcome into the future ``call[0]``. The list is emptied
+    for two reasons. When the future ends, nothing here may still hold the memory that the call used. And an error keeps
+    the pool's frame: through the list, that frame would keep the future, which keeps the error."""
     future: Future[Any]
     future, function, *args = call
     call.clear()
@@ -133,8 +134,8 @@ def _run_taken(call: list[Any]) -> None:
 
 
 def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
-    """A daemon thread for a loop that blocks in the kernel for its whole life (a socket watcher). Raises Unavailable
-    where none can be had."""
+    """Start a daemon thread for a loop that blocks in the kernel for its whole life (a socket watcher). Raises
+    Unavailable when no thread can be started."""
     thread = threading.Thread(target=target, name=name, daemon=True)
     try:
         thread.start()

@@ -35,19 +35,19 @@ class TenantKeys:
 
 @dataclass(frozen=True, slots=True)
 class EnvelopeKey:
-    """A key that copies are sealed with, and the 16 bytes that name it in their headers and reveal nothing of it."""
+    """A key with which copies are sealed, and its 16-byte id in their headers, which reveals nothing of the key."""
 
     key_id: bytes
     key: bytes = field(repr=False)
 
     @classmethod
     def derived(cls, text: bytes) -> EnvelopeKey:
-        """Of a text of any length: the same on every host."""
+        """Return the key of a text of any length: the same on every host."""
         return cls._named(blake3(text, derive_key_context=_ENVELOPE_CONTEXT).digest())
 
     @classmethod
     def following(cls, keys: TenantKeys) -> EnvelopeKey:
-        """The one of a tenant that has a naming secret and nothing else."""
+        """Return the key of a tenant that has a naming secret and no envelope key of its own."""
         return cls._named(blake3(keys.secret, derive_key_context=_FOLLOWING_CONTEXT).digest())
 
     @classmethod
@@ -56,8 +56,8 @@ class EnvelopeKey:
 
 
 class EnvelopeRing:
-    """The envelope keys of a tenant: the newest, which is the first, seals; all of them open. They may be changed while
-    the service runs."""
+    """The envelope keys of a tenant. The first is the newest, and seals; all of them open. They can change while the
+    service runs."""
 
     def __init__(self, keys: Sequence[EnvelopeKey] = ()) -> None:
         self._keys: dict[bytes, EnvelopeKey] = {}
@@ -72,7 +72,7 @@ class EnvelopeRing:
 
     @property
     def keys(self) -> dict[bytes, EnvelopeKey]:
-        """By their ids."""
+        """The keys by their ids."""
         return dict(self._keys)
 
     @property
@@ -83,5 +83,5 @@ class EnvelopeRing:
         return self._keys.get(key_id)
 
     def change(self, keys: Sequence[EnvelopeKey]) -> None:
-        """From now on these, the newest first."""
+        """Replace all keys. ``keys``: the newest first."""
         self._keys = {each.key_id: each for each in keys}

@@ -1,6 +1,6 @@
-"""The identity of a cache. A ``ModelSpec`` names the model, the weights and the geometry; with a ``CacheKind``
-and the format version it becomes a *fingerprint* (``kvstore.keys``). Two caches that must never mix differ
-here. A spec names meaning, never how bytes are encoded or where they lie."""
+"""Specs: the identity of the model that a cache belongs to. A ``ModelSpec`` names the model, the weights and the
+geometry; with a ``CacheKind`` and the format version it becomes a *fingerprint* (``kvstore.keys``). Two caches that
+must never mix have different specs. A spec says nothing of the encoding of bytes, or of their place."""
 
 from kvstore.spec.dtypes import DTYPES, item_size
 from kvstore.spec.model import (

@@ -1,7 +1,7 @@
-"""The part of a transformers configuration that is in a cache's key: everything, but for what is listed here with its
+"""The part of a transformers configuration that is in a cache's key: every attribute, except those listed here with a
 reason.
 
-An attribute that nobody has thought of counts. So a new one can cost a miss, and never another model's bytes."""
+An unknown attribute counts. So a new one can cost a miss, but never serve another model's bytes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from blake3 import blake3
 from kvstore.errors import InvalidRequest
 
 DOMAIN = b"kvstore/model/2\0"
-"""1 was a digest of the state dict alone, from which the configuration was missing: what was kept under such names may
-be another configuration's, and is not found any more."""
+"""Version 1 was a digest of the state dict alone, without the configuration. A cache under such a name may belong to
+another configuration, so it is not found any more."""
 UNVERIFIED = "unverified:"
 WITHOUT_MEANING = {
     "_name_or_path": "a name; the model's, without its directory, is the spec's model_id",
@@ -40,12 +40,12 @@ WITHOUT_MEANING = {
     "pad_token_id": "generation's; prompts with padding are left alone",
 }
 PLAIN_ROPES = ("default", "linear")
-"""Rotations that are the same whatever the longest context is."""
+"""Rotations that do not depend on the longest context."""
 
 
 def described(config: Any) -> str:
-    """The configuration as canonical JSON: names sorted, 8 and 8.0 alike, what is None left out as if it were not
-    there; and the kernels that compute attention, whose rounding K and V of every layer but the first show.
+    """Return the configuration as canonical JSON: names sorted, 8 and 8.0 alike, None left out. The name of the
+    attention kernels is added, because K and V of every layer but the first depend on their rounding.
 
     Raises: InvalidRequest for a value that is no plain data."""
     found = {name: value for name, value in config.to_dict().items() if name not in WITHOUT_MEANING}
@@ -57,8 +57,8 @@ def described(config: Any) -> str:
 
 
 def named(weights: str, configuration: str, beside: Mapping[str, str] | None = None) -> str:
-    """A spec's weights_digest: of a digest of tensors, or of a name that somebody vouches for, with the configuration
-    and with what the forward pass reads beside the two."""
+    """Return a spec's weights_digest. ``weights``: a digest of tensors, or 'unverified:<name>'. ``configuration``: from
+    ``described``. ``beside``: digests of other inputs that the forward pass reads."""
     told = json.dumps([configuration, dict(beside or {})], sort_keys=True).encode()
     if weights.startswith(UNVERIFIED):
         return f"{weights}/{blake3(DOMAIN + told).hexdigest(16)}"

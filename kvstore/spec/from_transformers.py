@@ -20,7 +20,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 def spec_from_transformers(
     config: Any, weights: Any, chunk_tokens: int, adapter_id: str, keeps_e: bool, tokenizer: Any, dtype: str = ""
 ) -> ModelSpec:
-    """See ``ModelSpec.from_transformers``. ``dtype``: the model's, where weights do not tell it.
+    """See ``ModelSpec.from_transformers``. ``dtype``: the model's dtype, where ``weights`` does not tell it.
     Raises InvalidRequest for a family this release does not know."""
     if config.model_type not in FAMILIES:
         raise InvalidRequest(f"model_type {config.model_type!r} has no spec yet; known: {', '.join(FAMILIES)}")
@@ -46,7 +46,7 @@ def spec_from_transformers(
 
 
 def _layers_of(config: Any, head_dim: int) -> tuple[LayerSpec, ...]:
-    """One per layer: Mistral has a window on all or none of them, Qwen says of each whether it has one."""
+    """Return one spec per layer. Mistral has a window on all layers or none; Qwen's configuration says it per layer."""
     kv_heads, window = config.num_key_value_heads, getattr(config, "sliding_window", None)
     count = int(config.num_hidden_layers)
     full = LayerSpec(kv_heads=kv_heads, k_dim=head_dim, v_dim=head_dim)
@@ -85,9 +85,9 @@ def rope_of(config: Any, head_dim: int) -> RopeSpec:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """BLAKE3 over what decides which text gets which tokens: of a tokenizer that the tokenizers library runs (all fast
-    ones) its whole definition, without how it was last asked to pad and to cut; of another one its class, vocabulary
-    and special tokens. Raises: InvalidRequest for what is no tokenizer."""
+    """BLAKE3 over everything that decides the tokens of a text. For a tokenizer that the tokenizers library runs (all
+    fast ones) that is its whole definition, without the last padding and truncation options; for another, its class,
+    vocabulary and special tokens. Raises: InvalidRequest for an object that is no tokenizer."""
     definition = getattr(getattr(tokenizer, "backend_tokenizer", tokenizer), "to_str", None)
     if definition is not None:
         found = {name: part for name, part in json.loads(definition()).items() if name not in ("padding", "truncation")}
@@ -104,9 +104,9 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def weights_digest(weights: Any) -> str:
-    """BLAKE3 over every tensor of a state dict, or of a model's: name, dtype, shape, bytes. What
-    ``ModelSpec.from_transformers`` takes in the place of weights; the spec's own digest has the configuration, too.
-    Cost: about 4 GB/s per core. Raises: InvalidRequest."""
+    """BLAKE3 over every tensor of a state dict, or of a model's: name, dtype, shape, bytes.
+    ``ModelSpec.from_transformers`` takes it in place of weights; the spec's own digest includes the configuration, too.
+    Cost: about 4 GB/s per core. Raises: InvalidRequest for a tensor without bytes."""
     from kvstore.spec.weights import digested
 
     return digested(weights if isinstance(weights, Mapping) else weights.state_dict()).digest

@@ -1,8 +1,8 @@
-"""The identity of a live transformers model, and the check that it has not changed.
+"""The identity of a live transformers model, and the check that the model has not changed since.
 
-Its identity is a digest over its tensors, its configuration, and what beside them the forward pass reads: tables that
-are in no state dict and are not what the configuration makes them (a model cast to bfloat16 has rounded rotations), and
-the precision of float32 products."""
+The identity is a digest over the model's tensors, its configuration, and two more inputs of the forward pass: tables
+that are in no state dict and differ from those that the configuration makes (a model cast to bfloat16 has rounded
+rotations), and the precision of float32 products."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _known: weakref.WeakKeyDictionary[Any, Identity] = weakref.WeakKeyDictionary()
 
 
 class _Module:
-    """The identity of one module, without keeping it alive."""
+    """The state of one module at the time of the digest. It does not keep the module alive."""
 
     __slots__ = ("forward", "names", "numbers", "ref")
 
@@ -32,10 +32,10 @@ class _Module:
 
 
 class Identity:
-    """One model as it was when it was digested. Keeps neither it nor its weights alive."""
+    """One model at the time of its digest. It keeps neither the model nor its weights alive."""
 
     def __init__(self, model: Any) -> None:
-        """Raises InvalidRequest for a model that its configuration and its tensors do not describe."""
+        """Digest the model. Raises InvalidRequest when its configuration and tensors do not fully describe it."""
         plain = check_plain(model)
         self._precision = torch.get_float32_matmul_precision()
         self._configuration, self._config = described(model.config), copy.deepcopy(vars(model.config))
@@ -49,8 +49,8 @@ class Identity:
         self.digest = named(found.digest, self._configuration, beside)
 
     def holds(self, model: Any) -> bool:
-        """Return True when the model is the same, by all that can be told in less than a millisecond. Raises
-        InvalidRequest when it is none that can be told any more."""
+        """True when the model is unchanged, by all checks that fit into a millisecond. Raises InvalidRequest when its
+        configuration and tensors do not describe it any more, for example because of a new hook."""
         if torch.get_float32_matmul_precision() != self._precision:
             return False
         if vars(model.config) != self._config and described(model.config) != self._configuration:
@@ -59,8 +59,8 @@ class Identity:
         return tensors is not None and self._watch.holds(tensors)
 
     def _tensors(self, model: torch.nn.Module) -> list[torch.Tensor] | None:
-        """All tensors of the modules, or None when these are others, or have other numbers. One pass: this is half of
-        what a use costs."""
+        """Return all tensors of the modules; None when the modules or their numbers have changed. All in one pass,
+        because it is half the cost of each use."""
         check_global_hooks()
         tensors: list[torch.Tensor | None] = []
         stack, known = [model], iter(self._modules)
@@ -80,8 +80,8 @@ class Identity:
 
 
 def identity_of(model: Any, *, anew: bool = False) -> Identity:
-    """The one that is known when the model is still the same, else a new one, for which all weights are read.
-    ``anew``: read them anyway."""
+    """Return the known identity when the model is unchanged; else digest it again, which reads all weights. ``anew``:
+    always digest it again."""
     known = _known.get(model)
     if anew or known is None or not known.holds(model):
         known = _known[model] = Identity(model)
@@ -89,7 +89,8 @@ def identity_of(model: Any, *, anew: bool = False) -> Identity:
 
 
 def _tables(model: torch.nn.Module, plain: torch.nn.Module) -> dict[str, str]:
-    """Digests of the buffers that are in no state dict and are not, to the bit, what the configuration makes them."""
+    """Return digests, by module, of the buffers that are in no state dict and differ from those that the configuration
+    makes, in any bit."""
     found = {}
     for prefix, each in model.named_modules():
         names = [name for name in each._non_persistent_buffers_set if each._buffers[name] is not None]

@@ -22,8 +22,8 @@ CHUNK_TOKENS_MAX = 65536
 
 
 class CacheKind(StrEnum):
-    """The content of a chunk. KV, MLA, E_FOR_KV or OPAQUE follows from the spec; E is hidden states entering one layer,
-    E_FOR_KV those entering each layer, in the place of KV."""
+    """The content of a chunk. KV, MLA, E_FOR_KV or OPAQUE follows from the spec. E holds the hidden states entering one
+    layer, E_FOR_KV those entering every layer, in place of KV."""
 
     KV = "kv"
     E = "e"
@@ -34,14 +34,15 @@ class CacheKind(StrEnum):
 
 
 class Provenance(StrEnum):
-    """The context in which the cache was computed: after its whole prefix, or alone from position 0."""
+    """The context in which the cache was computed: IN_CONTEXT, after its whole prefix; STANDALONE, as a segment alone
+    from position 0 or behind a preamble."""
 
     IN_CONTEXT = "in_context"
     STANDALONE = "standalone"
 
 
 class Exactness(StrEnum):
-    """EXACT: the model's own computation. DERIVED: built on KV that was not exact; never served as exact."""
+    """EXACT: the model's own computation. DERIVED: computed from KV that was not exact; never served as exact."""
 
     EXACT = "exact"
     DERIVED = "derived"
@@ -58,8 +59,8 @@ class LayerKind(StrEnum):
 
 
 def _real(value: object, what: str) -> float:
-    """10000 and 10000.0, 0.0 and -0.0 are equal and must be written alike: equal specs have one canonical form, one
-    name."""
+    """Return the number as a float, without a negative zero. 10000 and 10000.0, 0.0 and -0.0 are equal, so they must be
+    written alike: equal specs have one canonical form and one name."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise InvalidRequest(f"{what} must be a number, not {value!r:.80}")
     try:
@@ -69,7 +70,7 @@ def _real(value: object, what: str) -> float:
 
 
 def _whole(value: object, what: str) -> int:
-    """8 and 8.0 are equal and must be written alike."""
+    """Return the number as an int: 8 and 8.0 are equal, so they must be written alike."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
         raise InvalidRequest(f"{what} must be a whole number, not {value!r:.80}")
     return int(value)
@@ -101,7 +102,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """The rotation K was stored under. ``factors`` are the scaling's parameters, sorted by name."""
+    """The rotation with which K was stored. ``factors`` are the scaling's parameters, sorted by name."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -119,14 +120,14 @@ class RopeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Names whose cache it is.
+    """The identity of the model that a cache belongs to, and the geometry of its cache.
 
     ``weights_digest`` is a hex digest of the weights, or ``unverified:<name>`` when the caller vouches for the
     identity by name; the two never mix. ``hidden_dtype`` is the dtype of E.
-    ``keeps_e``: E of every layer is kept in the place of its KV, which is projected from it on arrival: half the bytes
+    ``keeps_e``: E of every layer is kept in place of its KV, which is projected from E on arrival: half the bytes
     where every query head has a KV head of its own.
-    ``tokenizer_digest``: hex digest of the tokenizer, or empty: nobody says. Models of two tokenizers share no caches,
-    nor does one that has a digest with one that has none.
+    ``tokenizer_digest``: hex digest of the tokenizer; empty: unknown. Models with different tokenizers share no caches,
+    nor does a model with a digest share any with a model without one.
     ``scales`` holds (k_scale, v_scale) per layer for scaled fp8 caches. A spec without layers is of no model: its
     chunks are opaque bytes, a "token" of them is ``hidden_size`` items of ``hidden_dtype``.
 
@@ -176,7 +177,7 @@ class ModelSpec:
         adapter_id: str = "",
         keeps_e: bool = False,
     ) -> ModelSpec:
-        """A decoder whose layers are all alike: full attention, K and V of one head dim."""
+        """Return the spec of a decoder whose layers are all alike: full attention, K and V of one head dim."""
         if not 0 < layer_count <= LAYER_COUNT_MAX:
             raise InvalidRequest(f"layer_count {layer_count} must be in 1..{LAYER_COUNT_MAX}")
         layer = LayerSpec(kv_heads=kv_heads, k_dim=head_dim, v_dim=head_dim)
@@ -199,22 +200,22 @@ class ModelSpec:
         cls, config: Any, weights: Any, chunk_tokens: int = 256, adapter_id: str = "", *, keeps_e: bool = False,
         tokenizer: Any = None,
     ) -> ModelSpec:  # fmt: skip
-        """The spec of a Hugging Face model: geometry from ``config``, identity from the digest of ``weights``
-        (a model, a state dict, or ``weights_digest`` of it, or 'unverified:<name>' of who vouches for them) and of
-        ``config``, and of ``tokenizer`` when one is given (or its digest). Needs torch when weights are tensors.
+        """Return the spec of a Hugging Face model: geometry from ``config``, identity from digests of ``weights``, of
+        ``config``, and of ``tokenizer`` when it is given (or from its digest). ``weights``: a model, a state dict, its
+        ``weights_digest``, or 'unverified:<name>' when the caller vouches for them. Needs torch when they are tensors.
 
-        Cost: every byte of the weights is read once per model object, and again when it is seen that some changed: at
-        each call a sample of every tensor is looked at. A change of very few numbers, past PyTorch's own bookkeeping
-        (through ``.data``), may be missed for a while: see ``refreshed``. Raises: InvalidRequest for a family without a
-        spec, and a model whose forward pass is not what its configuration says (adapters, quantised layers, hooks)."""
+        Cost: every byte of the weights is read once per model object, and again when a change is seen: each call
+        compares a sample of every tensor. A change of very few numbers that bypasses PyTorch's own bookkeeping (through
+        ``.data``) may be missed for a while: see ``refreshed``. Raises: InvalidRequest for a family without a spec, and
+        for a model whose forward pass differs from its configuration (adapters, quantised layers, hooks)."""
         from kvstore.spec.from_transformers import spec_from_transformers  # seam: read where it is used, with torch
 
         build: Callable[..., ModelSpec] = spec_from_transformers
         return build(config, weights, chunk_tokens, adapter_id, keeps_e, tokenizer)
 
     def refreshed(self, model: Any) -> ModelSpec:
-        """The spec with the digest of the model's weights and configuration as they are now: every byte is read. For
-        who has changed a few numbers in place. Raises: InvalidRequest for an unverified spec."""
+        """Return the spec with the digest of the model's weights and configuration as they are now: every byte is read.
+        Call it after changing a few numbers in place. Raises: InvalidRequest for an unverified spec."""
         from kvstore.spec.from_transformers import refreshed  # seam: read where it is used, with torch
 
         again: Callable[..., ModelSpec] = refreshed
@@ -239,13 +240,13 @@ class ModelSpec:
 
     @cached_property
     def slab_layers(self) -> tuple[int, ...]:
-        """Indices of the layers that keep something, in order."""
+        """Indices of the layers that keep a cache, in order."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.has_slab)
 
     @cached_property
     def canonical(self) -> bytes:
-        """The spec as canonical JSON: the bytes that are digested, sent and compared. What came after version 1 is
-        in it only where it is not the default, so that names stay what they are."""
+        """The spec as canonical JSON: the bytes that are digested, sent and compared. Fields that came after version 1
+        are left out when they have their default, so that the names of existing caches do not change."""
         fields = asdict(self)
         for name in ("keeps_e", "tokenizer_digest"):
             if not fields[name]:
@@ -253,7 +254,7 @@ class ModelSpec:
         return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
     def kept(self, layer: int) -> tuple[int, tuple[int, ...]]:
-        """(heads, dims) of what a layer keeps of a token: K and V of each kv head, or E."""
+        """Return (heads, dims) of a layer's cache of one token: K and V of each kv head, or E."""
         each = self.layers[layer]
         return (1, (self.hidden_size,)) if self.keeps_e else (each.kv_heads, (each.k_dim, each.v_dim))
 
@@ -270,7 +271,7 @@ def _check_identity(spec: ModelSpec) -> None:
 
 
 def check_digest(digest: str) -> None:
-    """Raises InvalidRequest unless it may stand as a spec's weights_digest."""
+    """Raises InvalidRequest when ``digest`` is no valid weights_digest of a spec."""
     unverified = digest.startswith("unverified:") and len(digest) > len("unverified:")
     if not (unverified or _is_hex(digest)) or len(digest) > 512:
         raise InvalidRequest(
@@ -326,7 +327,7 @@ def _check_layer(spec: ModelSpec, index: int, layer: LayerSpec) -> None:
 
 
 def _check_e(spec: ModelSpec) -> None:
-    """Return True when K and V of every layer follow from E alone, and E is smaller."""
+    """Raises InvalidRequest unless K and V of every layer follow from E alone, and E is smaller."""
     if spec.mla or spec.scales or not spec.layers:
         raise InvalidRequest("keeps_e is for plain K and V: mla and scales must be unset, and there must be layers")
     if spec.hidden_dtype != spec.cache_dtype:

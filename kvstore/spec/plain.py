@@ -1,8 +1,8 @@
-"""Checks that a live model computes what its configuration and its tensors say, and nothing else.
+"""The check that a live model computes exactly what its configuration and its tensors say.
 
-It does when its modules are those that transformers makes of the configuration, with the numbers it gives them, no hook
-changes what passes, and no ``forward`` was replaced. Then the two name its K and V. Any other model (an adapter that is
-not merged, quantised layers, a compiled or patched forward pass) is refused by name."""
+It passes when the modules and their numbers are those that transformers makes of the configuration, no hook can change
+values, and no ``forward`` was replaced. Then configuration and tensors identify its K and V. Any other model (an
+unmerged adapter, quantised layers, a compiled or patched forward pass) is refused; the error names the module."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvstore.errors import InvalidRequest
 
 OWN_FORWARDS = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
 OBSERVING = "transformers.utils.output_capturing"
-"""Where transformers' own hooks come from: they take note of hidden states, and change none."""
+"""The module of transformers' own hooks: they record hidden states, and change none."""
 UNREAD = ("training", "gradient_checkpointing", "name_or_path", "max_seq_len_cached")
-"""Attributes of modules that K and V of a model in evaluation do not depend on."""
+"""Attributes of modules that do not affect K and V of a model in evaluation."""
 VOUCH = "or vouch for it by name: spec=ModelSpec.from_transformers(model.config, 'unverified:<name>')"
 Module = torch.nn.Module
 
 
 def walked(model: Module) -> Iterator[Module]:
-    """Every module, as often as it stands in the model, the last child first."""
+    """Yield every module, as often as it occurs in the model, the last child first."""
     stack = [model]
     while stack:
         each = stack.pop()
@@ -34,20 +34,20 @@ def walked(model: Module) -> Iterator[Module]:
 
 
 def numbers_of(module: Module) -> tuple[str, ...]:
-    """Names of a module's own numbers, words and switches."""
+    """Return the names of a module's own attributes that are numbers, strings, booleans or None."""
     kinds = (bool, int, float, str, type(None))
     found = vars(module).items()
     return tuple(name for name, value in found if name[0] != "_" and name not in UNREAD and isinstance(value, kinds))
 
 
 def check_global_hooks() -> None:
-    """Raises InvalidRequest for hooks on every module there is."""
+    """Raises InvalidRequest for PyTorch's global forward hooks, which act on all modules."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         raise InvalidRequest(f"forward hooks of all modules may change what they compute: remove them, {VOUCH}")
 
 
 def check_untouched(module: Module) -> None:
-    """Raises InvalidRequest when something stands between a module and its class's forward pass."""
+    """Raises InvalidRequest when a module's forward pass was replaced or compiled, or has a hook that may change it."""
     own = module.__dict__
     if "forward" in own or own.get("_compiled_call_impl") is not None:
         raise InvalidRequest(f"the forward pass of a {_called(module)} was replaced or compiled: undo that, {VOUCH}")
@@ -63,8 +63,8 @@ def _observes(hook: Any) -> bool:
 
 
 def check_plain(model: Module) -> Module:
-    """What transformers makes of the model's configuration, without weights, once it is known to be the same. Raises
-    InvalidRequest naming the module that is not, and how to go on."""
+    """Check a model, and return the same model made from its configuration, without weights. Raises InvalidRequest
+    naming the module that differs, and how to go on."""
     check_global_hooks()
     for each in walked(model):
         check_untouched(each)
@@ -95,7 +95,7 @@ def _check_same(name: str, each: Module, same: Module) -> None:
 
 
 def _skeleton(model: Any) -> Module:
-    """The same class made of the same configuration, on no device."""
+    """Make a model of the same class from the same configuration, on the meta device."""
     try:
         with torch.device("meta"):
             made: Module = type(model)(copy.deepcopy(model.config))

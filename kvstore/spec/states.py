@@ -1,4 +1,5 @@
-"""The names of a chunk's places and fates. The numbers are the wire contract's; a test holds them equal."""
+"""Names of a chunk's states, tiers, encodings and durabilities. The numbers equal the wire contract's; a test checks
+that."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from enum import IntEnum
 
 
 class ChunkState(IntEnum):
-    """A lookup's answer for one chunk."""
+    """The result of a lookup for one chunk."""
 
     HIT = 1
     PENDING = 2
@@ -14,7 +15,7 @@ class ChunkState(IntEnum):
 
 
 class MissReason(IntEnum):
-    """The reason why a chunk is not there. NONE: it is."""
+    """The reason why a chunk is missing. NONE: it is not missing."""
 
     NONE = 0
     COLD = 1
@@ -26,7 +27,7 @@ class MissReason(IntEnum):
 
 
 class Tier(IntEnum):
-    """The tier in which a chunk lies."""
+    """The kinds of tier in which a chunk can lie."""
 
     NONE = 0
     HBM = 1
@@ -37,12 +38,12 @@ class Tier(IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Tier | None:
-        """A number that only a later release knows: its sidecar's replies can still be read."""
+        """Map a number that only a later release knows to NONE, so that its sidecar's replies can still be read."""
         return cls.NONE if isinstance(value, int) else None
 
 
 class EventKind(IntEnum):
-    """The kind of an event of a chunk. GAP: events were lost, for their reader was too slow."""
+    """The kinds of event of a chunk. GAP: events were lost because their reader was too slow."""
 
     NONE = 0
     STORED = 1
@@ -60,17 +61,18 @@ class Encoding(IntEnum):
 
 
 def encoding_of(word: str) -> Encoding:
-    """What a setting names: one of ``ENCODING_SETTINGS``."""
+    """Return the encoding that a setting names. ``word``: one of ``ENCODING_SETTINGS``."""
     return Encoding.LZ4 if word == "lz4" else Encoding.RAW
 
 
 ENCODING_SETTINGS = ("raw", "lz4")
 ENVELOPES = ("none", "mac", "aead")
-"""What proves a copy outside memory to be ours, in settings, and by their numbers in its header."""
+"""The envelopes that prove a copy outside memory to be ours: their names in settings. An index here is the number in a
+header."""
 
 
 class StoreState(IntEnum):
-    """The outcome of one chunk of a reservation."""
+    """The state of one chunk of a reservation."""
 
     WANTED = 1
     PRESENT = 2
@@ -81,8 +83,7 @@ class StoreState(IntEnum):
 
 
 class Durability(IntEnum):
-    """The failures that a stored chunk survives, as a level. NONE: it was not stored; MEMORY: nothing but its
-    client."""
+    """The failures that a stored chunk survives. NONE: it was not stored. MEMORY: it survives only its client."""
 
     NONE = 0
     MEMORY = 1
@@ -92,5 +93,5 @@ class Durability(IntEnum):
 
 
 LEVELS = tuple(level for level in Durability if level)
-"""What can be reached. They are a set, not an order: SHARED says that other nodes could read it when that was said, and
-promises nothing for later; OBJECT that all of a chain is in an object store, its ancestors too."""
+"""The levels that a store can reach. They are a set, not an order. SHARED: other nodes could read the chunk at the time
+of the answer, with no promise for later. OBJECT: the whole chain is in an object store, its ancestors too."""

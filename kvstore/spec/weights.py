@@ -1,7 +1,7 @@
-"""Digests of weights, and noticing that bytes which were digested are others now.
+"""Digests of weights, and the detection of changes after the digest.
 
-A digest is over every byte, in pieces. A ``Watch`` looks at a model's tensors at each use: whether they are the same
-objects at the same place in the same version, a sample of each one's bytes, and one piece, another one each time.
+A digest is over every byte, in pieces. A ``Watch`` checks a model's tensors at each use: that they are the same
+objects at the same address in the same version, a sample of each tensor's bytes, and one piece, the next one each time.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from kvstore.seams.jobs import begun
 DOMAIN = b"kvstore/weights/2\0"
 PIECE_BYTES = 256 << 10
 SAMPLE_ITEMS = 32
-"""Of each tensor, evenly spread. A change of a share p of the numbers in each of t tensors goes unseen with probability
-(1 - p) ** (32 t). All numbers of one matrix: it is seen. 1 % of one matrix: seen in 1 of 4 cases; of each of 32
-matrices: missed once in 30,000. What is missed is found by the pieces, at the latest when each of them had its turn."""
+"""Sampled numbers of each tensor, evenly spread. A change of a share p of the numbers in each of t tensors goes unseen
+with probability (1 - p) ** (32 t). A change of a whole matrix is always seen; of 1 % of one matrix in 1 of 4 cases; of
+1 % of each of 32 matrices it is missed once in 30,000. The pieces find a missed change once each had its turn."""
 THREADS = 8
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Digested:
-    """``pieces``: by tensor, the digests of its bytes' pieces, one behind the other."""
+    """A digest of a state dict. ``pieces``: by tensor, the joined 32-byte digests of its pieces."""
 
     digest: str
     pieces: Mapping[str, bytes]
@@ -42,7 +42,8 @@ class Digested:
 def digested(state: Mapping[str, Any]) -> Digested:
     """BLAKE3 over every tensor: name, dtype, shape, bytes; in order of name.
 
-    Cost: about 4 GB/s per core, on up to eight cores. Raises: InvalidRequest for what is no tensor or has no bytes."""
+    Cost: about 4 GB/s per core, on up to eight cores. Raises: InvalidRequest for a value that is no plain tensor, or
+    has no bytes."""
     for name, tensor in state.items():
         _check(name, tensor)
     names = sorted(state)
@@ -79,10 +80,10 @@ def _piece(data: torch.Tensor, start: int) -> bytes:
 
 
 class Watch:
-    """Tells whether tensors are still what they were. Keeps none of them alive. For several threads."""
+    """Detects changes of tensors. It keeps none of them alive. Several threads may use it."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take the sample. Make it before the digest: what changes meanwhile is then seen at the next use."""
+        """Take the sample. Make the watch before the digest: a change meanwhile is then seen at the next use."""
         self._refs = [weakref.ref(each) for each in tensors]
         self._versioned = [not each.is_inference() for each in tensors]
         self._stamps = self._stamped(tensors)
@@ -93,14 +94,14 @@ class Watch:
         self._turn = 0
 
     def learn(self, pieces: Mapping[int, bytes]) -> None:
-        """The identity of each piece when it was digested, by the address of its tensor's bytes."""
+        """Take over the digests of the pieces. ``pieces``: by the address of the tensor's bytes."""
         self._pieces = [pieces.get(stamp[0], b"") for stamp in self._stamps]
         self._ends = list(accumulate(len(each) // 32 for each in self._pieces))
 
     @torch.inference_mode()
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return True when these, in the order in which they were watched, are as they were. Cost: 4 us per tensor, and
-        the digest of a piece."""
+        """True when the tensors, in the order in which they were watched, are unchanged by all checks. Cost: 4 us per
+        tensor, and the digest of a piece."""
         if len(tensors) != len(self._refs):
             return False
         if not all(ref() is each for ref, each in zip(self._refs, tensors, strict=True)):
@@ -118,7 +119,7 @@ class Watch:
 
     @torch.inference_mode()
     def _sampled(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """One run of bits per device and dtype."""
+        """Return the samples of all tensors, joined per device and dtype, as integers of the same bits."""
         found = []
         for (_, dtype), places in self._places.items():
             parts = [
@@ -145,8 +146,8 @@ _Places = dict[tuple[torch.device, torch.dtype], list[tuple[int, int, int, bool]
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> _Places:
-    """Of each tensor (index, how many numbers, how far apart, whether it lies in one run), by device and dtype. An odd
-    distance, so that the columns of a matrix take turns."""
+    """Return, by device and dtype, a tensor's (index, number of samples, step between them, is contiguous). The step is
+    odd, so that the samples fall into different columns of a matrix."""
     found: _Places = {}
     for index, each in enumerate(tensors):
         size = each.numel()

@@ -1,1 +1,1 @@
-"""The programs that an operator runs: the console command, the benchmarks, the demo and the repository's own checks."""
+"""Programs for operators: the console command, the benchmarks, the demo and the repository's own checks."""

@@ -1,4 +1,4 @@
-"""The ``kvstore`` command. Errors are one clear line; ``--json`` on what prints a table."""
+"""The ``kvstore`` command. An error is one clear line. Commands that print a table take ``--json``."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def show_config(config: ConfigOption = None, as_json: JsonOption = False) -> Non
 def status(
     address: AddressOption = None, tenant: TenantOption = "", tls: TlsOption = "", as_json: JsonOption = False
 ) -> None:
-    """Show what the sidecar holds and has done: the default tenant, with a line for each other, or one of them.
+    """Show the contents and counters of the sidecar: of the default tenant, with a line per other one, or of --tenant.
 
     Example: kvstore status --json
     """
@@ -248,7 +248,7 @@ def profile(
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, whatever was measured.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure what each setting of recompute is worth for a pair of models. A killed run goes on where it was.
+    """Measure the quality and cost of recompute settings for a pair of models. A killed run continues where it ended.
 
     Example: kvstore profile l6-s2
     """
@@ -275,7 +275,7 @@ def scan(
     dry_run: Annotated[bool, typer.Option("--dry-run/--yes", help="Whether --delete only says what it would.")] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what lies in the bucket of tiers.s3: whose it is, how old, and how much is damaged. Delete it on demand.
+    """Show the chunks in the bucket of tiers.s3 by tenant, model and age, and count the damaged. Delete on demand.
 
     Example: kvstore scan --config kvstore.toml --older-than '30 d' --delete
     """

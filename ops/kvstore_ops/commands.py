@@ -1,5 +1,5 @@
-"""Commands that live in modules of their own: imported when one of them is asked for, so that a sidecar starts without
-what only operators need."""
+"""Commands in modules of their own. They are imported when one of them is called, so that a sidecar starts without
+modules that only operators need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODULES = (
 
 
 class Commands(TyperGroup):
-    """The commands of ``cli``, then those of these modules."""
+    """The commands of ``cli``, then those of ``MODULES``."""
 
     _are_imported = False
 

@@ -73,9 +73,9 @@ def stale_stubs() -> list[str]:
 
 
 def lint(files: descriptor_pb2.FileDescriptorSet) -> list[str]:
-    """House rules: package named by its folder and version; PascalCase types, snake_case fields; enum values carry
-    the enum's name and start at UNSPECIFIED; requests and responses named by their method; what is frozen is made of
-    nothing that is not."""
+    """Return breaks of the house rules: package named by its folder and version; PascalCase types, snake_case fields;
+    enum values carry the enum's name and start at UNSPECIFIED; requests and responses named by their method; a frozen
+    file imports only frozen files."""
     found = []
     for file in files.file:
         if file.package != str(Path(file.name).parent).replace("/", "."):
@@ -125,7 +125,7 @@ def _lint_service(place: str, service: descriptor_pb2.ServiceDescriptorProto) ->
 
 
 def _surface(files: descriptor_pb2.FileDescriptorSet) -> dict[str, str]:
-    """Everything a peer relies on: qualified name -> what must not change about it."""
+    """Return everything that a peer relies on: qualified name -> the shape that must not change."""
     surface: dict[str, str] = {}
 
     def add_message(prefix: str, message: descriptor_pb2.DescriptorProto) -> None:
@@ -160,7 +160,7 @@ def _surface(files: descriptor_pb2.FileDescriptorSet) -> dict[str, str]:
 
 
 def _reserved(files: descriptor_pb2.FileDescriptorSet) -> set[str]:
-    """Fields that were removed in good order: both number and name are reserved."""
+    """Return the fields that were removed properly: both number and name are reserved."""
     kept: set[str] = set()
 
     def add(prefix: str, message: descriptor_pb2.DescriptorProto) -> None:
@@ -177,7 +177,7 @@ def _reserved(files: descriptor_pb2.FileDescriptorSet) -> set[str]:
 
 
 def _kept_free(files: descriptor_pb2.FileDescriptorSet) -> dict[str, list[tuple[str, int, int]]]:
-    """Per message what it has reserved, each as (name, first number, number after the last)."""
+    """Return the reservations of each message as (name, first number, number after the last)."""
     kept: dict[str, list[tuple[str, int, int]]] = {}
 
     def add(prefix: str, message: descriptor_pb2.DescriptorProto) -> None:
@@ -193,7 +193,7 @@ def _kept_free(files: descriptor_pb2.FileDescriptorSet) -> dict[str, list[tuple[
 
 
 def _freed(before: descriptor_pb2.FileDescriptorSet, after: descriptor_pb2.FileDescriptorSet) -> Iterator[str]:
-    """What was reserved once and is not any more: the next field there meets peers that mean another."""
+    """Yield reservations that were dropped. A new field there would clash with the old field of older peers."""
     now = _kept_free(after)
     for message, kept in _kept_free(before).items():
         for name, start, stop in kept:
@@ -203,7 +203,7 @@ def _freed(before: descriptor_pb2.FileDescriptorSet, after: descriptor_pb2.FileD
 
 
 def breaking(before: descriptor_pb2.FileDescriptorSet, after: descriptor_pb2.FileDescriptorSet) -> list[str]:
-    """What a peer built against ``before`` would trip over in ``after``."""
+    """Return the changes in ``after`` that break a peer built against ``before``."""
     old, new, reserved = _surface(before), _surface(after), _reserved(after)
     found = []
     for name, shape in old.items():
@@ -216,7 +216,7 @@ def breaking(before: descriptor_pb2.FileDescriptorSet, after: descriptor_pb2.Fil
 
 
 def frozen(names: list[str]) -> list[str]:
-    """Of breaks that :func:`breaking` found, those of a version that is frozen: v1, v2 and so on."""
+    """Return those breaks found by :func:`breaking` that concern a frozen version: v1, v2 and so on."""
     return [name for name in names if _FROZEN.match(name)]
 
 
@@ -225,7 +225,7 @@ def _baseline() -> descriptor_pb2.FileDescriptorSet:
 
 
 def rebase() -> int:
-    """Make the contract as it stands the baseline. 1, and nothing changed, when a frozen version would break."""
+    """Make the current contract the baseline. Return 1, and change nothing, when a frozen version would break."""
     broken = frozen(breaking(_baseline(), _descriptors()))
     if broken:
         print("\n".join(f"frozen: {line}" for line in broken))
@@ -238,7 +238,7 @@ def rebase() -> int:
 
 
 def check() -> int:
-    """All findings on stdout; 0 when there are none."""
+    """Print all findings. Return 0 when there are none."""
     files = _descriptors()
     found = lint(files)
     found += [f"{name} is stale: run `make proto`" for name in stale_stubs()]

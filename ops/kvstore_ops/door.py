@@ -1,4 +1,4 @@
-"""Decides which sidecar a command asks, and as which tenant, by its options --address, --tenant and --tls."""
+"""The sidecar and the tenant that a command addresses, from its options --address, --tenant and --tls."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from kvstore.errors import InvalidRequest
 
 DEFAULT_TENANT = "default"
 SYSTEM = "system"
-"""The word of --tls for certificates that the system trusts."""
+"""Value of --tls for certificates that the system trusts."""
 
 
 @dataclass(frozen=True)
 class Door:
-    """One tenant's door of a sidecar. ``address`` and ``tls`` are what ``connect`` takes; a client on another host is
-    admitted by the token in $KVSTORE_TOKEN."""
+    """The address of one tenant of a sidecar. ``address`` and ``tls`` are the arguments of ``connect``. Over TCP the
+    token in $KVSTORE_TOKEN admits the client."""
 
     address: str
     tls: TLS | bool | None = None
 
     @property
     def socket(self) -> Path | None:
-        """The unix socket, None where the sidecar is asked over TCP."""
+        """The path of the unix socket; None for a TCP address."""
         return Path(self.address.removeprefix(UNIX)) if self.address.startswith(UNIX) else None
 
     def of_tenant(self, name: str) -> Door:
-        """Another tenant's door of the same sidecar. Raises InvalidRequest for a TCP address, which has one door."""
+        """Return the door of another tenant of the same sidecar. Raises InvalidRequest for a TCP address, where the
+        token decides the tenant."""
         if self.socket is None:
             raise InvalidRequest(
                 f"--tenant {name}: at {self.address} the token in $KVSTORE_TOKEN says which tenant asks"
@@ -37,13 +38,13 @@ class Door:
         return Door(f"{UNIX}{self.socket.parent / name / self.socket.name}")
 
     def open(self) -> Client:
-        """A client. Raises as ``connect`` does."""
+        """Connect a client. Raises as ``connect`` does."""
         return connect(self.address, tls=self.tls)
 
 
 def door_of(address: str | None, tenant: str = "", tls: str = "") -> Door:
-    """``address``: unix:///PATH, a socket's path, or HOST:PORT; None: this user's sidecar. ``tls``: "system", or one or
-    three files, CA or CA,CERTIFICATE,KEY. Raises InvalidRequest."""
+    """Return the door that the options name. ``address``: unix:///PATH, a socket's path, or HOST:PORT; None: this
+    user's sidecar. ``tls``: "system", or one or three files, CA or CA,CERTIFICATE,KEY. Raises InvalidRequest."""
     if address is None:
         address = f"{UNIX}{default_socket()}"
     elif "://" not in address and ("/" in address or ":" not in address):

@@ -1,11 +1,11 @@
-"""House rules that ruff cannot say: what may be touched where, who may import whom, how long a thing may be,
-and that a public name of the service means one thing.
+"""House rules that ruff cannot check: the calls and imports that a package may use, the length of files and functions,
+and one definition per public name of the service.
 
-Seams: outside ``kvstore/seams`` and its twins no clock, no randomness, no bare thread, no stray task; what users run
-imports no twin. Hostile bytes: nowhere a reader that can run code. Imports point one way and in no circle, and no room
-uses what is another's own. Tiers: what the service asks of one is in its contract, and a residency is a number that
-only its tier reads. Planes: the client's rooms ask none what it is. A line may carry
-``# seam: <reason>`` where a rule must yield.
+Seams: outside ``kvstore/seams`` and its twins no clock, no randomness, no bare thread, no stray task; code that users
+run imports no twin. Hostile bytes: nowhere a reader that can run code. Imports point one way and in no circle, and no
+room (package) uses another room's private names. Tiers: the service asks a tier only through its contract, and only a
+residency's tier reads that number. Planes: the client's rooms never ask for the class of a plane's object. A line may
+carry ``# seam: <reason>`` where a rule must yield.
 
     python -m kvstore_ops.lint
 """
@@ -83,7 +83,7 @@ PLANNING_MAY_IMPORT = {
     "typing",
     *("kvstore", "kvstore.errors", "kvstore.keys", "kvstore.planning", "kvstore.spec", "kvstore.units"),
 }
-"""A decision is pure, and is made where there is neither torch nor grpc."""
+"""The imports of planning. It is pure, and runs where neither torch nor grpc is installed."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Finding:
 
 
 def check_source(path: str, text: str) -> list[Finding]:
-    """All findings in one file. ``path`` is relative to the repository and decides which rules hold."""
+    """Return all findings in one file. ``path`` is relative to the repository; it decides which rules apply."""
     tree = ast.parse(text)
     lines = text.splitlines()
     seamed = path.startswith(("kvstore/", "clients/")) and not path.startswith(SEAMS)
@@ -139,7 +139,7 @@ def _imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _named(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """What ``from module import name`` brings in, as module.name."""
+    """Yield the names that ``from module import name`` imports, as module.name, with their lines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
@@ -186,7 +186,7 @@ def _hostile(path: str, tree: ast.AST) -> Iterator[Finding]:
 
 
 def _secrets(path: str, tree: ast.AST) -> Iterator[Finding]:
-    """Where callers are told apart, ``==`` would tell by its time how much of a secret was right."""
+    """Yield comparisons of secrets by ``==`` or ``!=``: their time would reveal how much of a secret was right."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare) and any(isinstance(each, ast.Eq | ast.NotEq) for each in node.ops):
             names = {ast.unparse(side).rpartition(".")[2] for side in (node.left, *node.comparators)}
@@ -195,7 +195,8 @@ def _secrets(path: str, tree: ast.AST) -> Iterator[Finding]:
 
 
 def _reaching(path: str, tree: ast.AST) -> Iterator[Finding]:
-    """The doors ask the controller itself: what its rooms are is its own affair."""
+    """Yield accesses that reach through the controller: callers use the controller's own methods, so that its parts can
+    change."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
             whole = ast.unparse(node.value.value)
@@ -204,7 +205,7 @@ def _reaching(path: str, tree: ast.AST) -> Iterator[Finding]:
 
 
 def _planes(path: str, tree: ast.AST) -> Iterator[Finding]:
-    """What differs by the plane a session, a prefix or a store answers itself."""
+    """Yield type checks on classes of a plane: sessions, prefixes and stores have methods for what differs by plane."""
     known = {name.rpartition(".")[2] for _, name in _named(tree) if name.startswith("kvstore_client.planes")}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "type", "issubclass"):
@@ -244,7 +245,7 @@ def _imports(path: str, tree: ast.AST) -> Iterator[Finding]:
 
 
 def _simulated(path: str, tree: ast.AST) -> Iterator[Finding]:
-    """What users run touches the world through the seams themselves."""
+    """Yield imports of the simulated seams in code that users run."""
     for line, module in {*_imported(tree), *_named(tree)}:
         if _room(module) == "simulated":
             yield Finding(path, line, "imports kvstore.simulated: it is for tests and benchmarks")
@@ -261,7 +262,7 @@ def _nvme(path: str, tree: ast.AST) -> Iterator[Finding]:
 
 
 def _residencies(path: str, tree: ast.AST) -> Iterator[Finding]:
-    """Shifts and masks of what is called a residency. ``UNPROVEN`` is the catalog's own bit."""
+    """Yield shifts and masks of values named residency. The bit ``UNPROVEN`` is the catalog's own, and allowed."""
     if path.startswith("kvstore/tiers/"):
         return
     for node in ast.walk(tree):
@@ -277,7 +278,7 @@ def _residencies(path: str, tree: ast.AST) -> Iterator[Finding]:
 
 
 def _words(tree: ast.AST) -> set[str]:
-    """Names in an expression."""
+    """Return the names in an expression."""
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return names | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
@@ -295,8 +296,8 @@ def _lengths(path: str, tree: ast.AST, line_count: int) -> Iterator[Finding]:
 
 
 def shared_names(sources: Mapping[str, str]) -> list[Finding]:
-    """One public name, one definition in the service: of its functions and classes. ``sources``: the text of each
-    file."""
+    """Return public functions and classes of the service that are defined more than once. ``sources``: the text of each
+    file by its path."""
     places: dict[str, list[tuple[str, int]]] = {}
     for path, text in sources.items():
         for node in ast.parse(text).body:
@@ -311,7 +312,7 @@ def shared_names(sources: Mapping[str, str]) -> list[Finding]:
 
 
 def check_tree(root: Path = ROOT) -> list[Finding]:
-    """All findings in the repository."""
+    """Return all findings in the repository."""
     found: list[Finding] = []
     service: dict[str, str] = {}
     for top in ("kvstore", "clients", "kernels", "ops", "tests"):
@@ -326,7 +327,7 @@ def check_tree(root: Path = ROOT) -> list[Finding]:
 
 
 def main() -> int:
-    """Print the findings; 0 when there are none."""
+    """Print the findings. Return 0 when there are none."""
     found = check_tree()
     for finding in found:
         print(finding)

@@ -1,4 +1,4 @@
-"""``kvstore locate``: where a prompt's prefix is, by node and tier."""
+"""``kvstore locate``: the nodes and tiers that have a prompt's prefix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvstore_ops.operators.harmless import REASON_CHARACTERS_MAX, cell
 
 
 def model_named(client: Client, name: str) -> ModelSpec:
-    """The one model registered with the sidecar whose id is, or ends with, ``name``. Raises InvalidRequest."""
+    """Return the one registered model whose id, or the id's last part, is ``name``. Raises InvalidRequest."""
     specs = [spec_from_message(each.spec) for each in client.stats().models if each.spec.layers]
     found = [spec for spec in specs if spec.model_id == name] or [
         spec for spec in specs if spec.model_id.rpartition("/")[2] == name
@@ -35,8 +35,8 @@ def model_named(client: Client, name: str) -> ModelSpec:
 
 
 def read_tokens(path: Path, tokenizer: str) -> list[list[int]]:
-    """The contexts of a file ("-": standard input): a text, where a ``tokenizer`` (a directory or name of
-    transformers') is given; else JSON, a list of token ids or a list of such lists. Raises InvalidRequest."""
+    """Read the contexts of a file ("-": standard input). With a ``tokenizer`` (a directory or name for transformers)
+    the file is a text; else it is JSON, a list of token ids or a list of such lists. Raises InvalidRequest."""
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -60,7 +60,7 @@ def read_tokens(path: Path, tokenizer: str) -> list[list[int]]:
 
 
 def as_dict(location: Location, token_count: int) -> dict[str, Any]:
-    """One context's answer for machines."""
+    """Return one context's answer as plain values for JSON."""
     rows = [{"node": each.node, "tier": each.tier.name, "token_count": each.token_count} for each in location.prefixes]
     return {"token_count": token_count, "asked": location.asked, "prefixes": rows, "reason": location.reason}
 

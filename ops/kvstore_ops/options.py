@@ -45,11 +45,11 @@ EXIT_CODES: dict[type[KVStoreError], int] = {
     Exhausted: 7,
     DataLoss: 8,
 }
-"""What a command ends with, by the kind of its error; 1 for any other. docs/operations.md has the table."""
+"""Exit codes of commands by the class of their error; 1 for any other. docs/operations.md has the table."""
 
 
 def load_settings(config: Path | None, flags: dict[str, object] | None = None) -> LoadedSettings:
-    """The settings as ``kvstore serve`` would have them."""
+    """Load the settings as ``kvstore serve`` does."""
     return load(config, os.environ, flags or {})
 
 

@@ -1,4 +1,4 @@
-"""``kvstore plan``: how a prompt's first token comes soonest, and what it would be like with other speeds."""
+"""``kvstore plan``: the fastest way to a prompt's first token, with the known speeds or with supposed ones."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from kvstore.wire.plans import compute_from_message
 from kvstore_ops.options import AddressOption, JsonOption, TenantOption, TlsOption
 
 WIDTH = 48
-"""Characters of a picture's time."""
+"""Width of a picture's time axis in characters."""
 MEMORY = "memory"
 SLOWEST_PER_S, FASTEST_PER_S = 1e-3, 1e9
-"""Tokens that an engine computes."""
+"""Bounds of the tokens per second that an engine may compute."""
 TIERS = {tier.name.lower(): tier for tier in (Tier.NVME, Tier.REDIS, Tier.S3)}
 UNMEASURED = (
     "No engine has told the sidecar how fast it computes this model (they do with client.partial_prefill): give "
@@ -61,7 +61,7 @@ def plan(
     tls: TlsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Show how a prompt's first token comes soonest: what is loaded, what is computed, and why.
+    """Show the fastest way to a prompt's first token: the tokens to load, the tokens to compute, and the reason.
 
     Example: kvstore plan --model my-model --prompt prompt.json --prefill-tokens-per-s 2000 --rate nvme=200MB
     """
@@ -85,7 +85,7 @@ def plan(
 
 
 def told_compute(engines: Iterable[admin_pb2.EngineRate], spec: ModelSpec, step_tokens: int) -> ComputeRate:
-    """Return the compute rate that engines told the sidecar of a model; an unknown rate where none did."""
+    """Return the compute rate that an engine reported to the sidecar for this model; an unknown rate when none did."""
     name = fingerprint(spec, spec.kind)
     for each in engines:
         rate = compute_from_message(each.rate)
@@ -95,7 +95,7 @@ def told_compute(engines: Iterable[admin_pb2.EngineRate], spec: ModelSpec, step_
 
 
 def supposed(facts: LoadFacts, spec: ModelSpec, prefill_tokens_per_s: float, rates: Sequence[str]) -> LoadFacts:
-    """The facts with other speeds. Raises InvalidRequest naming the option."""
+    """Return the facts with the speeds of the options. Raises InvalidRequest naming the option."""
     if prefill_tokens_per_s:
         if not SLOWEST_PER_S <= prefill_tokens_per_s <= FASTEST_PER_S:
             raise InvalidRequest(
@@ -120,7 +120,7 @@ def supposed(facts: LoadFacts, spec: ModelSpec, prefill_tokens_per_s: float, rat
 
 
 def as_dict(facts: LoadFacts, found: LoadPlan) -> dict[str, Any]:
-    """The plan for machines."""
+    """Return the plan as plain values for JSON."""
     return {
         "token_count": found.token_count,
         "chosen": asdict(found.chosen),
@@ -137,7 +137,7 @@ def as_dict(facts: LoadFacts, found: LoadPlan) -> dict[str, Any]:
 
 
 def render(facts: LoadFacts, found: LoadPlan) -> Group:
-    """Render where the prompt is stored, the candidates, and a picture of the chosen one."""
+    """Draw the stored runs and their tiers, the candidates, and a picture of the chosen one."""
     stored = Table("stored tokens", "as", "in", "a second", title=f"{found.token_count:,} tokens")
     for stock in facts.stocks:
         for run in stock.runs:
@@ -160,7 +160,7 @@ def render(facts: LoadFacts, found: LoadPlan) -> Group:
 
 
 def picture(found: LoadPlan) -> list[str]:
-    """Draw the timeline from the request to the first token, a line for each span."""
+    """Draw the activities from the request to the first token, a line each."""
     chosen = found.chosen
     if not chosen.ttft_s:
         return []

@@ -1,4 +1,4 @@
-"""``kvstore plans``: the last partial prefills, what was planned of each, and what came of it."""
+"""``kvstore plans``: the last partial prefills, with the plan and the outcome of each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plans(
     tls: TlsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Show the last plans of what is loaded and what is computed, and how right they were.
+    """Show the last plans (which tokens are loaded and which computed), and the error of their predictions.
 
     Example: kvstore plans --limit 50
     """
@@ -56,7 +56,7 @@ def plans(
 
 
 def listed(found: Sequence[admin_pb2.PlanEntry]) -> Group:
-    """A row each, and what they come to."""
+    """Draw a row per plan, and a summary."""
     rows = Table("plan", "began", "model", "tokens", "stored", "way", "loads", "planned", "took", "waited", "became")
     for each in found:
         plan = plan_from_message(each.plan) if each.HasField("plan") else None
@@ -71,7 +71,7 @@ def listed(found: Sequence[admin_pb2.PlanEntry]) -> Group:
 
 
 def whole(entry: admin_pb2.PlanEntry) -> Group:
-    """One plan with all that it chose among."""
+    """Draw one plan with all its candidates."""
     lines: list[Any] = [listed([entry])]
     if entry.HasField("plan"):
         plan = plan_from_message(entry.plan)
@@ -86,7 +86,8 @@ def whole(entry: admin_pb2.PlanEntry) -> Group:
 
 
 def summary(found: Sequence[admin_pb2.PlanEntry]) -> str:
-    """Sum up how far plans were off, and what was saved, over plans that were carried out and whose engine is known."""
+    """Return the median error of plans and the time that they saved, over plans that ended and whose engine was
+    measured."""
     pairs = []
     for each in found:
         plan = plan_from_message(each.plan) if each.HasField("plan") else None

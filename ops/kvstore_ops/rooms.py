@@ -1,4 +1,5 @@
-"""House rules on rooms that need all files of the service at once: no import circles, no use of what is another's own.
+"""House rules on packages that need all files of the service at once: no import circles, no use of the private names of
+another package.
 
 ``sources`` are the texts of Python files by their path in the repository, as in "kvstore/arena/arena.py".
 """
@@ -13,18 +14,18 @@ from pathlib import Path
 Broken = tuple[str, int, str]
 """Path, line, message."""
 PUBLIC_OF_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
-"""What named tuples call so that no field is called alike."""
+"""Public methods of named tuples. They begin with an underscore so that no field has the same name."""
 
 
 def broken_rules(sources: Mapping[str, str]) -> Iterator[Broken]:
-    """Everything that the rules of this file find."""
+    """Yield everything that the rules of this file find."""
     trees = {path: ast.parse(text) for path, text in sources.items()}
     yield from _circles(sources, trees)
     yield from _private_names(trees)
 
 
 def _circles(sources: Mapping[str, str], trees: Mapping[str, ast.Module]) -> Iterator[Broken]:
-    """Modules that import each other, however long the way round. What is imported for types or late counts."""
+    """Yield circles of modules that import each other, of any length. Imports for types and late imports count."""
     paths = {_module_of(path): path for path in trees}
     edges = {module: _edges(trees[path], sources[path], paths) for module, path in paths.items()}
     for circle in _strong_components(edges):
@@ -39,7 +40,7 @@ def _module_of(path: str) -> str:
 
 
 def _edges(tree: ast.Module, text: str, modules: Mapping[str, str]) -> dict[str, int]:
-    """The modules that one names, and on which line. A package stands for its ``__init__``."""
+    """Return the modules that a module imports, and the line of each import. A package stands for its ``__init__``."""
     lines = text.splitlines()
     found: dict[str, int] = {}
     for line, name, otherwise in _imported(tree):
@@ -50,7 +51,7 @@ def _edges(tree: ast.Module, text: str, modules: Mapping[str, str]) -> dict[str,
 
 
 def _imported(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
-    """Line, name, and the module that is meant where the name is none."""
+    """Yield (line, imported name, module to take when that name is no module)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, "") for alias in node.names)
@@ -59,8 +60,8 @@ def _imported(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 
 
 def _strong_components(edges: Mapping[str, Mapping[str, int]]) -> list[set[str]]:
-    """Sets of modules each of which leads to all others of its set. A module that imports nothing that leads back to it
-    is in none. Source: Tarjan, Depth-first search and linear graph algorithms, 1972."""
+    """Return the sets of modules whose imports lead from each module to all others of the set. A module without a way
+    back to itself is in no set. Source: Tarjan, Depth-first search and linear graph algorithms, 1972."""
     numbers: dict[str, int] = {}
     lows: dict[str, int] = {}
     stack: list[str] = []
@@ -87,7 +88,8 @@ def _strong_components(edges: Mapping[str, Mapping[str, int]]) -> list[set[str]]
 
 
 def _private_names(trees: Mapping[str, ast.Module]) -> Iterator[Broken]:
-    """Underscore names that only another room defines. A room is a folder, or a file beside the folders."""
+    """Yield uses of underscore names that only another room defines. A room is a folder, or a file beside the
+    folders."""
     defined: dict[str, set[str]] = defaultdict(set)
     for path, tree in trees.items():
         defined[_room_of(path)] |= set(_defined(tree))

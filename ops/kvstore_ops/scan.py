@@ -1,4 +1,4 @@
-"""``kvstore scan``: what lies in the bucket of tiers.s3, by tenant and model, read back from the objects themselves."""
+"""``kvstore scan``: the chunks in the bucket of tiers.s3, by tenant and model, read from the objects themselves."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from kvstore.tiers.s3.writing import remove_objects
 from kvstore.units import format_bytes
 
 PAGE_COUNT = 64
-"""Objects that are looked at between two lines of progress."""
+"""Objects that are examined between two lines of progress."""
 MODEL_DIGITS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The objects to count, or to delete. ``tenant``: a name of the settings, or the first digits of a tenant's digest;
-    ``model``: the first digits of a fingerprint, as the table shows them; empty: all."""
+    """The selection of objects to count or delete. ``tenant``: a name of the settings, or the first digits of a
+    tenant's digest. ``model``: the first digits of a fingerprint, as the table shows them. Empty: all."""
 
     tenant: str = ""
     model: str = ""
     older_than_s: float = 0.0
 
     def has(self, found: Examined, tenants: dict[str, str], now_s: float) -> bool:
-        """Return True when an object is meant. Of one without a header only its age is known."""
+        """True when the selection contains an object. An object without a readable header has no tenant or model, so
+        only its age can select it."""
         if now_s - found.listed.modified_s < self.older_than_s:
             return False
         if not (self.tenant or self.model):
@@ -58,7 +59,7 @@ class Row:
     newest_s: float = 0.0
 
     def add(self, found: Examined) -> None:
-        """One more."""
+        """Count one more chunk."""
         written_s = found.listed.modified_s
         self.oldest_s = min(self.oldest_s or written_s, written_s)
         self.newest_s = max(self.newest_s, written_s)
@@ -68,8 +69,8 @@ class Row:
 
 @dataclass
 class Found:
-    """The result of a scan. ``damaged``: how many, by what is wrong with them; ``newer`` takes a newer release to read;
-    ``foreign`` are no chunks' objects."""
+    """The counts of a scan. ``damaged``: numbers of damaged objects by their problem. ``newer``: objects that only a
+    newer release can read. ``foreign``: objects that are no chunks."""
 
     rows: dict[tuple[str, str, str], Row] = field(default_factory=dict)
     damaged: dict[str, int] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class Found:
     deleted_bytes: int = 0
 
     def add(self, found: Examined, tenants: dict[str, str]) -> None:
-        """One object."""
+        """Count one object."""
         self.object_count += 1
         self.byte_count += found.listed.byte_count
         if found.header is not None:
@@ -95,19 +96,19 @@ class Found:
             self.damaged[found.reason] = self.damaged.get(found.reason, 0) + 1
 
     def as_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """Return the counts as plain values for JSON."""
         return {**asdict(self), "rows": [asdict(row) for row in self.rows.values()]}
 
 
 def settings_of(settings: Settings) -> S3Settings:
-    """Raises InvalidRequest without a bucket."""
+    """Return the settings of the S3 tier. Raises InvalidRequest when no bucket is set."""
     if not settings.tiers.s3.bucket:
         raise InvalidRequest("tiers.s3.bucket is not set: name the bucket to scan, as the service does")
     return settings.tiers.s3
 
 
 def names_of_tenants(settings: Settings) -> dict[str, str]:
-    """Tenants' names by their digests, which is what objects have."""
+    """Return the tenants' names by their digests: objects contain only the digests."""
     return {keys.digest.hex(): name for name, keys in read_keys(settings.tenants).items()}
 
 
@@ -115,9 +116,8 @@ def scan(
     settings: Settings, wanted: Wanted, *, verify: bool, delete: bool, now_s: float,
     progress: Callable[[Found], None] = lambda _: None,
 ) -> Found:  # fmt: skip
-    """Look at every object, delete those that are ``wanted`` if that is asked for, and count those that are wanted.
-    What a newer release wrote, and what is no chunk's object, is never deleted. Raises InvalidRequest,
-    PermissionDenied, Unavailable."""
+    """Examine every object, and count those that are ``wanted``; with ``delete``, delete these. Objects of a newer
+    release and objects that are no chunks are never deleted. Raises InvalidRequest, PermissionDenied, Unavailable."""
     s3, tenants, found = settings_of(settings), names_of_tenants(settings), Found()
     for each in _examined(s3, found, verify=verify):
         meant = [one for one in each if one.reason != "gone" and wanted.has(one, tenants, now_s)]
@@ -140,7 +140,7 @@ def _examined(settings: S3Settings, found: Found, *, verify: bool) -> Iterator[l
 
 
 def render(found: Found, now_s: float, *, is_verified: bool) -> Group:
-    """For people."""
+    """Draw the counts for people."""
     table = Table("tenant", "model", "kind", "chunks", "bytes", "newest", "oldest")
     for row in sorted(found.rows.values(), key=lambda row: -row.byte_count):
         ages = (_age(now_s - row.newest_s), _age(now_s - row.oldest_s))
@@ -164,7 +164,7 @@ def _age(seconds: float) -> str:
 
 
 def with_progress(work: Callable[[Callable[[Found], None]], Found]) -> Found:
-    """Do the work, and say on the error output how far it is."""
+    """Do the work, and show its progress on the error output."""
     columns = (TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
         task = shown.add_task("scanning")

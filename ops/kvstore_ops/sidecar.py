@@ -1,4 +1,4 @@
-"""A sidecar of one's own, for the demo and the benchmarks: a real ``kvstore serve`` process on a fresh directory."""
+"""A private sidecar for the demo and the benchmarks: a real ``kvstore serve`` process on a fresh directory."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ TOKEN = "the-token-of-a-sidecar-of-ones-own"  # noqa: S105 - guards a loopback p
 
 
 class Sidecar:
-    """Started on entry, stopped (SIGTERM) on exit; its directory goes with it, or with the object. ``nvme``: size of
-    its device tier, like "1 GiB"; off by default, so that what is measured or tested is memory alone. ``environment``
-    may be changed between a stop and the next start. ``plane``: "remote" has it listen on TCP, too, and ``address`` is
-    that one; its token is TOKEN."""
+    """A sidecar process, started on entry and stopped (SIGTERM) on exit. Its directory is removed on exit, or with the
+    object. ``nvme``: size of its device tier, like "1 GiB"; off by default, so that memory alone is measured or tested.
+    ``environment`` may be changed between a stop and the next start. ``plane``: with "remote" it also listens on TCP,
+    ``address`` is the TCP address, and its token is TOKEN."""
 
     program: tuple[str, ...] = ("kvstore_ops.cli", "serve")
     """The module that is run, and its first arguments."""
 
     launch: type[subprocess.Popen[str]] = subprocess.Popen
-    """What starts its process: tests have one that spares the imports."""
+    """The class that starts the process. Tests use one that saves the time of imports."""
 
     def __init__(
         self, *arguments: str, environment: dict[str, str] | None = None, nvme: str = "0", plane: str = "local"
@@ -67,8 +67,8 @@ class Sidecar:
         return self.process.pid
 
     def start(self) -> None:
-        """Returns when the sidecar is ready. Raises Unavailable with its last words when it is not, and with the
-        ``status`` it ended with by itself (None: it did not end)."""
+        """Start the sidecar, and wait until it is ready. Raises Unavailable when it does not get ready, with the end of
+        its log and the ``status`` with which it ended (None: it did not end)."""
         log = self.directory / "log"
         command = [sys.executable, "-m", *self.program, "--state-directory", str(self.directory)]
         command += ["--socket-directory", str(self.directory / "run"), *self._arguments]
@@ -89,23 +89,23 @@ class Sidecar:
             self.tcp_address = line.partition("remote ")[2].partition(",")[0]  # a restart has the same
 
     def _first_line(self) -> str:
-        """What it says when it is ready; empty when it ends without, or says nothing for too long."""
+        """Return the line that the sidecar prints when it is ready; empty when it ends, or prints none in time."""
         assert self.process is not None
         assert self.process.stdout is not None
         is_there = select.select([self.process.stdout], [], [], START_TIMEOUT_S)[0]
         return self.process.stdout.readline() if is_there else ""
 
     def _open_account(self) -> None:
-        """The kernel's I/O account of the process: opened before the process makes itself unreadable."""
+        """Open the kernel's I/O account of the process. Later the process makes it unreadable."""
         try:
             self._account = os.open(f"/proc/{self.pid}/io", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             self._account = -1
 
     def device_read_bytes(self) -> int | None:
-        """Bytes that the server and its byte movers have had the kernel fetch from a device since they started. None
-        where the kernel does not tell: it looks at who asks at every read, and an undumpable process is readable for
-        root alone."""
+        """Return the bytes that the kernel has read from a device for the server and its byte movers since they
+        started. None when the kernel denies the read: it checks the reader each time, and only root may read the
+        account of an undumpable process."""
         try:
             accounts = [os.pread(self._account, 4096, 0).decode()]
             accounts += [Path(f"/proc/{pid}/io").read_text() for pid in self.mover_pids()]
@@ -115,7 +115,7 @@ class Sidecar:
         return sum(counts) if counts else None
 
     def mover_pids(self) -> list[int]:
-        """The byte movers: forks of the server that read and write the device for it."""
+        """Return the process ids of the byte movers: forks of the server that read and write the device for it."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         return [int(each) for each in children if Path(f"/proc/{each}/comm").read_text() == "kvstore-mover\n"]
 
@@ -132,7 +132,8 @@ class Sidecar:
                 time.sleep(0.1)
 
     def stop(self, *, kill: bool = False) -> None:
-        """SIGTERM (or SIGKILL) and wait. Idempotent. Raises TimeoutExpired when it does not end; then it is killed."""
+        """Send SIGTERM (or SIGKILL) and wait. Idempotent. Kills the process and raises TimeoutExpired when it does not
+        end in time."""
         if self.process is None:
             return
         process, self.process = self.process, None

@@ -16,13 +16,13 @@ from kvstore_ops.operators.harmless import cell
 
 
 def as_dict(stats: admin_pb2.StatsResponse) -> dict[str, Any]:
-    """Every field, zeros included, numbers as numbers."""
+    """Return every field, zeros included, with integers as integers."""
     fields = MessageToDict(stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     return _numbers(fields)  # type: ignore[no-any-return]  # a dict stays a dict
 
 
 def _numbers(value: Any) -> Any:
-    """64-bit integers come as strings from protobuf's JSON mapping."""
+    """Turn numeric strings into integers: protobuf's JSON mapping writes 64-bit integers as strings."""
     if isinstance(value, dict):
         return {key: _numbers(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -31,7 +31,7 @@ def _numbers(value: Any) -> Any:
 
 
 def render(stats: admin_pb2.StatsResponse) -> Group:
-    """Render what the sidecar holds, for whom, and what it has done."""
+    """Draw the statistics: contents, sessions, tiers, models and counters."""
     arena, sessions = stats.arena, stats.sessions
     whose = "" if stats.tenant == "default" else f", tenant {stats.tenant}"
     title = f"kvstore {stats.version}{whose}, pid {stats.server_pid}, up {stats.uptime_seconds:.0f} s"
@@ -64,7 +64,7 @@ def render(stats: admin_pb2.StatsResponse) -> Group:
 
 
 def _rates(rates: Iterable[admin_pb2.TierRate]) -> Table:
-    """Render the rates of tiers, with their confidence."""
+    """Draw the learned read rates of tiers, with their confidence."""
     drawn = Table("read from", "per second", "latency", "in one case of ten", "confidence", "on the way")
     for each in rates:
         known = f"{each.confidence:.0%} ({each.sample_count} measured)" if each.sample_count else "assumed"
@@ -76,7 +76,7 @@ def _rates(rates: Iterable[admin_pb2.TierRate]) -> Table:
 
 
 def _engines(engines: Iterable[admin_pb2.EngineRate]) -> Table:
-    """Render the compute rates of engines, with their confidence."""
+    """Draw the learned prefill rates of engines, with their confidence."""
     drawn = Table("engine of", "rows a pass", "tokens per second", "load", "confidence")
     for each in engines:
         rate = each.rate
@@ -89,12 +89,12 @@ def _engines(engines: Iterable[admin_pb2.EngineRate]) -> Table:
 
 
 def _tier(tier: admin_pb2.TierStats) -> Table:
-    """One tier below the arena: the account of its files; of one that other nodes use, too, what its engine says."""
+    """Draw one tier below the arena: the account of its files, or for a shared tier its own statistics."""
     shared = ", shared" if tier.is_shared else ""
     drawn = Table(f"{tier.name} ({tier.state}{shared})", "")
     if tier.is_shared:
         room = f" of {format_bytes(tier.capacity_bytes)}" if tier.capacity_bytes else ""
-        if tier.chunk_count or room:  # a bucket does not tell: ``kvstore scan`` counts
+        if tier.chunk_count or room:  # a bucket gives no counts: ``kvstore scan`` counts its chunks
             drawn.add_row("holds", f"{format_bytes(tier.allocated_bytes)}{room} in {tier.chunk_count:,} chunks")
         if tier.envelope == "none":
             drawn.add_row("envelope", Text("none: nothing protects copies there", style="yellow"))

@@ -12,7 +12,7 @@ from kvstore_ops.operators.harmless import REASON_CHARACTERS_MAX, cell
 
 
 def beside(door: Door) -> dict[str, Door]:
-    """The other tenants' doors by name, beside the default tenant's ``door``. None are seen over TCP."""
+    """Return the other tenants' doors by name, given the default tenant's ``door``; empty for a TCP address."""
     if door.socket is None:
         return {}
     names = sorted(each.parent.name for each in door.socket.parent.glob(f"*/{door.socket.name}"))
@@ -20,7 +20,7 @@ def beside(door: Door) -> dict[str, Door]:
 
 
 def ask(doors: dict[str, Door]) -> dict[str, admin_pb2.StatsResponse | str]:
-    """The statistics of each tenant, or why there are none: it may be another user's."""
+    """Return the statistics of each tenant, or the reason why there are none: a socket may serve another user only."""
     found: dict[str, admin_pb2.StatsResponse | str] = {}
     for tenant, door in doors.items():
         try:

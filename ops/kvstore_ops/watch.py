@@ -13,7 +13,7 @@ from kvstore_ops.operators.harmless import plain
 
 
 def follow(events: Iterable[ChunkEvent], count: int, *, as_json: bool) -> None:
-    """Print each as it comes, ``count`` of them (0: all). An interrupt ends it."""
+    """Print each event as it comes, ``count`` of them (0: all). An interrupt ends it."""
     try:
         for event in islice(events, count or None):
             print(json.dumps(as_dict(event)) if as_json else as_line(event), flush=True)
@@ -22,7 +22,7 @@ def follow(events: Iterable[ChunkEvent], count: int, *, as_json: bool) -> None:
 
 
 def as_dict(event: ChunkEvent) -> dict[str, Any]:
-    """Names in lower case, digests in hex."""
+    """Return the event as plain values: names in lower case, digests in hex."""
     return {
         "sequence": event.sequence,
         "kind": event.kind.name.lower(),
@@ -38,7 +38,7 @@ def as_dict(event: ChunkEvent) -> dict[str, Any]:
 
 
 def as_line(event: ChunkEvent) -> str:
-    """For people: digests cut short, a removal's reason behind it."""
+    """Return the event as a line for people: short digests, and the reason of a removal at the end."""
     if event.kind is EventKind.GAP:
         return f"{event.sequence:>8} gap      {event.lost_count} events were lost: this reader was too slow"
     what = (

@@ -1,14 +1,14 @@
-"""Loading: whether a prompt's exact prefix is loaded, computed, or a part of each; and what that takes.
+"""Loading plans: decide whether a prompt's exact prefix is loaded, computed, or a part of each, and predict the time.
 
     plan = plan_loading(facts)
     plan.chosen.way, plan.chosen.ttft_s, plan.why
 
 Frozen values and pure functions, as all of planning: client, service, command, simulator and tests run the same code.
 ``rates`` learns from moves how long a tier takes for bytes, ``compute`` learns from prefills how long a model takes for
-tokens, and both say how sure they are; ``savings`` says what fetched tokens would have taken. ``operations`` counts
-what a spec's layers do. ``facts`` is what a plan rests on, ``timeline`` what one way to the first token takes,
-``candidates`` lists the ways, ``planner`` chooses.
-``papers`` has the controllers that were published, as they were, to be measured against. ``simulator`` runs requests
+tokens, and both give a confidence. ``savings`` gives the compute time that fetched tokens saved. ``operations`` counts
+the arithmetic of a spec's layers. ``facts`` holds the inputs of a plan, ``timeline`` the times of one candidate,
+``candidates`` lists the candidates, ``planner`` chooses.
+``papers`` has the controllers that were published, unchanged, to be measured against. ``simulator`` runs requests
 over tiers of any speed in virtual time.
 
 Never slower: a way other than plain prefill is chosen only when its own 90th percentile is below prefill's mean.

@@ -1,9 +1,9 @@
-"""The ways to the first token that are there for a prompt, and what each takes.
+"""The ways by which a prompt can come to its first token, and the time that each takes.
 
-Every way is one pattern: tokens before a front are computed while those from the front to a stop are loaded, and the
+Every way is one pattern: tokens before a front are computed while tokens from the front to a stop are loaded, and the
 rest is computed behind them, each layer as soon as it has landed. A prefill loads nothing, a load has no front, and
-only meeting in the middle has both. Time falls as more is loaded until the load takes longer than what is computed
-beside it, and rises from there; so the best place lies where the two cross, or where a slower tier begins.
+only ``Way.MEET`` has both. The time falls as more is loaded until the load takes longer than the compute beside it,
+and rises from there. So the best stop lies where the two cross, or where a slower tier begins.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kvstore.planning.loading.facts import Blend, HeldRun, LoadFacts, Stock
 from kvstore.planning.loading.timeline import Candidate, Way
 
 STOPS_MAX = 8
-"""Places at which another tier begins that are looked at, for each form."""
+"""Number of places where another tier begins that are tried as a stop, for each form."""
 
 
 def candidates_of(facts: LoadFacts) -> Iterator[Candidate]:
-    """All that the facts allow, plain prefill first."""
+    """Yield every candidate that the facts allow, plain prefill first."""
     prefill = _Pattern(facts, Stock(())).candidate(Way.PREFILL, 0, 0)
     yield prefill
     for stock in facts.stocks:
@@ -60,7 +60,7 @@ class _Waits(NamedTuple):
 
 @dataclass(frozen=True)
 class _Pattern:
-    """One form of a prompt's prefix, and what it takes to load a stretch of it."""
+    """One form of a prompt's prefix, and the time that loading a stretch of it takes."""
 
     facts: LoadFacts
     stock: Stock
@@ -72,9 +72,10 @@ class _Pattern:
     def _computed_s(self, new_tokens: int, context_tokens: int) -> float:
         return self.facts.compute.seconds(new_tokens, context_tokens, self.facts.step_tokens)
 
-    def waits(self, start: int, stop: int, *, is_high: bool = False) -> _Waits:
-        """Return when what is loaded lands. Tiers deliver side by side, each behind its queue, and each piece of their
-        chunks whole; the link takes layer after layer, and what waits in one keeps the next."""
+    def waits(self, start: int, stop: int, *, is_high: bool = False) -> tuple[float, float, float]:
+        """Return the seconds until the first layer has landed, until the last has, and the busy seconds of tiers and
+        link. Tiers deliver side by side, each behind its queue. The link takes layers in order: a late one delays the
+        next."""
         facts, layers = self.facts, self.facts.layer_count
         first_s = last_s = busy_s = total_bytes = 0.0
         for tier in self.stock.tiers:
@@ -96,13 +97,13 @@ class _Pattern:
         return _Waits(max(first_s + piece_s, layer_s), landed_s, last_s, busy_s + link_s)
 
     def work_s(self, start: int, stop: int) -> float:
-        """Return the seconds of computing for loaded tokens as they arrive (K and V out of E)."""
+        """Return the seconds that projecting K and V of the loaded tokens takes, where the form needs it."""
         return self.stock.work_share * self.facts.compute.load * self.facts.compute.token_s * (stop - start)
 
     def ttft_s(self, front: int, stop: int, *, is_high: bool = False) -> float:
-        """Return the seconds until the first token, with tokens from ``front`` to ``stop`` loaded. The first pass
-        behind them begins a layer when the one before it is computed, and it has landed."""
-        facts = self.facts
+        """Return the seconds to the first token when tokens from ``front`` to ``stop`` are loaded. The first pass
+        behind them begins a layer when the layer before is computed and its own cache has landed."""
+        facts, layers = self.facts, self.facts.layer_count
         if front == stop:
             return self._prefill_s
         waits = self.waits(front, stop, is_high=is_high)
@@ -124,7 +125,7 @@ class _Pattern:
         )  # fmt: skip
 
     def boundaries(self, usable: int) -> list[int]:
-        """Return the places where another tier begins, so that loading may stop there; and the end."""
+        """Return the tokens at which another tier begins, at most STOPS_MAX, and ``usable``: loading may stop there."""
         unit = self.facts.unit_tokens
         found = sorted({start // unit * unit for start in self.stock.starts[1:] if start < usable} - {0})
         if len(found) > STOPS_MAX:
@@ -132,8 +133,8 @@ class _Pattern:
         return [*found, usable]
 
     def stops(self, usable: int) -> list[int]:
-        """Return the stops worth timing for a load of the first tokens: boundaries, and where loading takes as long as
-        the pass beside it."""
+        """Return the stops to try for a load of the first tokens: the boundaries, and the crossing at which the load
+        takes as long as the pass beside it."""
         facts, unit = self.facts, self.facts.unit_tokens
 
         def outlasts(stop: int) -> bool:
@@ -145,16 +146,16 @@ class _Pattern:
         return sorted({*self.boundaries(usable), *beside})
 
     def sure(self, first: int, usable: int) -> int:
-        """The best place to stop, which is ``first``; where that is later than a prefill in one case of ten, the best
-        boundary that is not, if there is one: a slow tier that is hard to foretell is left out."""
+        """Return ``first``, the best stop, unless its 90th percentile is later than a prefill. Then return the best
+        boundary whose percentile is not, if there is one: that leaves out a slow tier that is hard to predict."""
         if self.ttft_s(0, first, is_high=True) <= self._prefill_s:
             return first
         safe = [stop for stop in self.boundaries(usable) if self.ttft_s(0, stop, is_high=True) <= self._prefill_s]
         return min(safe, key=lambda stop: self._timed_s((0, stop)), default=first)
 
     def front(self, stop: int) -> int:
-        """The best front of what is loaded up to ``stop``: where computing up to it, and the pass behind, takes as long
-        as loading the rest."""
+        """Return the best front of a load that ends at ``stop``: the token at which computing everything before it, and
+        the pass behind ``stop``, takes as long as the load."""
         facts, unit = self.facts, self.facts.unit_tokens
         rest = facts.token_count - stop
         beside_s = self._computed_s(min(rest, facts.step_tokens or rest), stop) * (1 - 1 / facts.layer_count)
@@ -167,7 +168,7 @@ class _Pattern:
 
     @cached_property
     def _known(self) -> dict[tuple[int, int], float]:
-        """Stretches that were timed: neighbours are looked at again and again."""
+        """Seconds to the first token by stretch. Kept because the search tries the same neighbours many times."""
         return {}
 
     def _timed_s(self, stretch: tuple[int, int]) -> float:
@@ -177,8 +178,8 @@ class _Pattern:
         return found
 
     def refined(self, stretches: list[tuple[int, int]], usable: int, *, may_meet: bool) -> tuple[int, int]:
-        """The best of these stretches, then with its ends moved, in steps that shrink to one unit, as long as that is
-        faster."""
+        """Return the fastest of these stretches after a local search: its ends are moved by steps that shrink to one
+        unit as soon as no move is faster."""
         unit = self.facts.unit_tokens
         timed = [(self._timed_s(stretch), stretch) for stretch in stretches]
         best_s, best = min(timed)
@@ -198,8 +199,8 @@ class _Pattern:
 
 
 def _first(is_past: Callable[[int], bool], last: int, unit: int) -> int:
-    """The first multiple of ``unit``, from one to ``last`` of them, for which it is true; the last when none is. Once
-    true it stays so."""
+    """Return the first multiple of ``unit``, from 1 to ``last`` units, for which ``is_past`` is true; the last when
+    there is none. ``is_past`` must be monotonic: a binary search finds the answer."""
     low, high = 1, max(last, 0)
     while low < high:
         middle = (low + high) // 2
@@ -211,8 +212,9 @@ def _first(is_past: Callable[[int], bool], last: int, unit: int) -> int:
 
 
 def _blended(facts: LoadFacts, blend: Blend) -> Candidate:
-    """The exact prefix and what is behind it loaded, the setting's share of that computed again. A setting that looks
-    ahead has two phases: the suffix passes over all that was reused as it lands, and again with the chosen rows."""
+    """Return the candidate that loads the exact prefix and the lossy runs behind it, and computes the setting's share
+    of these runs again. A setting that looks ahead has two phases: the suffix runs over all reused rows as they land,
+    and then once more with the chosen rows."""
     exact = facts.stocks[0] if facts.stocks else Stock(())
     start = facts.usable(exact) if exact.runs else 0
     stop = start + blend.token_count
@@ -237,7 +239,7 @@ def _blended(facts: LoadFacts, blend: Blend) -> Candidate:
 
 
 def _cut(stock: Stock, token_count: int) -> list[HeldRun]:
-    """The runs of the first tokens."""
+    """Return the runs of the first ``token_count`` tokens."""
     found = []
     for start, run in zip(stock.starts, stock.runs, strict=False):
         if start < token_count:

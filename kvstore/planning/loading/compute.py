@@ -10,20 +10,20 @@ from functools import cached_property
 from kvstore.planning.loading.least_squares import caution_of, confidence_of, least_squares
 
 WINDOW = 32
-"""Prefills that the slow coefficients rest on."""
+"""Number of prefills from which the slow coefficients are fitted."""
 RECENT = 3
-"""Prefills that the load factor rests on."""
+"""Number of prefills of which the load factor is the median."""
 LOAD_MAX = 16.0
 SPREAD = 4.0
-"""How many times the smallest the largest must be for two coefficients to be told apart."""
+"""Least ratio of the largest to the smallest measurement at which two coefficients can be told apart."""
 VISIBLE = 0.1
 """The share of a prefill's time that attention over the context must make up before its coefficient is fitted."""
 PREFILL_S_MIN, PREFILL_S_MAX = 1e-9, 3600.0
-"""A prefill is not shorter than a clock can tell, and none takes longer."""
+"""Bounds of a plausible prefill: a clock resolves nothing shorter, and no engine takes longer."""
 TOKENS_MAX = 1 << 30
 READING_TOKENS = 300
-"""Up to so many tokens a pass may take as long as one of them: the time of reading the weights. An H100 computes 295
-tokens in that time (990 Tflop/s, 3.35 TB/s, two bytes a weight); most devices fewer."""
+"""Largest pass, in tokens, that may take no longer than a pass of one token, because reading the weights dominates. An
+H100 computes 295 tokens in that time (990 Tflop/s, 3.35 TB/s, two bytes a weight); most devices compute fewer."""
 CAUTION_MAX = 1e6
 
 
@@ -38,12 +38,12 @@ class Prefill:
 
     @property
     def pairs(self) -> float:
-        """The number of pairs of a token and a token that it attends to."""
+        """Number of (query token, attended token) pairs."""
         return self.new_tokens * (self.context_tokens + self.new_tokens / 2)
 
     @property
     def is_sound(self) -> bool:
-        """False for what no engine does."""
+        """False for counts or times that no engine can have."""
         counts = 0 < self.new_tokens <= TOKENS_MAX and 0 <= self.context_tokens <= TOKENS_MAX
         seconds = PREFILL_S_MIN <= self.seconds <= PREFILL_S_MAX
         return counts and seconds and 0 < self.passes <= self.new_tokens
@@ -51,10 +51,11 @@ class Prefill:
 
 @dataclass(frozen=True)
 class ComputeRate:
-    """The cost of computing: ``pass_s`` seconds per forward pass, ``token_s`` per token, ``pair_s`` per token attended
-    to, all times ``load``, what the last few prefills took over what was expected. ``caution``: the 90th percentile
-    over the mean. Passes of more than ``most_tokens`` were not seen: up to READING_TOKENS they are taken to last as
-    long as one of so many, and beyond in proportion. 0: as the coefficients say."""
+    """The time of a prefill: ``pass_s`` seconds per forward pass, ``token_s`` per token and ``pair_s`` per pair of
+    attending tokens, all times ``load``: measured over expected time of the last few prefills. ``caution``: the 90th
+    percentile over the mean. ``most_tokens``: the largest pass that was measured, where all were small. A larger pass
+    of up to READING_TOKENS is expected to take as long as that one, and a still larger pass longer in proportion. 0:
+    the coefficients hold for passes of any size."""
 
     pass_s: float = 0.0
     token_s: float = 0.0
@@ -65,7 +66,7 @@ class ComputeRate:
     most_tokens: int = 0
 
     def seconds(self, new_tokens: float, context_tokens: float = 0.0, step_tokens: int = 0) -> float:
-        """Of tokens that are computed ``step_tokens`` at a time; 0: in one pass."""
+        """Return the seconds for ``new_tokens`` that are computed ``step_tokens`` at a time; 0: in one pass."""
         if new_tokens <= 0:
             return 0.0
         passes = -(-new_tokens // step_tokens) if step_tokens else 1
@@ -73,7 +74,7 @@ class ComputeRate:
         return self.load * self._unloaded_s(new_tokens, passes, pairs)
 
     def unloaded_s(self, done: Prefill) -> float:
-        """Return the seconds that this prefill takes on a device without other load."""
+        """Return the expected seconds of this prefill on a device without other load."""
         return self._unloaded_s(done.new_tokens, done.passes, done.pairs)
 
     def _unloaded_s(self, new_tokens: float, passes: float, pairs: float) -> float:
@@ -88,7 +89,7 @@ class ComputeRate:
 
     @property
     def is_sound(self) -> bool:
-        """False for numbers that no engine has. Rates come from other processes, so they are checked."""
+        """False for numbers that no engine can have. Rates come from other processes, so they are checked."""
         parts = (self.pass_s, self.token_s, self.pair_s)
         speeds = all(0 <= each <= PREFILL_S_MAX for each in parts) and sum(parts) >= PREFILL_S_MIN / TOKENS_MAX
         is_usual = 1 / LOAD_MAX <= self.load <= LOAD_MAX and 1 <= self.caution <= CAUTION_MAX
@@ -96,21 +97,21 @@ class ComputeRate:
 
     @property
     def confidence(self) -> float:
-        """From 0, no prefill was measured, to 1."""
+        """From 0 (no prefill was measured) to 1."""
         return confidence_of(self.sample_count, self.caution)
 
 
 @dataclass(frozen=True)
 class Prefills:
-    """The last prefills of one model in one engine, oldest first. ``pair_share``: c2 / c1 by the operation count of its
-    spec, which holds until contexts differ so much that they tell themselves."""
+    """The last prefills of one model in one engine, oldest first. ``pair_share``: c2 / c1 by the operation count of the
+    spec. It is used until the measured contexts differ enough to fit c2 itself."""
 
     pair_share: float
     prefills: tuple[Prefill, ...] = ()
 
     def observed(self, prefill: Prefill) -> Prefills:
-        """With one more; what is not sound is left out. Where the last few are off by more than a load can be, the
-        engine is another one now, and what was measured before them is dropped."""
+        """Return the prefills with one more; one that is not sound is left out. When the last few are off by more than
+        any load explains, the engine has been replaced, and the measurements before them are dropped."""
         if not prefill.is_sound:
             return self
         after = replace(self, prefills=_kept((*self.prefills, prefill)))
@@ -123,8 +124,8 @@ class Prefills:
 
     @cached_property
     def rate(self) -> ComputeRate:
-        """The rate fitted to these prefills. The slow coefficients are moved so that half of the prefills took longer,
-        for one that waited must not raise all; the load factor is the median of the last few."""
+        """The rate fitted to these prefills. The slow coefficients are scaled to the median prefill, so that one that
+        had to wait does not raise them. The load factor is the median of the last few."""
         if not self.prefills:
             return ComputeRate()
         seconds = [each.seconds for each in self.prefills]
@@ -139,9 +140,10 @@ class Prefills:
         return replace(slow, load=load, caution=caution_of(ratios), sample_count=len(ratios))
 
     def _shape(self, seconds: Sequence[float]) -> ComputeRate:
-        """c0, c1 and c2: as many of them as the spread of what was measured tells apart. Where c0 is not told from c1,
-        what a small pass takes may be the time of reading the weights: by the token it would make every prefill look
-        slow, no prompt would be computed, and nothing would ever say that this is wrong."""
+        """Fit c0, c1 and c2, or as many of them as the spread of the measurements tells apart. When c0 and c1 cannot be
+        told apart, ``most_tokens`` limits the fit: a small pass may have measured the reading of the weights. Counted
+        per token, that time would make every prefill look slow. Then no prompt would be computed, and no measurement
+        would ever correct the error."""
         share, done = self.pair_share, self.prefills
         work = [each.new_tokens + share * each.pairs for each in done]
         depths = [each.pairs / each.new_tokens for each in done]
@@ -161,8 +163,8 @@ class Prefills:
 
 
 def _kept(prefills: tuple[Prefill, ...]) -> tuple[Prefill, ...]:
-    """Without the oldest, where these are more than ``WINDOW``. The newest large one stays, however long ago it was:
-    where all else is loaded and a few tokens are computed behind it, only that one knows what a prompt takes."""
+    """Drop the oldest when there are more than ``WINDOW``, but keep the newest large prefill, however old it is: when
+    prefixes are loaded and only a few tokens are computed, only that one shows how long a whole prompt takes."""
     if len(prefills) <= WINDOW:
         return prefills
     sizes = [each.new_tokens / each.passes for each in prefills]

@@ -1,4 +1,4 @@
-"""The facts that a loading plan rests on: values, gathered by whoever does the I/O."""
+"""The inputs of a loading plan. They are plain values: the caller does the I/O that gathers them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PIECE_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class HeldRun:
-    """Neighbouring tokens of a prefix that are stored alike: in one tier, so many bytes each."""
+    """Adjacent tokens of a prefix that lie in one tier, with ``token_bytes`` bytes each."""
 
     token_count: int
     tier: Tier
@@ -31,7 +31,7 @@ class HeldRun:
 
 
 def merged_runs(runs: Iterable[HeldRun]) -> tuple[HeldRun, ...]:
-    """The same with neighbours that are alike as one run."""
+    """Merge adjacent runs of the same tier and bytes per token; drop empty runs."""
     merged: list[HeldRun] = []
     for run in runs:
         last = merged[-1] if merged else None
@@ -44,8 +44,8 @@ def merged_runs(runs: Iterable[HeldRun]) -> tuple[HeldRun, ...]:
 
 @dataclass(frozen=True)
 class Stock:
-    """A prefix as it is stored in one form: "KV", or "E", of which K and V are projected. ``work_share``: what that
-    takes per token, as a share of ``ComputeRate.token_s``."""
+    """A prefix as it is stored in one form: "KV", or "E", from which K and V are projected. ``work_share``: the time of
+    that projection per token, as a share of ``ComputeRate.token_s``."""
 
     runs: tuple[HeldRun, ...]
     form: str = "KV"
@@ -57,7 +57,7 @@ class Stock:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The token at which each run starts, and the end of the last run."""
+        """The first token of each run, and the end of the last run."""
         return (0, *accumulate(run.token_count for run in self.runs))
 
     @cached_property
@@ -65,7 +65,7 @@ class Stock:
         return tuple(dict.fromkeys(run.tier for run in self.runs))
 
     def bytes_of(self, tier: Tier, start: int, stop: int) -> float:
-        """Return the number of bytes of these tokens that lie in a tier."""
+        """Return the number of bytes of tokens ``start .. stop`` that lie in a tier."""
         return self._before(tier, stop) - (self._before(tier, start) if start else 0.0)
 
     @cached_property
@@ -87,9 +87,9 @@ class Stock:
 
 @dataclass(frozen=True)
 class Blend:
-    """Lossy reuse of the ``token_count`` tokens behind the exact prefix, with the one setting that a profile, or the
-    caller, allows: rates choose between it and exact work, never between settings, so that answers do not change with
-    load. ``runs``: what is loaded of these tokens, layers and all."""
+    """Lossy reuse of the ``token_count`` tokens behind the exact prefix, with the one setting that a profile or the
+    caller allows. Rates choose between this reuse and exact work, never between settings: else answers would change
+    with load. ``runs``: the loaded bytes of these tokens, of all layers that the setting loads."""
 
     setting: Recompute
     token_count: int
@@ -98,14 +98,14 @@ class Blend:
 
 @dataclass(frozen=True)
 class TierFacts:
-    """A tier's rate, and the bytes that others have asked of it and that it has not delivered."""
+    """A tier's rate, and the bytes that other requests wait for in its queue."""
 
     rate: TierRate
     queued_bytes: float = 0.0
 
 
 def slowest_tiers(tiers: Iterable[tuple[Tier, TierFacts]]) -> dict[Tier, TierFacts]:
-    """Of tiers of one kind the slowest, for a chunk's place does not say which of them has it."""
+    """Return the slowest tier of each kind: a chunk's place names a kind, and not which tier of that kind holds it."""
     found: dict[Tier, TierFacts] = {}
     for kind, facts in tiers:
         if kind not in found or facts.rate.byte_s > found[kind].rate.byte_s:
@@ -115,8 +115,7 @@ def slowest_tiers(tiers: Iterable[tuple[Tier, TierFacts]]) -> dict[Tier, TierFac
 
 @dataclass(frozen=True)
 class Prices:
-    """The price of a second of the engine, and of a tier, in seconds of waiting; both 0 while no other request
-    waits."""
+    """The price of a busy second of the engine, and of tiers, in seconds of waiting; both 0 while no request waits."""
 
     compute: float = 0.0
     tier: float = 0.0
@@ -126,10 +125,9 @@ class Prices:
 class LoadFacts:
     """One prompt of ``token_count`` tokens, of which those from ``reusable_tokens`` on are computed in any case.
 
-    ``stocks``: what is stored of its exact prefix, in each form. ``tiers``: those below memory. ``link``: the way from
-    memory to the engine, copies or a network, which all bytes take. ``step_tokens``: rows of one forward pass, 0: all
-    at once; ``unit_tokens``: loads begin and end at multiples of it. ``piece_count``: tiers deliver a chunk in so many
-    pieces, each of which has several layers; 0: a layer at a time. ``ways``: what the engine can do.
+    ``stocks``: the stored part of its exact prefix, in each form. ``tiers``: the tiers below memory. ``link``: the way
+    from memory to the engine, by copies or a network; all bytes take it. ``step_tokens``: rows of one forward pass, 0:
+    all at once. ``unit_tokens``: loads begin and end at multiples of it. ``ways``: the ways that the engine supports.
     """
 
     token_count: int
@@ -152,7 +150,7 @@ class LoadFacts:
         return min(self.piece_count or self.layer_count, self.layer_count)
 
     def usable(self, stock: Stock) -> int:
-        """Return the number of leading tokens of a stock that may be loaded."""
+        """Return the number of leading tokens of a stock that may be loaded, in whole units."""
         return min(stock.token_count, self.reusable_tokens) // self.unit_tokens * self.unit_tokens
 
 
@@ -160,8 +158,8 @@ def prompt_facts(
     spec: ModelSpec, stored: Iterable[tuple[int, Tier]], *, token_count: int, reusable_tokens: int,
     compute: ComputeRate, link: TierRate, tiers: Mapping[Tier, TierFacts], step_tokens: int, ways: frozenset[Way],
 ) -> LoadFacts:  # fmt: skip
-    """The facts of a prompt of which ``stored`` tells the exact prefix: runs of tokens, and the tier that each lies in.
-    What is not known of a tier is assumed."""
+    """Return the facts of a prompt. ``stored``: its exact prefix as (token count, tier) runs. A tier that is missing in
+    ``tiers`` gets the assumed rate of its kind."""
     token_bytes = float(sum(heads * sum(dims) for heads, dims in map(spec.kept, spec.slab_layers)) * spec.item_size)
     runs = merged_runs(HeldRun(count, tier, token_bytes) for count, tier in stored)
     known = dict(tiers)

@@ -1,4 +1,4 @@
-"""Rates as they are kept over restarts: one JSON object with a version and a digest of the rest."""
+"""The file that keeps rates over restarts: one JSON object with a version and a digest of the rates."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TIERS_MAX = 64
 
 @dataclass(frozen=True)
 class KeptTier:
-    """The measurements of one tier, under its name in settings."""
+    """The kind and the measured busy times of one tier. The file names the tier as the settings do."""
 
     kind: Tier
     times: BusyTimes
 
 
 def pack_rates(tiers: Mapping[str, KeptTier]) -> bytes:
-    """Pack the measurements for ``unpack_rates``."""
+    """Return the JSON that ``unpack_rates`` reads."""
     found = {
         name: {
             "kind": int(each.kind),
@@ -40,7 +40,8 @@ def pack_rates(tiers: Mapping[str, KeptTier]) -> bytes:
 
 
 def unpack_rates(data: bytes) -> dict[str, KeptTier]:
-    """Raises: InvalidRequest saying what is wrong: a byte that changed, another version, a value that no tier has."""
+    """Return the tiers by name. Raises: InvalidRequest for a changed byte, another version, or a value that no tier can
+    have."""
     try:
         found = parsed(data.decode(), "the file of rates")
     except UnicodeDecodeError as error:

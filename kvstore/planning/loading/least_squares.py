@@ -1,5 +1,5 @@
-"""Least squares over a handful of measurements, of relative errors: one of a second counts as much as one of a
-millisecond."""
+"""Least squares over a handful of measurements. Errors are relative, so that a measurement of a second counts as much
+as one of a millisecond."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ SINGULAR = 1e-9
 
 
 def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> tuple[float, ...] | None:
-    """The coefficients with which ``rows`` give ``values``, each error taken relative to its value. None where the rows
-    do not tell them apart, or one would be negative: neither a latency nor a rate is."""
+    """Return the coefficients with which ``rows`` give ``values``, each error relative to its value. Return None when
+    the rows do not determine them, or when one is negative: no latency and no rate can be."""
     scaled = [[each / value for each in row] for row, value in zip(rows, values, strict=True)]
     sizes = [max(abs(row[column]) for row in scaled) or 1.0 for column in range(len(scaled[0]))]
     scaled = [[each / size for each, size in zip(row, sizes, strict=True)] for row in scaled]
@@ -27,7 +27,7 @@ def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> t
 
 
 def _solved(system: list[list[float]]) -> list[float] | None:
-    """Gaussian elimination with pivots; ``system`` is [A | b]."""
+    """Solve by Gaussian elimination with pivots; ``system`` is [A | b]. None: the system is singular."""
     count = len(system)
     largest = max(abs(row[column]) for row in system for column in range(count))
     for column in range(count):
@@ -44,13 +44,13 @@ def _solved(system: list[list[float]]) -> list[float] | None:
 
 
 def caution_of(ratios: Sequence[float]) -> float:
-    """The 90th percentile of measured over expected, and no less than few measurements allow: with one of them half as
-    long again has to be reckoned with, with ten a twentieth."""
+    """Return the 90th percentile of measured over expected time. It is at least 1 + 0.5 / n for n measurements, because
+    few of them prove little: 1.5 after one, 1.05 after ten."""
     ordered = sorted(ratios)
     high = ordered[math.ceil(0.9 * len(ordered)) - 1]
     return max(high, 1.0 + 0.5 / len(ordered))
 
 
 def confidence_of(sample_count: int, caution: float) -> float:
-    """From 0, nothing is known, to 1: many measurements, which agree."""
+    """Return a confidence from 0 (nothing was measured) to 1 (many measurements agree)."""
     return sample_count / (sample_count + 1) / max(caution, 1.0)

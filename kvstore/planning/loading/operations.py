@@ -1,4 +1,4 @@
-"""Operations of a model, counted from its spec: how attention over a context compares with everything else."""
+"""Operations of a model, counted from its spec. They tell how attention over a context compares with the rest."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from kvstore.spec import LayerKind, ModelSpec
 
 MLP_WIDTHS = 8
-"""Numbers in a layer's MLP, in squares of the hidden size: two matrices of four times its width, or three of 8/3. A
-spec does not say; models differ by less than a factor of two."""
+"""Weights of a layer's MLP, in squares of the hidden size: two matrices of four times its width, or three of 8/3. A
+spec does not give the MLP's width; models differ by less than a factor of two."""
 
 
 @dataclass(frozen=True)
 class Operations:
-    """Multiplications and additions. ``token``: of one token through all layers, but for attention over others;
-    ``pair``: of one token's attention over another; ``projection``: of one token's K and V out of E, in all layers."""
+    """Numbers of multiplications and additions. ``token``: one token through all layers, without attention over other
+    tokens. ``pair``: one token's attention over another. ``projection``: one token's K and V from E, in all layers."""
 
     token: float
     pair: float
@@ -22,7 +22,7 @@ class Operations:
 
     @staticmethod
     def of(spec: ModelSpec) -> Operations:
-        """Counts a decoder of the usual form, with as many query numbers as hidden ones."""
+        """Count a decoder of the usual form, whose queries are as wide as its hidden states."""
         hidden, token, pair, projection = float(spec.hidden_size), 0.0, 0.0, 0.0
         for layer in spec.layers:
             keys = layer.kv_heads * (layer.k_dim + layer.v_dim)
@@ -36,10 +36,10 @@ class Operations:
 
     @property
     def pair_share(self) -> float:
-        """c2 / c1: attention of one token over another, by the rest of a token's operations."""
+        """c2 / c1: attention of one token over another, divided by the rest of a token's operations."""
         return self.pair / self.token if self.token else 0.0
 
     @property
     def projection_share(self) -> float:
-        """The part of a token's operations that K and V take when they are projected from E."""
+        """The share of a token's operations that projecting K and V from E takes."""
         return self.projection / self.token if self.token else 0.0

@@ -1,4 +1,4 @@
-"""The choice among candidates: the cheapest of those that are surely no slower than a plain prefill."""
+"""The choice among candidates: the cheapest whose 90th percentile is no slower than a plain prefill."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ NOTHING = "nothing of the prompt is stored"
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """A plan for a prompt's first token. ``chosen`` is one of the ``candidates``, of which plain prefill comes
-    first; ``why`` says what decided. ``is_measured``: whether the engine's speed is known; else its seconds are 0 and
-    mean nothing."""
+    """The way that was chosen for a prompt. ``chosen`` is one of the ``candidates``; plain prefill is the first of
+    them. ``why``: the reason in words. ``is_measured``: false while the engine's speed is unknown; its seconds are then
+    0 and mean nothing."""
 
     token_count: int
     chosen: Candidate
@@ -40,8 +40,8 @@ class LoadPlan:
 
 
 def plan_loading(facts: LoadFacts) -> LoadPlan:
-    """The cheapest candidate that the engine can do and whose 90th percentile is no later than prefill's mean. Cost: a
-    fraction of a millisecond, also of 512 chunks."""
+    """Choose the cheapest candidate that the engine supports and whose 90th percentile is no later than prefill's mean.
+    Cost: a fraction of a millisecond, even for 512 chunks."""
     found = tuple(candidates_of(facts))
     if not facts.compute.is_known:
         return _unmeasured(facts, found)
@@ -51,7 +51,7 @@ def plan_loading(facts: LoadFacts) -> LoadPlan:
 
 
 def _unmeasured(facts: LoadFacts, found: Sequence[Candidate]) -> LoadPlan:
-    """Without a measured prefill nothing can be compared."""
+    """Choose the longest load: without a measured prefill, candidates cannot be compared."""
     loads = [each for each in found if each.way is Way.LOAD and Way.LOAD in facts.ways]
     chosen = max(loads, key=lambda each: each.loaded_tokens, default=found[0])
     why = UNKNOWN if loads else NOTHING

@@ -1,5 +1,5 @@
-"""Rates of tiers: what bytes take, learned from the times in which a tier was busy. Values; whoever measures adds to
-them."""
+"""Rates of tiers: the time that a read of n bytes takes, learned from the times in which a tier was busy. All are
+values: the code that measures a read makes a new value with it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from kvstore.planning.loading.least_squares import caution_of, confidence_of, le
 from kvstore.spec import Tier
 
 WINDOW = 16
-"""Busy times that a rate rests on."""
+"""Number of busy times from which a rate is fitted."""
 SURPRISE = 2.0
-"""How far a measurement may lie from what was expected before it counts as a surprise."""
+"""A measurement is a surprise when it is this many times longer, or shorter, than expected."""
 SIZES_DIFFER = 4.0
-"""How many times the smallest the largest must be for latency and bandwidth to be told apart."""
+"""Least ratio of the largest to the smallest read at which latency and bandwidth can be told apart."""
 BUSY_S_MIN, BUSY_S_MAX = 1e-9, 3600.0
-"""A read is not shorter than a clock can tell, and none takes longer."""
+"""Bounds of a plausible read: a clock resolves nothing shorter, and no tier takes longer."""
 BYTES_MAX = 1 << 50
 CAUTION_MAX = 1e6
 
 
 @dataclass(frozen=True)
 class BusyTime:
-    """``busy_s`` seconds in which a tier moved ``byte_count`` bytes, by however many reads at once. ``is_cut``: they
-    were given up before they had come, so that all of them would have taken longer."""
+    """``busy_s`` seconds in which a tier moved ``byte_count`` bytes, with any number of reads at once. ``is_cut``: the
+    move was given up before all bytes had come, so that the whole would have taken longer."""
 
     byte_count: int
     busy_s: float
@@ -32,15 +32,16 @@ class BusyTime:
 
     @property
     def is_sound(self) -> bool:
-        """False for what no tier does: a clock that jumped, a client that lies."""
+        """False for values that no tier can have: a clock jumped, or a client lies."""
         sound = BUSY_S_MIN <= self.busy_s <= BUSY_S_MAX
         return sound and 0 < self.byte_count <= BYTES_MAX
 
 
 @dataclass(frozen=True)
 class TierRate:
-    """The cost of moving bytes: ``latency_s``, then ``byte_s`` each, on average; ``caution`` times that in nine of ten
-    cases. Moves of about ``least_bytes`` and fewer were not seen, and are taken to last as long as one of so many."""
+    """The time of a move: ``latency_s`` and ``byte_s`` for each byte, on average, and no more than ``caution`` times
+    that in nine of ten cases. Moves of less than about ``least_bytes`` were not measured, and are expected to take as
+    long as one of ``least_bytes``."""
 
     latency_s: float
     byte_s: float
@@ -59,7 +60,7 @@ class TierRate:
 
     @property
     def is_sound(self) -> bool:
-        """False for numbers that no tier can have. Rates come from another process, so they are checked."""
+        """False for numbers that no tier can have. They are checked because rates come from another process."""
         return (
             0 <= self.latency_s <= BUSY_S_MAX
             and 1 / BYTES_MAX <= self.byte_s <= BUSY_S_MAX
@@ -69,7 +70,7 @@ class TierRate:
 
     @property
     def confidence(self) -> float:
-        """From 0, assumed, to 1."""
+        """From 0 (assumed, not measured) to 1."""
         return confidence_of(self.sample_count, self.caution)
 
 
@@ -79,31 +80,31 @@ ASSUMED = {
     Tier.REDIS: TierRate(0.005, 1 / 200e6, 2.0),
     Tier.S3: TierRate(0.05, 1 / 50e6, 2.0),
 }
-"""What is taken of a tier until it was measured: half as fast in one case of ten."""
+"""The rates of tiers that are not measured yet: half as fast in one case of ten."""
 SLOWEST = ASSUMED[Tier.S3]
 
 
 PROBE_SHARE = 0.02
-"""What measuring a tier that plans avoid may take of its bandwidth."""
+"""The share of its bandwidth that probes may take of a tier that plans avoid."""
 
 
 def is_probe_due(rate: TierRate, byte_count: float, since_s: float) -> bool:
-    """True when a tier that plans avoid may be asked for so many bytes again, ``since_s`` seconds after the last time:
-    else nobody would learn that it is fast again."""
+    """True when a tier that plans avoid may be probed with a read of ``byte_count``, ``since_s`` seconds after the last
+    probe. Without probes no measurement would show that the tier is fast again."""
     return rate.seconds(byte_count) <= PROBE_SHARE * since_s
 
 
 @dataclass(frozen=True)
 class BusyTimes:
-    """The last busy times of one tier, oldest first. ``surprises``: how many in a row were beyond twice what was
-    expected, negative: below half of it."""
+    """The last busy times of one tier, oldest first. ``surprises``: the number in a row that took more than twice the
+    expected time; negative: less than half of it."""
 
     times: tuple[BusyTime, ...] = ()
     surprises: int = 0
 
     @cached_property
     def rate(self) -> TierRate | None:
-        """The rate fitted to these times; None: nothing was measured."""
+        """The rate fitted to these measurements; None: nothing was measured."""
         if not self.times:
             return None
         sizes = [each.byte_count for each in self.times]
@@ -118,8 +119,9 @@ class BusyTimes:
         return replace(bare, caution=caution_of(ratios))
 
     def observed(self, time: BusyTime) -> BusyTimes:
-        """With one more. What is not sound is left out, and what was cut as long as it says nothing new. A second
-        surprise of one kind drops all that was measured before the first: the tier is another one now."""
+        """Return the times with one more. A time that is not sound is left out, and so is one that was cut before the
+        expected time: it shows nothing. A second surprise of one kind in a row drops all measurements before the first:
+        the tier has changed."""
         if not time.is_sound:
             return self
         rate = self.rate
@@ -137,7 +139,7 @@ class BusyTimes:
         return BusyTimes((*self.times, time)[-WINDOW:], surprises)
 
     def _has_seen(self, byte_count: int, rate: TierRate) -> bool:
-        """True when the rate covers moves of that size; for other sizes a wrong prediction is no surprise."""
+        """True when moves of about that size were measured: else a wrong prediction is no surprise."""
         if not rate.least_bytes:
             return True
         sizes = [each.byte_count for each in self.times]

@@ -1,7 +1,8 @@
-"""Requests over tiers of any speed, in virtual time: what plans are worth when rates have to be learned, and change.
+"""A simulator of requests over tiers of any speed, in virtual time. It shows the worth of plans when rates have to be
+learned, and change.
 
-Each request is planned with what was learned so far, played out chunk by chunk and layer by layer with the rates that
-are true, and learned from. Nothing waits, and nothing is random.
+Each request is planned with the rates learned so far, then played out chunk by chunk and layer by layer with the true
+rates; the measured times are learned. Nothing waits, and nothing is random.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from kvstore.spec import Tier
 
 @dataclass(frozen=True)
 class Played:
-    """The outcome of loading one stretch: seconds until the first token, and each tier's bytes and busy seconds, the
-    link's under ``Tier.NONE``."""
+    """The result of loading one stretch: the seconds to the first token, and the bytes and busy seconds of each tier.
+    The link's are under ``Tier.NONE``."""
 
     ttft_s: float
     busy: dict[Tier, BusyTime]
 
 
 def play(truth: LoadFacts, stock: Stock, front: int, stop: int) -> Played:
-    """Play a stretch out. Tiers deliver side by side, a layer of a chunk at a time, layer by layer; the link takes them
-    in order; the engine computes the front, then each layer of the first pass as it has landed, then the rest."""
+    """Play a stretch out. Tiers deliver side by side, one layer of a chunk at a time, all of a layer before the next.
+    The link moves these pieces in order. The engine computes the front, then each layer of the first pass once it has
+    landed, then the rest."""
     rate, step = truth.compute, truth.step_tokens
     if stop <= front:
         return Played(rate.seconds(truth.token_count, 0, step), {})
@@ -42,7 +44,7 @@ def play(truth: LoadFacts, stock: Stock, front: int, stop: int) -> Played:
 
 
 def _landings(truth: LoadFacts, stock: Stock, front: int, stop: int) -> tuple[list[float], dict[Tier, BusyTime]]:
-    """Return when each layer has landed, and how long each tier was busy."""
+    """Return the second at which each layer has landed, and the bytes and busy seconds of each tier."""
     layers, unit = truth.layer_count, truth.unit_tokens
     pieces = [
         (tier, byte_count / layers)
@@ -73,7 +75,7 @@ def _landings(truth: LoadFacts, stock: Stock, front: int, stop: int) -> tuple[li
 
 @dataclass(frozen=True)
 class Outcome:
-    """One request: what was planned, and what came of it."""
+    """One request: its plan, and its true seconds to the first token."""
 
     plan: LoadPlan
     ttft_s: float
@@ -89,8 +91,8 @@ class Simulation:
         self._probed_s: dict[Tier, float] = {}
 
     def request(self, truth: LoadFacts, *, idle_s: float = 0.0) -> Outcome:
-        """Plan one prompt by what is known, play it out as it truly is, and learn. ``truth``: with the rates that are
-        true now; ``idle_s``: until the next request comes."""
+        """Plan one prompt with the learned rates, play it out with the true ones, and learn from it. ``truth``: the
+        prompt's facts with the rates that are true now. ``idle_s``: seconds until the next request comes."""
         plan = plan_loading(self._known(truth))
         chosen = plan.chosen
         stock = next((each for each in truth.stocks if each.form == chosen.form), Stock(()))
@@ -115,13 +117,13 @@ class Simulation:
         self._times[tier] = self._times.get(tier, BusyTimes()).observed(busy)
 
     def _measure(self, truth: LoadFacts) -> None:
-        """The engine tells what its last pass took."""
+        """Learn from the engine's last pass, which it reports."""
         step = truth.step_tokens or truth.token_count
         seconds = truth.compute.seconds(step)
         self._prefills = self._prefills.observed(Prefill(step, 0, seconds))
 
     def _probe(self, tier: Tier, truth: LoadFacts) -> None:
-        """One chunk on the side, of a tier that the plan avoids."""
+        """Read one chunk, beside the request, from a tier that the plan avoids, if a probe is due."""
         found = truth.tiers.get(tier)
         stock = next(each for each in truth.stocks if tier in each.tiers)
         size = next(run.token_bytes for run in stock.runs if run.tier == tier) * truth.unit_tokens

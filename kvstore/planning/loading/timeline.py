@@ -1,4 +1,4 @@
-"""Candidates: one way to the first token each, with what it takes."""
+"""Candidates: each is one way to the first token, with its predicted times."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from kvstore.planning.setting import Recompute
 
 
 class Way(StrEnum):
-    """The ways in which a prompt comes to its first token."""
+    """The ways by which a prompt can come to its first token."""
 
     PREFILL = "prefill"
     """Compute everything."""
     LOAD = "load"
-    """Load all that is stored of the prefix, compute the rest."""
+    """Load the stored part of the prefix, compute the rest."""
     FIRST = "first"
     """Load the first tokens only, compute the rest."""
     MEET = "meet"
-    """Compute from the front while what lies behind is loaded."""
+    """Compute the first tokens while those behind them are loaded."""
     BLEND = "blend"
-    """Load, and compute a share of what is not exact again."""
+    """Load lossy runs too, and compute a share of them again."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that goes on from ``start_s`` to ``stop_s``."""
+    """One activity of a timeline, from ``start_s`` to ``stop_s``."""
 
     name: str
     start_s: float
@@ -34,13 +34,14 @@ class Bar:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Tokens from ``load_start`` to ``load_stop`` are loaded, in a ``form``; those before are computed meanwhile, those
-    behind afterwards, layer by layer as the load lands. All seconds are from the request on.
+    """One way to the first token: tokens from ``load_start`` to ``load_stop`` are loaded, in a ``form``. The tokens
+    before are computed meanwhile. Those behind are computed layer by layer as the load lands. All seconds count from
+    the request.
 
-    ``ttft_high_s``: the 90th percentile of ``ttft_s``, where tiers are as slow as they are in one case of ten.
-    ``front_s``: until the tokens before are computed; ``load_s``: until the last byte has landed; ``compute_s``: how
-    long the engine computes, ``tier_s``: how long tiers and the way from memory are busy. ``cost``: what is compared.
-    ``refused``: why it may not be chosen; empty when it may.
+    ``ttft_high_s``: the 90th percentile of ``ttft_s``, with tiers as slow as they are in one case of ten.
+    ``front_s``: seconds until the tokens before are computed. ``load_s``: seconds until the last byte has landed.
+    ``compute_s``: busy seconds of the engine. ``tier_s``: busy seconds of the tiers and of the link. ``cost``: the
+    number by which candidates are compared. ``refused``: why it may not be chosen; empty when it may.
     """
 
     way: Way
@@ -63,7 +64,7 @@ class Candidate:
 
     @property
     def bars(self) -> tuple[Bar, ...]:
-        """Return the spans of a plan's timeline, for a picture."""
+        """The activities and their times, for a picture."""
         bars = []
         if self.front_s:
             bars.append(Bar("compute the front", 0.0, self.front_s))

@@ -1,8 +1,8 @@
 """Byte movers in processes of their own, over the same memory and files.
 
-A thread that answers shares one interpreter with every thread that moves: between two strips it waits for a mover that
-holds the interpreter and was itself put off by the kernel. So the service's bulk work, copies, checksums and device
-requests, runs in forks of it that share nothing else with it:
+As threads, movers would share one interpreter with the thread that answers: it would wait for a mover that holds the
+interpreter while the kernel has descheduled that mover. So the service's bulk work (copies, checksums and device
+requests) runs in forks that share only memory and files with it:
 
     the service                     socket pairs, one packet each         a mover process
     MoverProcesses (``processes``)  -- control: maps, files, lanes -->    ``child``: one thread listens
@@ -11,7 +11,7 @@ requests, runs in forks of it that share nothing else with it:
     a future                        <-- its answer ---------------------
 
 A job is a function of a module and its arguments (``crossing``): shared memory and files cross as numbers, everything
-else by value. A mover ends when the service does, whatever ended it; one that ends by itself ends the service.
+else by value. A mover ends when the service ends, for any reason; a mover that ends by itself ends the service.
 """
 
 from kvstore.seams.movers.processes import Lane, MoverProcesses

@@ -1,4 +1,4 @@
-"""A mover process: does as it is told until the service is gone."""
+"""A mover process: it follows the service's orders until the service is gone."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from kvstore.seams.scheduler import lower_priority
 
 PACKET_BYTES_MAX = 1 << 17
 ARRIVAL_TIMEOUT_S = 10.0
-"""How long a job waits for the memory or the file that it names: both were sent before it."""
+"""Longest wait of a job for the memory or the file that it names. Both were sent before the job."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
 
 def run(control: socket.socket, parent_pid: int) -> NoReturn:
-    """Never returns: ends this process, with the service."""
+    """Serve until the service ends, then end this process. Never returns."""
     status = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -50,7 +50,8 @@ def _leave(status: int) -> NoReturn:
 
 
 def _keep_only(kept: int) -> None:
-    """Sockets of the other movers would keep them from noticing that the service went; its output would stay open."""
+    """Close all inherited files but ``kept``. Else the sockets of other movers would hide from them that the service
+    has ended, and its output would stay open."""
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
@@ -82,7 +83,7 @@ class _Mover:
         return found
 
     def listen(self) -> None:
-        """Orders, until the service closes the socket."""
+        """Follow orders until the service closes the socket."""
         while True:
             packet, descriptors, _, _ = socket.recv_fds(self._control, PACKET_BYTES_MAX, 1)
             if not packet:
@@ -129,8 +130,8 @@ class _Mover:
 
 
 def _serve(lane: socket.socket, nice: int) -> None:
-    """One thread of a lane: a job at a time, until the service closes the lane. One that cannot answer ends its
-    process, and the service with it: a job of which nobody knows whether it still runs keeps its memory for ever."""
+    """Run one thread of a lane: a job at a time, until the service closes the lane. A thread that cannot answer ends
+    its process, and so the service: without an answer the job might still run, and its memory could never be freed."""
     try:
         lower_priority(nice)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -148,7 +149,7 @@ def _serve(lane: socket.socket, nice: int) -> None:
 
 
 def _done(packet: bytes) -> bytes:
-    """The answer to a job, whatever becomes of it."""
+    """Run a job, and return the packet with its result or its error."""
     number = number_of(packet)
     try:
         function, args = unpack(packet)

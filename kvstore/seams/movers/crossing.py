@@ -1,5 +1,5 @@
 """Jobs and answers as packets. Memory (writable uint8 arrays) crosses as (map, offset, size), files as numbers; both
-processes keep a table of what these mean. Everything else crosses by value.
+processes keep a table of these numbers. Everything else crosses by value.
 
 The packets are pickles: they only ever pass between a process and its own forks, over sockets nobody else has.
 """
@@ -37,11 +37,11 @@ class _Lent:
 
 
 class NotLent(Exception):
-    """A job names memory that is this process's alone: only a thread of it can do the job."""
+    """A job names memory that only this process has: only a thread of this process can do the job."""
 
 
 class Packer:
-    """The service's side: writes jobs. Numbers of files and maps are never used again."""
+    """Writes jobs, on the service's side. The numbers of files and maps are never reused."""
 
     def __init__(self) -> None:
         self._maps: list[_Lent] = []
@@ -60,14 +60,14 @@ class Packer:
         return self._files.pop(descriptor)
 
     def pack(self, number: int, function: Callable[..., Any], args: tuple[object, ...]) -> bytes:
-        """The job ``number`` as a packet. Raises NotLent."""
+        """Return the job ``number`` as a packet. Raises NotLent."""
         buffer = io.BytesIO(_NUMBER.pack(number))
         buffer.seek(_NUMBER.size)
         _Pickler(buffer, self).dump((function, args))
         return buffer.getvalue()
 
     def place(self, memory: Bytes) -> tuple[int, int, int]:
-        """(map, offset, bytes) of lent memory. Raises NotLent."""
+        """Return (map, offset, bytes) of lent memory. Raises NotLent."""
         address = memory.ctypes.data
         index = bisect_right(self._maps, address, key=_address) - 1
         if index >= 0 and memory.flags.c_contiguous and memory.ndim == 1:
@@ -101,35 +101,35 @@ _file_of: Callable[[int], int]
 
 
 def resolve_with(bytes_of: Callable[[int, int, int], Bytes], file_of: Callable[[int], int]) -> None:
-    """In a mover process: what numbers mean here."""
+    """Set, in a mover process, the functions that turn numbers into memory and files."""
     global _bytes_of, _file_of
     _bytes_of, _file_of = bytes_of, file_of
 
 
 def shared_bytes(number: int, offset: int, byte_count: int) -> Bytes:
-    """The form in which an array crosses to another process."""
+    """Return an array by its numbers. Packets name this function in place of a shared array."""
     return _bytes_of(number, offset, byte_count)
 
 
 def shared_file(number: int) -> int:
-    """The form in which a file crosses to another process."""
+    """Return a file by its number. Packets name this function in place of a file."""
     return _file_of(number)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The form in which a job's error comes back."""
+    """The error that a job raised."""
 
     error: BaseException
 
 
 def number_of(packet: bytes) -> int:
-    """The number of a job, and of its answer."""
+    """Return the number of a job's packet, or of its answer's."""
     return int(_NUMBER.unpack_from(packet)[0])
 
 
 def unpack(packet: bytes) -> Any:
-    """A job's (function, arguments), or its answer."""
+    """Return a job's (function, arguments), or an answer's result."""
     return _loads(memoryview(packet)[_NUMBER.size :])
 
 

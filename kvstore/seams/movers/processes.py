@@ -1,6 +1,6 @@
-"""The service's side: starts the mover processes, lends them what jobs name, and gives them jobs.
+"""The service's side: it starts the mover processes, lends them memory and files, and gives them jobs.
 
-``MoverProcesses`` is made before the process has threads or secrets: the movers are forks of that moment.
+``MoverProcesses`` is made before the process has threads or secrets, because the movers are forks of the process.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kvstore.seams.movers.crossing import Failure, File, NotLent, Packer, number
 from kvstore.seams.scheduler import MORE_DESCRIPTORS, OUT_OF_DESCRIPTORS, Result, WorkerThreads
 
 JOB_BYTES_MAX = 1 << 16
-"""A job whose arguments take more (thousands of tiny strips) is done by a thread of the service instead."""
+"""Largest packet of a job. A larger one (thousands of tiny strips) is done by a thread of the service instead."""
 AHEAD = 2
-"""Jobs per thread that have left the service: one that is done, one that is there when it ends."""
+"""Jobs per thread that are sent ahead: one that runs, and the next one, so that the thread does not wait for it."""
 ORDER_TIMEOUT_S = 5.0
 NOT_PASSED = (*OUT_OF_DESCRIPTORS, errno.EMSGSIZE, errno.ENOBUFS, errno.ENOMEM)
 LAST_ANSWER_TIMEOUT_S = 3.0
@@ -38,10 +38,10 @@ END_TIMEOUT_S = 1.0
 
 
 class MoverProcesses:
-    """``count`` forks of this process. Lending, taking back and lanes are the service's own affair: who uses a lane
-    sees ``Workers``.
+    """``count`` forks of this process. Only the service lends memory and files and makes lanes; users of a lane see
+    ``Workers``.
 
-    Raises: Unavailable when a mover does not do as it is told; it has ended then.
+    Raises: Unavailable when a mover does not follow an order; all movers have been killed then.
     """
 
     def __init__(self, count: int) -> None:
@@ -87,8 +87,8 @@ class MoverProcesses:
     # ------------------------------------------------------------ what jobs may name
 
     def lend_memory(self, descriptor: int, memory: Bytes, *, writable: bool) -> int:
-        """Have the movers map a shared memory file of ours, which lies at ``memory`` here. Returns its number. When
-        this returns a writable one is mapped everywhere: it can be sealed."""
+        """Have the movers map a shared memory file of ours, which lies at ``memory`` here. Returns its number. A
+        writable file is mapped by all movers when this returns, so that it can be sealed."""
         with self._lock:
             number = next(self._numbers)
             self._pass(descriptor, number, "map", memory.size, writable, writable, is_answered=writable)
@@ -96,14 +96,14 @@ class MoverProcesses:
             return number
 
     def take_back_memory(self, number: int) -> None:
-        """No job names it any more."""
+        """Let the movers unmap memory. Call it when no job names it any more."""
         with self._lock:
             self._packer.drop_map(number)
             self._order("drop", number)
 
     def lend(self, descriptor: int) -> int:
-        """What jobs name an open file by: the descriptor itself, in this process. The movers keep it open, and its lock
-        held, until it is taken back."""
+        """Pass an open file to the movers, and return the number by which jobs name it: the descriptor itself. The
+        movers keep it open, and its lock held, until it is taken back."""
         with self._lock:
             number = next(self._numbers)
             self._pass(descriptor, number, "file")
@@ -111,13 +111,13 @@ class MoverProcesses:
             return File(descriptor)
 
     def take_back(self, descriptor: int) -> None:
-        """Before the descriptor is closed here; no job names it any more."""
+        """Let the movers close a file. Call it before the descriptor is closed, when no job names it any more."""
         with self._lock:
             self._order("drop", self._packer.drop_file(descriptor))
 
     def _pass(self, descriptor: int, number: int, order: str, *rest: object, is_answered: bool = False) -> None:
-        """Give every mover a descriptor, or none of them. Raises Unavailable where the kernel passes no more of
-        them now, or a mover cannot map what it was given: the movers are as they were then."""
+        """Pass a descriptor to all movers or none. Raises Unavailable when the kernel passes no more descriptors now,
+        or a mover cannot map the memory: the order is undone then."""
         packet = pack_order(order, number, *rest)
         told: list[socket.socket] = []
         refusal: Unavailable | None = None
@@ -159,8 +159,8 @@ class MoverProcesses:
         return answer
 
     def _given_up(self, reason: str) -> Unavailable:
-        """One that does not do as it is told, or of which nobody knows whether it did, is none: they end, and the
-        service with them."""
+        """Kill all movers, which ends the service too: a mover that did not follow an order, or may not have, cannot be
+        used."""
         for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -169,7 +169,8 @@ class MoverProcesses:
     # ------------------------------------------------------------ jobs
 
     def lane(self, name: str, thread_count: int, *, nice: int = 0) -> Lane:
-        """Threads of the movers with a queue of their own. From the running loop."""
+        """Return a lane: ``thread_count`` threads of the movers, with a queue of their own. Call it in the running
+        loop."""
         ours, theirs = _packets()
         with self._lock:
             for index, control in enumerate(self._controls):
@@ -179,7 +180,7 @@ class MoverProcesses:
         return Lane(name, thread_count, nice, ours, self._packer)
 
     def close(self) -> None:
-        """The movers end; one that does not is killed. After its lanes were closed. Idempotent."""
+        """End the movers; kill one that does not end. Close the lanes first. Idempotent."""
         for control in self._controls:
             control.close()
         for pid, descriptor in itertools.zip_longest(self.pids, self._descriptors):
@@ -194,7 +195,7 @@ class MoverProcesses:
 
 
 def _is_ready(descriptor: int, timeout_s: float) -> bool:
-    """Return True when there is something to read within so long."""
+    """True when the descriptor becomes readable within ``timeout_s``."""
     waiting = select.poll()  # select itself takes no descriptor above 1,023
     waiting.register(descriptor, select.POLLIN)
     return bool(waiting.poll(timeout_s * 1000))
@@ -208,8 +209,8 @@ def _packets() -> tuple[socket.socket, socket.socket]:
 
 
 class Lane:
-    """``Workers`` whose threads are in the mover processes. Calls come from the running loop's thread, and are
-    functions of a module: what they change but shared memory and files stays theirs."""
+    """``Workers`` whose threads are in the mover processes. Jobs are submitted from the running loop's thread, and are
+    functions of a module. Of their side effects, the service sees only those on shared memory and files."""
 
     def __init__(self, name: str, count: int, nice: int, jobs: socket.socket, packer: Packer) -> None:
         self._name = name
@@ -242,7 +243,7 @@ class Lane:
         return future
 
     def _submit_here(self, function: Callable[..., Result], /, *args: object) -> Future[Result]:
-        """For jobs that do not cross."""
+        """Submit a job that cannot be sent to a mover to a thread of this process."""
         self._here = self._here or WorkerThreads(self._count, self._name, nice=self._nice)
         return self._here.submit(function, *args)
 
@@ -288,7 +289,7 @@ class Lane:
         self._send()
 
     def _lost(self) -> None:
-        """Nobody answers any more."""
+        """Fail all jobs, because the movers do not answer any more."""
         self._loop.remove_reader(self._jobs.fileno())
         self._closed = True
         for _, _, future in self._waiting:
@@ -300,7 +301,7 @@ class Lane:
         self._waiting.clear()
 
     def close(self) -> None:
-        """Stop taking work, finish what was taken, then return; where movers do not answer, give it up. Idempotent."""
+        """Stop taking jobs, finish those taken, then return. Fail them when the movers do not answer. Idempotent."""
         if self._jobs.fileno() < 0:
             return
         self._closed = True

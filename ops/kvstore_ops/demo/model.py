@@ -1,6 +1,6 @@
 """The demo's model: Llama architecture, 110 M parameters, bf16, weights from a fixed seed.
 
-It is a real transformer with random weights: what it says means nothing, how long it takes does.
+It is a real transformer with random weights: its answers mean nothing, but its timings do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ SEED = 20260921
 
 
 def build(layer_count: int = 12) -> Any:
-    """12 layers, hidden 768, 12 query and 4 kv heads, MLP 3072, vocabulary 8,192, tied embeddings."""
+    """Build the model: 12 layers, hidden 768, 12 query and 4 kv heads, MLP 3072, vocabulary 8,192, tied embeddings."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

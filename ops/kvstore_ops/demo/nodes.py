@@ -1,4 +1,4 @@
-"""Two nodes: a sidecar on another node, which shares nothing with the first but a Redis."""
+"""Two nodes: a second sidecar acts as another node, which shares only a Redis server with the first."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ REDIS_BYTES = 256 << 20
 START_S_MAX = 10.0
 WAIT_S_MAX = 30.0
 LOOKUP_S_MAX = "200 ms"
-"""A machine that computes answers late now and then: that is no reason to show a miss."""
+"""Longest wait of a lookup. It is long because a busy machine sometimes answers late, which must not show as a miss."""
 QUIET = {"KVSTORE__POLICY__SCRUB_BYTES_PER_S": "0", "KVSTORE__POLICY__CANARY_INTERVAL_S": "0"}
-"""What a sidecar reads from the device by itself is off: all that it reads is the prompt's."""
+"""Settings that turn off a sidecar's own reads from the device, so that all its reads are for the prompt."""
 
 
 @contextmanager
 def shared_redis() -> Iterator[str]:
-    """A server of the demo's own: its URL, on a socket in a fresh directory. Empty where there is none to start."""
+    """Run a private Redis server on a socket in a fresh directory, and yield its URL; empty when none is installed."""
     with tempfile.TemporaryDirectory(prefix="kvstore-redis-") as directory:
         path = f"{directory}/redis.sock"
         try:
@@ -65,13 +65,13 @@ def _wait(path: str) -> None:
 
 
 def settings_of(name: str, url: str) -> dict[str, str]:
-    """The environment of the node that is called so."""
+    """Return the environment of the node ``name``. ``url``: its Redis; empty: none."""
     redis = {"KVSTORE__TIERS__REDIS__URL": url, "KVSTORE__TIERS__REDIS__LOOKUP_S_MAX": LOOKUP_S_MAX} if url else {}
     return {**os.environ, **QUIET, "KVSTORE__SERVER__NODE": name, **redis}
 
 
 def wait_shared(sidecar: Sidecar) -> None:
-    """Until Redis has all that the node has."""
+    """Wait until Redis has all chunks of the node."""
     until_s = time.monotonic() + WAIT_S_MAX
     with connect(sidecar.address) as client:
         while client.stats().backlog_chunk_count and time.monotonic() < until_s:
@@ -79,7 +79,7 @@ def wait_shared(sidecar: Sidecar) -> None:
 
 
 def show_places(sidecar: Sidecar, tokens: Sequence[int], console: Console) -> None:
-    """Where a prompt's prefix is by now, as ``kvstore locate`` says it, once both nodes have told of it."""
+    """Print the places of a prompt's prefix, as ``kvstore locate`` does, once both nodes report it."""
     with connect(sidecar.address) as client:
         spec = next(spec_from_message(each.spec) for each in client.stats().models if each.spec.layers)
         until_s = time.monotonic() + WAIT_S_MAX

@@ -1,5 +1,5 @@
-"""A scene with a model that somebody would use: documents of real text, computed once behind the chat template's
-beginning, and questions about them whose answers can be read. Needs ``make model``."""
+"""A scene with a pretrained model: documents of real text, computed once behind the start of the chat template, and
+questions about them with readable answers. Needs ``make model``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Answered:
-    """One question, answered twice: after a full prefill, and over documents' caches that were mended."""
+    """One question, answered twice: after a full prefill, and over reused caches of documents of which a share was
+    computed again (mended)."""
 
     question: str
     right: str
@@ -37,7 +38,7 @@ class Answered:
 
 
 def perform(client: Client, console: Console) -> list[Answered]:
-    """Ask the pretrained model, or say why there is none. Returns what was answered."""
+    """Ask the pretrained model, or print why there is none. Returns the answers."""
     place = pretrained()
     if isinstance(place, Absent):
         console.print(f"\nreal documents and questions are left out, the trained models answer alone: {place}")
@@ -58,7 +59,8 @@ def perform(client: Client, console: Console) -> list[Answered]:
 
 
 def _cast(client: Client, place: Path) -> list[tuple[Any, Any, Question]]:
-    """The model, its tokenizer and each question; every document was computed before, behind its preamble."""
+    """Return (model, tokenizer, question) for each question, after computing and storing every document behind its
+    preamble."""
     from kvstore_client.engines.transformers import CachedModel
 
     from kvstore_ops.profiling.own import local_model

@@ -1,6 +1,6 @@
-"""Two more scenes, where no exact prefix is there: documents that were cached one by one, and a prompt that only a
-sibling model has seen. A small trained model answers, so that it shows what the reused caches are worth; how they are
-mended is decided by the gate, from the profiles that come with the model."""
+"""Two more scenes, without an exact prefix: documents that were cached one by one, and a prompt that only a sibling
+model has seen. A small trained model answers, so that its accuracy shows the quality of the reused caches. The gate
+chooses the recompute setting from the profiles that come with the model."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 MODEL, SENDER = "l12-s2", "l12-s2-plus3"
 COUNT = 16
-"""Prompts of each scene: as many from every seed that figures may be reported on."""
+"""Prompts of each scene: the same number from every evaluation seed."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to answer a scene's prompts."""
+    """The result of one way to answer a scene's prompts."""
 
     name: str
     accuracy: str
@@ -39,8 +39,8 @@ class Row:
 
 
 class Cast:
-    """The receiver, its sibling, and the prompts. The client gets a gate of its own: the shipped profiles in an empty
-    ``directory``, and nothing that anybody left where profiles lie."""
+    """The receiver, its sibling, and the prompts. The client gets a gate with only the shipped profiles, in an empty
+    ``directory``, so that no profile of this machine changes the scene."""
 
     def __init__(self, client: Client, directory: Path, count: int) -> None:
         import numpy as np
@@ -62,14 +62,16 @@ class Cast:
         ]
 
     def alone(self, runner: Any, tokens: Any, hidden_layers: tuple[int, ...] = ()) -> Any:
-        """What a model caches of tokens by themselves, and E of some layers."""
+        """Compute tokens alone, by a full prefill from position 0. The result has their KV, and E of the layers
+        ``hidden_layers``."""
         from kvstore_client.recompute import recompute
 
         full = Recompute.full(runner.spec.layer_count)
         return recompute(runner, tokens, [], full, hidden_layers=hidden_layers)
 
     def answered(self, name: str, ask: Callable[[Any, int], Any]) -> Row:
-        """Every prompt asked once: ``ask`` gives a result with logits, share and plan."""
+        """Ask every prompt once, and return the row of results. ``ask`` returns an object with logits, share and
+        plan."""
         import numpy as np
 
         from kvstore_ops.testbed.evaluate import expected, summary
@@ -89,8 +91,9 @@ class Cast:
         return Row(name, accuracy, statistics.mean(shares), statistics.median(seconds), int(statistics.median(reused)))
 
     def rows(self, kind: str, sender: Any, **known: Any) -> list[Row]:
-        """Full prefill, reuse as it is, and reuse mended as the gate lets it through. The first request that it lets
-        through is checked, and answered by a full prefill: that comes before, so that the row is of mended caches."""
+        """Return the rows of full prefill, of plain reuse, and of reuse with the setting that the gate permits. The
+        gate checks the first permitted request with a full prefill. That request is made before the rows, so that the
+        last row shows only reuse."""
         from kvstore_client.recompute import recompute
 
         from kvstore_ops.profiling.profiler import told
@@ -115,7 +118,7 @@ class Cast:
         ]
 
     def documents(self) -> list[Row]:
-        """Each document was computed alone, once, and stands behind others now."""
+        """Play the scene of documents: each was computed alone, once, and now stands behind others."""
         bounds = list(pairwise(self.prompts[0].boundaries))
         for tokens in (tokens for batch in self.prompts for tokens in batch.context):
             for start, stop in bounds:
@@ -124,8 +127,8 @@ class Cast:
         return self.rows("position", None, segments=bounds)
 
     def sibling(self) -> list[Row]:
-        """Another model, fine-tuned to other answers, has read the same context, and left E where the profile's setting
-        begins."""
+        """Play the scene of the sibling: a model that was fine-tuned to other answers has read the same context, and
+        stored its KV, and E of the layer at which the profile's setting begins."""
         setting = self.client.gate.permit(self.runner.spec, self.sender.spec, "sibling").setting
         layers = (setting.first_layer,) if setting and setting.needs_hidden else ()
         for tokens in (tokens for batch in self.prompts for tokens in batch.context):
@@ -135,7 +138,7 @@ class Cast:
 
 
 def shipped_gate(directory: Path) -> Gate:
-    """A gate that knows the receiver's profiles as they come with its weights."""
+    """Return a gate with the receiver's shipped profiles."""
     from kvstore_client.gate import Gate
     from kvstore_client.gate.profiles import Profiles
 
@@ -152,7 +155,7 @@ def shipped_gate(directory: Path) -> Gate:
 
 
 def perform(client: Client, console: Console, count: int = COUNT) -> None:
-    """Both scenes, a table each."""
+    """Play both scenes, and print a table for each."""
     with tempfile.TemporaryDirectory() as directory:
         with console.status("reuse: loading a small trained model and its sibling"):
             cast = Cast(client, Path(directory), count)

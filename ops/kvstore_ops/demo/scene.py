@@ -19,8 +19,9 @@ STEP_TOKENS = 256
 
 @dataclass
 class Outcome:
-    """What a scene measured. Seconds; ``one_pass_s`` is the same prefill in one forward, without kvstore.
-    ``sidecar_pid`` and ``device_bytes``, what that process read from the device meanwhile, are the stage's to fill."""
+    """The measurements of a scene, in seconds. ``one_pass_s`` is the same prefill in one forward pass, without kvstore.
+    The stage fills in ``sidecar_pid`` and ``device_bytes``, the bytes that the sidecar read from the device
+    meanwhile."""
 
     name: str
     pid: int
@@ -41,17 +42,17 @@ class Outcome:
 
     @property
     def best_ttft_s(self) -> float:
-        """The better of stepped and one-pass prefill: the fair opponent."""
+        """The better of stepped and one-pass prefill: the fair baseline."""
         return min(self.ttft_s, self.one_pass_s) if self.one_pass_s else self.ttft_s
 
 
 def say(stage: str) -> None:
-    """Progress, for the process that watches."""
+    """Print the progress as JSON for the stage."""
     print(json.dumps({"stage": stage}), flush=True)
 
 
 def play(address: str, name: str) -> Outcome:
-    """Answer the prompt once."""
+    """Answer the prompt once through the sidecar, and return the measurements."""
     import torch
     from kvstore_client import connect
     from kvstore_client.engines.transformers import CachedModel

@@ -21,7 +21,7 @@ WHERE = {"none": "-", "dram": "arena", "nvme": "device", "redis": "Redis"}
 
 
 def table(outcomes: list[Outcome], source: str) -> Table:
-    """One row per scene, 80 columns wide. ``source``: who counted what was read from the device."""
+    """Draw one row per scene, 80 columns wide. ``source``: the counter of the bytes read from the device."""
     cold = outcomes[0]
     drawn = Table("scene", "TTFT", "reused", "from", "fetched", "read from device", "faster", "same tokens")
     for column in (0, 1, 4):
@@ -46,7 +46,7 @@ def table(outcomes: list[Outcome], source: str) -> Table:
 
 
 def picture(outcomes: list[Outcome], path: Path) -> None:
-    """Two panels: the scenes to one scale, and the reused ones closer up."""
+    """Draw two panels: all scenes to one scale, and the scenes with reuse closer up."""
     import matplotlib as mpl
 
     mpl.use("Agg")

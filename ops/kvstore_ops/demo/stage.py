@@ -1,4 +1,4 @@
-"""Runs the scenes, each in its own process, and says whether the demo kept its promise."""
+"""Runs the scenes, each in its own process, and checks that the demo kept its promise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ANOTHER_NODE = "node b"
 
 
 def perform(address: str, name: str, console: Console) -> Outcome:
-    """One engine process. Raises Unavailable with its last words when it fails."""
+    """Run one scene in an engine process. Raises Unavailable with the end of its error output when it fails."""
     command = [sys.executable, "-m", "kvstore_ops.demo.scene", address, name]
     outcome: Outcome | None = None
     with tempfile.TemporaryFile("w+", errors="replace") as log:  # a pipe that nobody empties would hold it up
@@ -52,8 +52,8 @@ def perform(address: str, name: str, console: Console) -> Outcome:
 
 
 def device_bytes(sidecar: Sidecar) -> tuple[int, str]:
-    """What the sidecar has read from the device since it started, and who says so: the kernel, or where it does not
-    tell, the tier itself."""
+    """Return the bytes that the sidecar has read from the device since it started, and the name of the counter: the
+    kernel's, or the tier's own when the kernel's cannot be read."""
     count = sidecar.device_read_bytes()
     if count is not None:
         return count, "the kernel's I/O account of the sidecar's process"
@@ -62,7 +62,7 @@ def device_bytes(sidecar: Sidecar) -> tuple[int, str]:
 
 
 def act(sidecar: Sidecar, name: str, console: Console) -> Outcome:
-    """One scene, and what the sidecar read from the device during it."""
+    """Run one scene, and add the bytes that the sidecar read from the device during it."""
     before, _ = device_bytes(sidecar)
     outcome = perform(sidecar.address, name, console)
     after, _ = device_bytes(sidecar)
@@ -70,7 +70,7 @@ def act(sidecar: Sidecar, name: str, console: Console) -> Outcome:
 
 
 def main() -> int:
-    """0 when the later scenes reused the prompt and said the same tokens; 1 otherwise."""
+    """Run the demo. Return 0 when the later scenes reused the prompt and gave the same tokens; 1 otherwise."""
     console = Console()
     console.print("kvstore demo: one prompt of 4,160 tokens, asked by engine processes in turn")
     with shared_redis() as url, Sidecar("--capacity", CAPACITY, nvme=NVME, environment=settings_of("a", url)) as first:
@@ -101,7 +101,7 @@ def main() -> int:
 
 
 def act_on_another_node(first: Sidecar, url: str, console: Console) -> Outcome:
-    """The prompt asked where nothing but the Redis that both nodes use has it."""
+    """Run the scene on another node, for which only the shared Redis has the prompt."""
     wait_shared(first)
     with Sidecar("--capacity", CAPACITY, environment=settings_of("b", url)) as second:
         console.print(f"  another node: sidecar pid {second.pid}, {second.address}")
@@ -113,7 +113,7 @@ def act_on_another_node(first: Sidecar, url: str, console: Console) -> Outcome:
 
 
 def verdict(outcomes: list[Outcome], console: Console) -> int:
-    """Say plainly when the promise was not kept."""
+    """Return 0 when the demo kept its promise; else print the failure and return 1."""
     cold, *others = outcomes
     for each in others:
         if each.tokens != cold.tokens:
@@ -131,7 +131,7 @@ def verdict(outcomes: list[Outcome], console: Console) -> int:
 
 
 def _judge_device(restarted: Outcome, cold: Outcome, console: Console) -> None:
-    """Return True when the device really served, and fast enough to be worth it."""
+    """Print a warning when the device did not serve the restarted scene, or was too slow to be worth it."""
     if restarted.tier != "nvme" or restarted.device_bytes < restarted.fetched_bytes:
         console.print(
             f"[red]restarted: {restarted.device_bytes:,} bytes were read from the device for a cache of "

@@ -10,12 +10,12 @@ QUESTION = "Given all of the above: how does a class statement find its metaclas
 
 
 def documents() -> list[str]:
-    """The topics, by name; some 465 kB of prose."""
+    """Return the topics, ordered by name; about 465 kB of prose."""
     return [f"Topic {name}\n\n{text}\n" for name, text in sorted(topics.topics.items())]
 
 
 def prompt_tokens(context_count: int, question_count: int, offset: int = 0) -> list[int]:
-    """``context_count`` tokens of documents and then ``question_count`` of a question. ``offset``: begin at
+    """Return ``context_count`` tokens of documents and then ``question_count`` of a question. ``offset``: begin at
     another document, for text that shares no prefix."""
     tokenizer = _tokenizer()
     pages = documents()

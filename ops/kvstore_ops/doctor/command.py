@@ -1,4 +1,4 @@
-"""All looks, one after the other."""
+"""The command: all checks, one after the other."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def doctor(
     tls: TlsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Say what is wrong with this machine, the settings and the running sidecar, why it matters and what to do.
+    """Check this machine, the settings and the running sidecar: show each problem, its effect and its remedy.
 
-    Run it as the service's user, with its --config and environment. Ends with 11 where something is bad.
+    Run it as the service's user, with its --config and environment. Ends with 11 when a check is bad.
 
     Example: kvstore doctor --config /etc/kvstore.toml
     """
@@ -85,5 +85,5 @@ def _version(version: str) -> Finding:
 
 
 def register(app: typer.Typer) -> None:
-    """Make it a command of ``app``."""
+    """Add the command to ``app``."""
     app.command()(doctor)

@@ -22,7 +22,7 @@ RATE_MIN = 100e6
 
 
 def look_at_device(settings: Settings) -> Iterator[Finding]:
-    """Writes a sample of 16 MiB beside the tier's files, reads it, and removes it."""
+    """Check the device tier's directory: write a sample of 16 MiB beside the tier's files, read it, and remove it."""
     nvme = settings.tiers.nvme
     if not nvme.capacity_bytes:
         yield Finding(
@@ -106,7 +106,7 @@ def _rate(subject: str, rate: float) -> Finding:
 
 
 def _opened(path: Path) -> tuple[int, bool]:
-    """A new file, and whether it has direct I/O."""
+    """Create a file. Return its descriptor, and whether it has direct I/O."""
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     try:
         return os.open(path, flags | os.O_DIRECT, 0o600), True

@@ -1,4 +1,4 @@
-"""Redis, as it tells; and what the running sidecar's tiers say of themselves, S3 among them."""
+"""Checks of Redis by its own INFO, and of the running sidecar's tiers, S3 among them, by their reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SKEW_S_MAX = 5.0
 
 
 def look_at_redis(settings: Settings) -> Iterator[Finding]:
-    """Look at the server of tiers.redis.url: its version, memory, policy and clock."""
+    """Check the server of tiers.redis.url: its version, memory, policy and clock."""
     redis = settings.tiers.redis
     if not redis.url:
         yield Finding("redis", Health.UNSEEN, "tiers.redis.url is not set")
@@ -56,7 +56,7 @@ async def _asked(settings: Settings, address: RedisAddress) -> tuple[dict[str, A
 
 
 def redis_tells(told: Mapping[str, Any], engine_s: float, now_s: float) -> Iterator[Finding]:
-    """``told``: its INFO; ``engine_s``: its clock's time, at ``now_s`` of ours."""
+    """Check a server's answers. ``told``: its INFO; ``engine_s``: its clock at ``now_s`` of our clock."""
     said = str(told.get("redis_version", "?"))
     version = tuple(int(each) for each in said.split(".")[:2] if each.isdigit())
     if version < VERSION_MIN:
@@ -96,7 +96,7 @@ def redis_tells(told: Mapping[str, Any], engine_s: float, now_s: float) -> Itera
 
 
 def look_at_tiers(found: admin_pb2.TiersResponse) -> Iterator[Finding]:
-    """Look at the sidecar's tiers by their own account."""
+    """Check the sidecar's tiers by their own reports."""
     for tier in found.tiers:
         stats = tier.stats
         what, why = f"tier {stats.name}", "chunks are not written there, and perhaps not read"

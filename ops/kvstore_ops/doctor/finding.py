@@ -1,4 +1,4 @@
-"""The result of a look."""
+"""Findings: the results of checks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvstore_ops.operators.harmless import cell
 
 
 class Health(StrEnum):
-    """GOOD; UNSEEN: it was not looked at, and ``said`` says why; WEAK: it works, and something is lost; BAD: it does
-    not."""
+    """The result of a check. UNSEEN: it was not checked, and ``said`` has the reason. WEAK: it works with a drawback.
+    BAD: it does not work."""
 
     GOOD = "good"
     UNSEEN = "not looked at"
@@ -24,7 +24,8 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One look. ``why``: why it matters; ``remedy``: exactly what to do. Both are empty where all is well."""
+    """The result of one check. ``why``: the effect of the problem. ``remedy``: the exact steps to take. Both are empty
+    when all is well."""
 
     subject: str
     health: Health
@@ -40,7 +41,7 @@ _STYLES = {Health.GOOD: "green", Health.UNSEEN: "dim", Health.WEAK: "yellow", He
 
 
 def render_findings(findings: Iterable[Finding]) -> Table:
-    """A line per look; what is wrong has its reason and its remedy below it."""
+    """Draw a line per check, with the effect and the remedy of a problem below it."""
     table = Table("", "health", Column("", overflow="fold"), show_header=False)
     for each in findings:
         lines = cell(each.said, most=1000)

@@ -1,4 +1,4 @@
-"""The kernel, open files, memory and certificates of this machine, for these settings."""
+"""Checks of this machine for the settings: the kernel, open files, memory, the clock and certificates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UTC_TIME, _GENERAL_TIME = 0x17, 0x18
 
 
 def look_at_machine(loaded: LoadedSettings) -> Iterator[Finding]:
-    """Everything that needs no sidecar and no device."""
+    """Run all checks that need no sidecar and no device."""
     yield kernel(os.uname().release)
     yield open_files(loaded)
     yield memory(loaded)
@@ -35,7 +35,7 @@ def look_at_machine(loaded: LoadedSettings) -> Iterator[Finding]:
 
 
 def kernel(release: str) -> Finding:
-    """``release``: as uname has it."""
+    """Check the version of the kernel. ``release``: as uname has it."""
     found = re.match(r"(\d+)\.(\d+)", release)
     version = (int(found[1]), int(found[2])) if found else (0, 0)
     if version < KERNEL_MIN:
@@ -53,7 +53,7 @@ def kernel(release: str) -> Finding:
 
 
 def open_files(loaded: LoadedSettings) -> Finding:
-    """Return True when the settings' need for descriptors fits what this user may open."""
+    """Check that this user may open as many descriptors as the settings need."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     limit = SOFT_LIMIT_MAX if hard == resource.RLIM_INFINITY else min(hard, SOFT_LIMIT_MAX)
     try:
@@ -67,7 +67,7 @@ def open_files(loaded: LoadedSettings) -> Finding:
 
 
 def memory(loaded: LoadedSettings) -> Finding:
-    """Return True when the arenas of all tenants fit this machine, or its control group."""
+    """Check that the arenas of all tenants fit this machine's memory, or its control group's limit."""
     settings = loaded.settings
     wanted = sum(loaded.of_tenant(name).arena.capacity_bytes for name in settings.tenant_names)
     limit = memory_limit_bytes()
@@ -86,8 +86,7 @@ def memory(loaded: LoadedSettings) -> Finding:
 
 
 def clock(now_s: float) -> Finding:
-    """Return True when the wall clock can be right. Nothing that is promised depends on it; ages and certificates
-    do."""
+    """Check that the wall clock is plausible. No guarantee depends on it, but ages and certificates do."""
     said = datetime.fromtimestamp(now_s, UTC).isoformat(timespec="seconds")
     if now_s < EARLIEST_S:
         return Finding(
@@ -98,7 +97,7 @@ def clock(now_s: float) -> Finding:
 
 
 def certificates(settings: Settings, now_s: float) -> Iterator[Finding]:
-    """Look when the certificates end that settings name."""
+    """Check the validity of all certificates that the settings name."""
     redis = settings.tiers.redis
     named = {
         "remote.certificate_file": settings.remote.certificate_file, "remote.client_ca_file":
@@ -111,7 +110,7 @@ def certificates(settings: Settings, now_s: float) -> Iterator[Finding]:
 
 
 def certificate(setting: str, name: str, now_s: float) -> Finding:
-    """Return when a file's first certificate begins and ends."""
+    """Check the validity of a file's first certificate."""
     remedy = f"renew it, put the new one into {name}, and start the service again"
     why = "connections that need it are refused"
     try:
@@ -129,7 +128,7 @@ def certificate(setting: str, name: str, now_s: float) -> Finding:
 
 
 def validity_of(text: str) -> tuple[float, float]:
-    """Return when the first certificate of a PEM text begins and ends, in seconds since 1970. Raises ValueError.
+    """Return the begin and the end of the first certificate of a PEM text, in seconds since 1970. Raises ValueError.
 
     Source: RFC 5280, 4.1: Certificate = SEQUENCE of tbsCertificate = SEQUENCE of [0] version, serialNumber, signature,
     issuer, validity = SEQUENCE of two times.
@@ -153,7 +152,7 @@ def validity_of(text: str) -> tuple[float, float]:
 
 
 def _element(data: bytes, at: int) -> tuple[int, int, int]:
-    """The tag of the DER element at a place, where its content begins, and what is behind it. Raises ValueError."""
+    """Return the tag of the DER element at ``at``, the start of its content, and its end. Raises ValueError."""
     if at + 2 > len(data):
         raise ValueError("it ends too early")
     tag, length, start = data[at], data[at + 1], at + 2

@@ -1,4 +1,5 @@
-"""A chunk stored, and fetched back through each tier, every byte compared. It is removed from the node in the end."""
+"""A check by a chunk that is stored, fetched back through each tier and compared byte for byte. It is removed from the
+node at the end."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class Round:
         self._selection = admin_pb2.Selection(chain=chain)
 
     def looks(self, *, with_shared: bool) -> Iterator[Finding]:
-        """Through memory, then each slower tier, then, where that is wanted, each shared one."""
+        """Send the chunk through memory, then each slower tier; through shared tiers only ``with_shared``."""
         try:
             reached = self._client.store(SPEC, self._tokens, self._cache).wait(SETTLE_S_MAX)
         except KVStoreError as error:
@@ -91,7 +92,7 @@ class Round:
         return any(each.what == "given up by faster tiers" for each in last.outcomes)
 
     def _change(self, **change: object) -> admin_pb2.ChangeResponse:
-        """Once more while it is held: a fetch gives its lease back beside its caller."""
+        """Make a change, and repeat it while the chunk is held: a fetch returns its lease in the background."""
         request = admin_pb2.ChangeRequest(selection=self._selection, **change)  # type: ignore[arg-type]  # one of its fields
         until_s = time.monotonic() + HELD_S_MAX
         while True:
@@ -101,7 +102,7 @@ class Round:
             time.sleep(0.02)
 
     def _fetched(self, name: str) -> Finding:
-        """Return True when the chunk comes back whole from where it is now."""
+        """Check that the chunk comes back whole from its present tier."""
         began_s = time.perf_counter()
         found = self._client.fetch(SPEC, self._tokens, verify=True)
         took_ms = (time.perf_counter() - began_s) * 1e3

@@ -1,4 +1,4 @@
-"""``kvstore fleet``: what plans are worth to a fleet, by a trace of its requests."""
+"""``kvstore fleet``: the gain of loading plans for a fleet, by a trace of its requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvstore_ops.fleet.trace import read_trace
 from kvstore_ops.options import JsonOption
 
 FIELDS = {"memory": "link", "nvme": "device", "shared": "shared"}
-"""What ``--rate`` calls them."""
+"""Names in ``--rate`` of the fields of ``Hardware``."""
 CALLED = {Tier.DRAM: "memory", Tier.NVME: "nvme", Tier.S3: "shared"}
 ENGINES_MAX = 1024
 
@@ -44,7 +44,7 @@ def fleet(
     block_tokens: Annotated[int, typer.Option(help="Tokens of each of hash_ids.", min=1)] = 512,
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate a fleet on a trace: first tokens and bytes moved, with plans and when all that is stored is loaded.
+    """Simulate a fleet on a trace: times to first tokens and bytes moved, with plans and with loading everything.
 
     Example: kvstore fleet trace.jsonl --engines 8 --nodes 2 --rate shared=1GB
     """
@@ -81,7 +81,7 @@ def _rates(own: Hardware, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def as_dict(report: FleetReport) -> dict[str, Any]:
-    """A report for machines."""
+    """Return a report as plain values for JSON."""
     return {
         "requests": len(report.ttfts_s),
         "mean_ttft_s": report.mean_ttft_s,
@@ -100,7 +100,7 @@ def _named(counts: Counter[Tier]) -> dict[str, int]:
 
 
 def render(hardware: Hardware, reports: dict[str, FleetReport]) -> Group:
-    """Both fleets side by side."""
+    """Draw both fleets side by side."""
     loaded, planned = reports["loaded"], reports["planned"]
     table = Table(
         "", "all loaded", "planned",

@@ -1,4 +1,4 @@
-"""Hardware: how fast everything in a simulated fleet is, and how much fits."""
+"""Hardware: the speeds and capacities of a simulated fleet."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def _rate(bytes_per_s: float, latency_s: float = 0.0) -> TierRate:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """``engines`` on ``nodes``, as evenly as it goes. ``compute``: of one engine; ``link``: from a node's memory to one
-    engine; ``device``: of a node, shared by its engines; ``shared``: of the tier that all nodes share. ``token_bytes``:
-    of one token's cache in all ``layers``. The shared tier is as large as it needs to be.
+    """The hardware of a fleet with ``engines`` spread evenly over ``nodes``. Rates: ``compute`` of one engine; ``link``
+    from a node's memory to one engine; ``device`` of a node, shared by its engines; ``shared`` of the tier that all
+    nodes share, whose size is unlimited. ``token_bytes``: one token's cache in all ``layers``.
 
-    By default a model of 8 B parameters in bf16, on engines that compute 8,000 tokens a second at the beginning of a
-    prompt; attention's share is that of its operations."""
+    The defaults are a model of 8 B parameters in bf16, on engines that compute 8,000 tokens a second at the beginning
+    of a prompt; attention's cost follows from its operations."""
 
     engines: int = 8
     nodes: int = 2
@@ -40,5 +40,5 @@ class Hardware:
         return self.block_tokens * self.token_bytes
 
     def rate_of(self, tier: Tier) -> TierRate:
-        """What a tier below memory can do."""
+        """Return the rate of a tier below memory."""
         return self.device if tier is Tier.NVME else self.shared

@@ -1,4 +1,4 @@
-"""Nodes: what is stored where, how busy each tier is, and what was measured of it."""
+"""Nodes: their stored blocks, and the queues and measured rates of their tiers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvstore_ops.fleet.hardware import Hardware
 
 
 class Room:
-    """Blocks in the order of their use; what is too much goes, the least recently used first."""
+    """The blocks of one tier. When there are too many, the least recently used are dropped."""
 
     def __init__(self, block_count: int | None = None) -> None:
-        """None: as many as come."""
+        """``block_count``: the capacity in blocks; None: no limit."""
         self._limit = block_count
         self._blocks = OrderedDict[int, None]()
 
@@ -23,7 +23,8 @@ class Room:
         return block in self._blocks
 
     def use(self, blocks: Sequence[int]) -> int:
-        """Keep these, of one prompt: its end goes before its beginning. Returns how many were not there."""
+        """Keep the blocks of one prompt; its last blocks are dropped before its first. Returns the number of new
+        blocks."""
         if self._limit == 0:
             return 0
         new = 0
@@ -37,7 +38,7 @@ class Room:
 
 
 class Line:
-    """A tier below memory, which delivers one after the other: until when it is busy, and what was measured of it."""
+    """A tier below memory, which serves one request after the other: its queue, and its measured rate."""
 
     def __init__(self, tier: Tier, rate: TierRate) -> None:
         self.tier = tier
@@ -47,20 +48,20 @@ class Line:
         self._probed_s = float("-inf")
 
     def truth(self, now_s: float) -> TierFacts:
-        """What it takes, with what is queued now."""
+        """Return the tier's true rate, with the bytes that are queued now."""
         return TierFacts(self.rate, max(0.0, self._free_s - now_s) / self.rate.byte_s)
 
     def known(self, now_s: float) -> TierFacts:
-        """The same by what was measured: the queue's bytes are counted, not timed."""
+        """Return the tier's measured rate, with the same queued bytes: bytes in a queue can be counted."""
         return TierFacts(self._times.rate or ASSUMED[self.tier], self.truth(now_s).queued_bytes)
 
     def delivered(self, now_s: float, busy: BusyTime) -> None:
-        """It was asked for so much, and is busy so much longer."""
+        """Add a read to the queue, and learn from its busy time."""
         self._free_s = max(self._free_s, now_s) + busy.busy_s
         self._times = self._times.observed(busy)
 
     def probe(self, now_s: float, byte_count: int) -> int:
-        """Measure it by one block, if it is time. Returns the bytes."""
+        """Probe the tier with a read of ``byte_count``, if a probe is due. Returns the bytes read."""
         known = self._times.rate or ASSUMED[self.tier]
         if not is_probe_due(known, byte_count, now_s - self._probed_s):
             return 0
@@ -70,7 +71,7 @@ class Line:
 
 
 class Node:
-    """One host: its memory and its device. ``shared`` is the tier of all nodes, ``shared_room`` what lies there."""
+    """One host: its memory and its device. ``shared`` is the tier of all nodes, ``shared_room`` its blocks."""
 
     def __init__(self, hardware: Hardware, shared: Line, shared_room: Room) -> None:
         self._hardware = hardware
@@ -80,7 +81,7 @@ class Node:
         self.lines = {Tier.NVME: Line(Tier.NVME, hardware.device), Tier.S3: shared}
 
     def runs(self, blocks: Iterable[int]) -> tuple[HeldRun, ...]:
-        """Where a prompt's leading blocks are, in the fastest tier that has each."""
+        """Return the stored leading blocks of a prompt as runs, each in the fastest tier that has it."""
         found, hardware = [], self._hardware
         for block in blocks:
             tier = self._tier_of(block)
@@ -97,8 +98,8 @@ class Node:
         return Tier.S3 if block in self._shared_room else Tier.NONE
 
     def keep(self, blocks: Sequence[int]) -> dict[Tier, int]:
-        """A prompt was computed or loaded: its blocks are in memory, and written behind to what lacks them. Returns
-        how many bytes were written to each tier below memory."""
+        """Store the blocks of a prompt that was computed or loaded: in memory, and in the tiers that lack them. Returns
+        the bytes written to each tier below memory."""
         size = self._hardware.block_bytes
         self._memory.use(blocks)
         return {Tier.NVME: size * self._device.use(blocks), Tier.S3: size * self._shared_room.use(blocks)}

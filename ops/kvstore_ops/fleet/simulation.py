@@ -1,8 +1,8 @@
 """The simulation: requests come, wait for an engine, are planned, and played out layer by layer.
 
 A request goes to the engine with the fewest tokens ahead of it, and is computed in the order of arrival, with plans and
-without. Only prefills are simulated, as of a fleet that decodes on other engines.
-Writes are done where a tier has nothing to read, so they delay nobody.
+without. Only prefills are simulated, as in a fleet that decodes on other engines.
+Writes take place while a tier has nothing to read, so that they delay no request.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ WAYS = frozenset({Way.PREFILL, Way.LOAD, Way.FIRST})
 
 @dataclass
 class FleetReport:
-    """What came of all requests. ``ttfts_s``: one per request, from its arrival on. ``read_bytes`` and
-    ``written_bytes``: moved from and to each tier, memory's by the engines. ``refused_bytes``: stored bytes that a plan
-    did not ask of a tier, since computing them was sooner; ``refused_requests``: whose."""
+    """The results of all requests. ``ttfts_s``: one per request, from its arrival on. ``read_bytes`` and
+    ``written_bytes``: bytes moved from and to each tier; engines read memory. ``refused_bytes``: stored bytes that a
+    plan did not load, because computing their tokens was faster; ``refused_requests``: the number of requests with such
+    bytes."""
 
     ttfts_s: list[float] = field(default_factory=list)
     read_bytes: Counter[Tier] = field(default_factory=Counter)
@@ -56,7 +57,7 @@ class FleetReport:
 
 
 class FleetEngine:
-    """One engine: its queue, and what it has measured of itself and of the way from memory."""
+    """One engine: its queue, and its measured rates of computing and of the link from memory."""
 
     def __init__(self, node: Node, pair_share: float) -> None:
         self.node = node
@@ -68,7 +69,7 @@ class FleetEngine:
 
 
 class Fleet:
-    """``plans``: whether what is stored is loaded only where that is sooner; else all of it is loaded."""
+    """A fleet that plays requests out. ``plans``: load stored tokens only where that is faster; false: load all."""
 
     def __init__(self, hardware: Hardware, *, plans: bool) -> None:
         self._hardware = hardware
@@ -82,7 +83,7 @@ class Fleet:
         self.report = FleetReport()
 
     def run(self, requests: Sequence[TracedRequest]) -> FleetReport:
-        """Play all requests out, in the order in which engines take them. Cost: about a millisecond each."""
+        """Play all requests out, and return the report. Cost: about a millisecond per request."""
         ends: list[tuple[float, int, TracedRequest]] = []
         for request in requests:
             self._end_until(ends, request.at_s)
@@ -137,7 +138,7 @@ class Fleet:
         )  # fmt: skip
 
     def _known(self, engine: FleetEngine, truth: LoadFacts, now_s: float) -> LoadFacts:
-        """The same by what was measured here."""
+        """Return the facts with measured rates in place of the true ones."""
         return replace(
             truth, tiers={tier: line.known(now_s) for tier, line in engine.node.lines.items()},
             link=engine.link.rate or ASSUMED[Tier.DRAM], compute=engine.prefills.rate,

@@ -1,4 +1,4 @@
-"""Traces: who asked for what, when. One JSON object a line, as Mooncake published theirs."""
+"""Traces of requests and their times: one JSON object a line, in the format of Mooncake's published traces."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TOKENS_MAX = 1 << 24
 
 @dataclass(frozen=True)
 class TracedRequest:
-    """A prompt of ``token_count`` tokens that came after ``at_s`` seconds. ``blocks``: names of its blocks, each of
-    which names all tokens up to the block's end; the last may be of fewer tokens."""
+    """A prompt of ``token_count`` tokens that came after ``at_s`` seconds. ``blocks``: the names of its blocks; a name
+    stands for all tokens up to the block's end. The last block may be shorter."""
 
     at_s: float
     token_count: int
@@ -24,8 +24,9 @@ class TracedRequest:
 
 
 def read_trace(path: Path, request_count: int | None = None) -> list[TracedRequest]:
-    """The requests of a trace, or the first of them, in the order in which they came: lines with ``timestamp`` (ms),
-    ``input_length`` (tokens) and ``hash_ids``. Raises InvalidRequest naming the line."""
+    """Read the requests of a trace in the order of their times. The file has lines with ``timestamp`` (ms),
+    ``input_length`` (tokens) and ``hash_ids``. ``request_count``: read only so many lines; None: all. Raises
+    InvalidRequest naming the line."""
     try:
         with path.open(encoding="utf-8") as lines:
             found = list(_requests(path, lines, request_count))

@@ -1,4 +1,4 @@
-"""The operator's calls to one sidecar. A stream that says nothing for as long as a call may take has failed."""
+"""The operator's calls to one sidecar. A stream without a message for the longest time of a call has failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore_ops.locate import model_named
 
 UNKNOWN_METHOD = "Method not found!"
 ANSWER_S_MAX = 20.0
-"""How long the sidecar may say nothing."""
+"""Longest wait for a reply, or for the next message of a stream."""
 
 
 class OtherRelease(InvalidRequest):
@@ -24,41 +24,41 @@ class OtherRelease(InvalidRequest):
 
 
 class Operator:
-    """Asks by a client's session. Raises, in every call: Unavailable when the sidecar is gone; DeadlineExceeded when it
-    says nothing for ``ANSWER_S_MAX``; PermissionDenied for a token without the right; InvalidRequest for a model, tier
-    or chunk that is not there."""
+    """The operator's calls, over a client's session. Every call raises: Unavailable when the sidecar is gone;
+    DeadlineExceeded when it is silent for ``ANSWER_S_MAX``; PermissionDenied for a token without the operator's right;
+    InvalidRequest for a model, tier or chunk that does not exist."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._session = client.connect_now()
 
     def model(self, name: str) -> ModelSpec:
-        """The model that is called so. Raises InvalidRequest."""
+        """Return the registered model of that name. Raises InvalidRequest."""
         return model_named(self._client, name)
 
     def stats(self) -> admin_pb2.StatsResponse:
-        """Return the sidecar's statistics. A client whose sidecar came back connects anew."""
+        """Return the sidecar's statistics. Connects anew when the sidecar was restarted."""
         self._session = self._client.connect_now()
         found: admin_pb2.StatsResponse = self._call("Stats", admin_pb2.StatsRequest())
         return found
 
     def tiers(self) -> admin_pb2.TiersResponse:
-        """Return what each tier holds, takes and lacks."""
+        """Return the report of each tier: its contents, its state and its problems."""
         found: admin_pb2.TiersResponse = self._call("Tiers", admin_pb2.TiersRequest())
         return found
 
     def plans(self, limit: int) -> list[admin_pb2.PlanEntry]:
-        """The last partial prefills, the newest first; 0: all that are kept."""
+        """Return the last partial prefills, the newest first; 0: all that are kept."""
         found: admin_pb2.PlansResponse = self._call("Plans", admin_pb2.PlansRequest(limit=limit))
         return list(found.plans)
 
     def show(self, digest: str) -> admin_pb2.ShowChunkResponse:
-        """The chunk whose digest begins with these hexadecimal digits; without parts where there is none."""
+        """Return the chunk whose digest begins with these hexadecimal digits; without parts when there is none."""
         found: admin_pb2.ShowChunkResponse = self._call("ShowChunk", admin_pb2.ShowChunkRequest(digest=digest))
         return found
 
     def hottest(self, count: int) -> list[admin_pb2.HotPrefix]:
-        """The prefixes that are fetched most of late; none from a sidecar that does not tell."""
+        """Return the prefixes that were fetched most of late; none from a sidecar of a release without this call."""
         try:
             found: admin_pb2.HottestResponse = self._call("Hottest", admin_pb2.HottestRequest(limit=count))
         except OtherRelease:
@@ -66,12 +66,12 @@ class Operator:
         return list(found.prefixes)
 
     def reload(self, *, dry_run: bool) -> list[admin_pb2.SettingChange]:
-        """Have the sidecar read its settings again. Returns those that differ from what was in effect."""
+        """Have the sidecar read its settings again. Return the settings that differ from those in effect before."""
         found: admin_pb2.ReloadResponse = self._call("Reload", admin_pb2.ReloadRequest(dry_run=dry_run))
         return list(found.changes)
 
     def chunks(self, selection: admin_pb2.Selection, limit: int) -> Iterator[admin_pb2.ListChunksResponse]:
-        """Pages of chunks; the last one has the totals."""
+        """Yield pages of chunks; the last page has the totals."""
         return self._stream("ListChunks", admin_pb2.ListChunksRequest(selection=selection, limit=limit))
 
     def totals(self, selection: admin_pb2.Selection) -> list[admin_pb2.ModelTotal]:
@@ -79,7 +79,7 @@ class Operator:
         return [each for page in self.chunks(selection, 0) for each in page.totals]
 
     def change(self, request: admin_pb2.ChangeRequest) -> Iterator[admin_pb2.ChangeResponse]:
-        """Yield the progress of a change; the last message has its outcomes."""
+        """Make a change, and yield its progress; the last message has the outcome of all chunks."""
         return self._stream("Change", request)
 
     def _call(self, method: str, request: Any) -> Any:
@@ -89,7 +89,7 @@ class Operator:
             raise _of_another_release(error, method) from error
 
     def _stream(self, method: str, request: Any) -> Iterator[Any]:
-        """Messages up to the one that says it is the last."""
+        """Yield the messages of a stream, up to the one that is marked as last."""
         session = self._session
         try:
             stream = noted(getattr(session.admin, method)(request, metadata=session.metadata))
@@ -112,7 +112,7 @@ class Operator:
 
 
 def _of_another_release(error: InvalidRequest, method: str) -> InvalidRequest:
-    """The error as it is, or in words for a sidecar that does not know the method: gRPC itself says that."""
+    """Return the error unchanged; or ``OtherRelease`` when gRPC itself reports that the sidecar has no such method."""
     if error.message != UNKNOWN_METHOD:
         return error
     return OtherRelease(

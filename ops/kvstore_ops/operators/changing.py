@@ -1,7 +1,7 @@
 """``kvstore evict``, ``pin``, ``unpin``, ``move``, ``prefetch``, ``verify``, ``drain`` and ``reload``.
 
-Each has a dry run that changes nothing and counts what the run would. What cannot be taken back (evict, move, drain of
-a tier) is confirmed: by --yes, or by an answer where somebody sits at the terminal.
+Each has a dry run that changes nothing and counts the chunks that the run would change. Commands that cannot be undone
+(evict, move, drain of a tier) need a confirmation: --yes, or an answer at the terminal.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NOT_DONE = {
     "held", "kept for what hangs on it", "failed", "not tried", "no room", "no tier answers",
     "has nowhere slower to go", "model not registered",
 }  # fmt: skip
-"""What the service says of chunks of which a command did not do what it was told to: it ends with a code of its own."""
+"""Outcomes of chunks that a command could not change as it was told. The command then ends with a code of its own."""
 
 
 def evict(
@@ -71,10 +71,10 @@ def evict(
     tls: TlsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Remove chunks: of a model, a prompt, a tier, or older than some time. What is held or pinned stays.
+    """Remove chunks: of a model, a prompt, a tier, or older than some time. Held and pinned chunks stay.
 
-    What hangs on a chunk that leaves the node goes with it, for nothing could find it. Chunks that the service had
-    acknowledged as durable are counted.
+    The chunks that extend a removed chunk are removed with it, because no lookup could find them any more. Chunks that
+    the service had acknowledged as durable are counted.
 
     Example: kvstore evict --model my-model --older-than '2 d' --dry-run
     """
@@ -97,7 +97,7 @@ def pin(
     tls: TlsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Keep chunks, and what they hang on, from being evicted. All that are meant, or none.
+    """Protect chunks, and their ancestors, from eviction. Either all selected chunks are pinned, or none.
 
     A pin outlives this command. It ends by `kvstore unpin`, after --for, and when the service stops: it is not kept
     over a restart. limits.pin_bytes_max bounds all pins of a tenant.
@@ -125,7 +125,7 @@ def unpin(
     tls: TlsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """End pins. What another pinned chunk hangs on stays held.
+    """End pins. Ancestors of chunks that are still pinned stay held.
 
     Example: kvstore unpin --all
     """
@@ -152,10 +152,10 @@ def move(
     tls: TlsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Move chunks to a slower tier, whose faster ones then give them up, or bring them into memory.
+    """Move chunks to a slower tier, and remove them from the faster tiers; or bring chunks into memory.
 
-    Shared tiers take whole chunks only: the last, short one of a prompt stays, and is found again when the others come
-    back. A chunk is given up only where the tier has it for certain.
+    Shared tiers take whole chunks only: the last, short chunk of a prompt stays, and is found again when the others are
+    back. Faster tiers remove a chunk only when the slower tier has it for certain.
 
     Example: kvstore move --model my-model --to s3 --yes
     """
@@ -203,9 +203,9 @@ def verify(
     tls: TlsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Read copies again and check every strip; without an option, all of them. Damaged ones are quarantined.
+    """Read copies again and check every strip; without an option, of all copies. Damaged copies are quarantined.
 
-    A chunk that memory still has is written again. Ends with 8 where damage was found.
+    A chunk that memory still has is written again. Ends with 8 when damage was found.
 
     Example: kvstore verify --tier nvme
     """
@@ -225,9 +225,9 @@ def drain(
     tls: TlsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Empty a tier into slower ones, and have it take no more; or finish what waits to be written.
+    """Move all chunks of a tier to slower tiers, and have it take no more; or write all waiting chunks.
 
-    What has nowhere slower to go stays: `kvstore evict --tier` removes it. A restart ends the draining.
+    Chunks without a slower tier stay: `kvstore evict --tier` removes them. A restart ends the draining.
 
     Example: kvstore drain --tier nvme --yes
     """
@@ -245,7 +245,8 @@ def _change(
     asked: Operator, request: admin_pb2.ChangeRequest, *, dry_run: bool, as_json: bool, yes: bool = True,
     is_dangerous: bool = False,
 ) -> None:  # fmt: skip
-    """Do it, or say what it would come to; ask before what is dangerous. Ends the command where not all was done."""
+    """Make a change or its dry run, and print the outcome; ask before a dangerous one. Raises typer.Exit with a code of
+    its own when not everything was done."""
     if is_dangerous and not dry_run and not yes:
         if not sys.stdin.isatty():
             typer.echo("kvstore: this removes copies: say --yes, or look first with --dry-run", err=True)
@@ -270,7 +271,7 @@ def _change(
 
 
 def _followed(asked: Operator, request: admin_pb2.ChangeRequest) -> admin_pb2.ChangeResponse:
-    """The last word, after a bar of how far it is, on a terminal."""
+    """Make a change with a progress bar on a terminal, and return its last message."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     last = admin_pb2.ChangeResponse()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -289,8 +290,8 @@ def reload(
 ) -> None:
     """Have the sidecar read its settings again, from the file, flags and environment that it was started with.
 
-    What can change while it runs changes at once: limits, log level, rates of checks. The rest is listed, and needs a
-    restart. What is wrong with a source is said, and nothing changes.
+    Limits, the log level and the rates of checks change at once. Other changed settings are listed, and need a restart.
+    When a source cannot be read, the error is printed, and nothing changes.
 
     Example: kvstore reload --dry-run
     """
@@ -305,6 +306,6 @@ def reload(
 
 
 def register(app: typer.Typer) -> None:
-    """Make them commands of ``app``."""
+    """Add the commands to ``app``."""
     for command in (evict, pin, unpin, move, prefetch, verify, drain, reload):
         app.command()(command)

@@ -1,4 +1,4 @@
-"""Names that others chose (model ids, digests, reasons), fit for a terminal: no control character moves the cursor or
+"""Makes text from others (model ids, digests, reasons) safe for a terminal: no control character moves the cursor or
 changes a colour, and no bracket is taken for markup."""
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from rich.text import Text
 CHARACTERS_MAX = 200
 REASON_CHARACTERS_MAX = 1000
 _UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-"""Categories that show nothing of themselves, or change how others are shown: controls, direction marks."""
+"""Unicode categories of characters that are invisible, or change the display of others: controls, direction marks."""
 
 
 def plain(text: str, most: int = CHARACTERS_MAX) -> str:
-    """One line: what does not show is written as its number, what is too long is cut."""
+    """Return the text as one line of at most ``most`` characters, with invisible characters escaped."""
     shown = "".join(_escaped(each) if unicodedata.category(each) in _UNSEEN else each for each in text[: most + 1])
     return shown if len(text) <= most else f"{shown[:most]}..."
 
 
 def cell(text: str, style: str = "", most: int = CHARACTERS_MAX) -> Text:
-    """The same for a table. A ``str`` there would be read as markup."""
+    """Return the text for a table cell. A table would read a ``str`` as markup."""
     return Text(plain(text, most), style=style)
 
 

@@ -1,4 +1,4 @@
-"""``kvstore tiers``, ``ls``, ``show`` and ``models``: what there is. Nothing is changed."""
+"""``kvstore tiers``, ``ls``, ``show`` and ``models``: commands that only read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TokenizerOption = Annotated[str, typer.Option(help="transformers' tokenizer: a d
 
 @contextmanager
 def operator(address: str | None, tenant: str, tls: str) -> Iterator[Operator]:
-    """The calls to one sidecar, as one of its tenants."""
+    """Yield the calls to one sidecar, as one of its tenants."""
     with door_of(address, tenant, tls).open() as client:
         yield Operator(client)
 
@@ -42,7 +42,7 @@ def operator(address: str | None, tenant: str, tls: str) -> Iterator[Operator]:
 def show_tiers(
     address: AddressOption = None, tenant: TenantOption = "", tls: TlsOption = "", as_json: JsonOption = False
 ) -> None:
-    """Show each tier: its state, what it holds, what waits for it and why it lacks chunks.
+    """Show each tier: its state, its contents, its backlog and its problems.
 
     Example: kvstore tiers
     """
@@ -70,7 +70,7 @@ def list_chunks(
     tls: TlsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """List chunks, and say what all that were meant come to.
+    """List chunks, and print the totals of all selected chunks.
 
     Example: kvstore ls --model my-model --tier nvme --older-than '1 d'
     """
@@ -96,7 +96,7 @@ def show_chunk(
     tls: TlsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Show one chunk: its copies, what they survive, its chain, who holds it, and what its header says.
+    """Show one chunk: its copies, its durability, its chain, its holders, and its header.
 
     Example: kvstore show 3fa9c1
     """
@@ -116,7 +116,7 @@ def show_chunk(
 def show_models(
     address: AddressOption = None, tenant: TenantOption = "", tls: TlsOption = "", as_json: JsonOption = False
 ) -> None:
-    """Show what is stored of each model, and in which tiers. Those whose engine has not come yet have no name.
+    """Show the stored chunks of each model, by tier. A model has no name until its engine registers it.
 
     Example: kvstore models
     """
@@ -129,7 +129,7 @@ def show_models(
 
 
 def register(app: typer.Typer) -> None:
-    """Make them commands of ``app``."""
+    """Add the commands to ``app``."""
     app.command("tiers")(show_tiers)
     app.command("ls")(list_chunks)
     app.command("show")(show_chunk)

@@ -16,21 +16,21 @@ from kvstore_ops.operators.harmless import cell
 
 DIGEST_BYTES = 32
 DIGITS = 16
-"""Of a digest in a table: enough for ``kvstore show``."""
+"""Hexadecimal digits of a digest in a table: enough for ``kvstore show``."""
 SHOWN_COUNT = 8
-"""Digests of a chain that are shown; JSON has the others."""
+"""Most digests of a chain in a table; JSON has all of them."""
 _PROVENANCES = {1: Provenance.IN_CONTEXT, 2: Provenance.STANDALONE}
 _EXACTNESSES = {1: Exactness.EXACT, 2: Exactness.DERIVED}
 
 
 def digests_of(data: bytes) -> list[str]:
-    """A run of digests in hexadecimal digits."""
+    """Split joined digests, and return them in hexadecimal digits."""
     return [data[at : at + DIGEST_BYTES].hex() for at in range(0, len(data), DIGEST_BYTES)]
 
 
 def age_of(stored_seconds: int, now_s: float, up_s: float | None = None) -> str:
-    """Return how long ago a chunk was stored, in words. What was there before the service started is older than
-    that."""
+    """Return the age of a chunk in words. A chunk without a time was stored before the service started: ``up_s``, the
+    service's uptime, is then the least age."""
     if not stored_seconds:
         return "before start" if up_s is None else f"> {duration(up_s)}"
     return duration(max(0.0, now_s - stored_seconds))
@@ -48,7 +48,7 @@ def duration(seconds: float) -> str:
 
 
 def tiers_as_dict(found: admin_pb2.TiersResponse) -> dict[str, Any]:
-    """Every tier's account."""
+    """Return every tier's report as plain values."""
     return {"tenant": found.tenant, "tiers": list(map(_tier_as_dict, found.tiers)), "absent": list(found.absent)}
 
 
@@ -67,7 +67,7 @@ def _tier_as_dict(tier: admin_pb2.TierReport) -> dict[str, Any]:
 
 
 def render_tiers(found: admin_pb2.TiersResponse) -> Group:
-    """A line per tier; what is wrong stands below."""
+    """Draw a line per tier, and the problems below."""
     table = Table("tier", "state", "survives", "chunks", "holds", "of", "waiting", title=f"tenant {found.tenant}")
     problems = [(each.stats.name, each.problem) for each in found.tiers if each.problem]
     for tier in found.tiers:
@@ -92,7 +92,7 @@ def render_tiers(found: admin_pb2.TiersResponse) -> Group:
 
 
 def chunk_as_dict(chunk: admin_pb2.ChunkEntry) -> dict[str, Any]:
-    """One chunk, digests in hex, names in lower case."""
+    """Return one chunk as plain values: digests in hex, names in lower case."""
     return {
         "digest": chunk.digest.hex(), "parent": chunk.parent.hex(), "model_id": chunk.model_id,
         "fingerprint": chunk.fingerprint.hex(), "e_layer": chunk.e_layer,
@@ -111,7 +111,7 @@ def chunk_as_dict(chunk: admin_pb2.ChunkEntry) -> dict[str, Any]:
 
 
 def total_as_dict(total: admin_pb2.ModelTotal) -> dict[str, Any]:
-    """Return the row of one model's selected chunks."""
+    """Return the totals of one model as plain values."""
     tiers = {each.tier: {"chunk_count": each.chunk_count, "byte_count": each.byte_count} for each in total.tiers}
     return {
         "model_id": total.model_id, "fingerprint": total.fingerprint.hex(), "chunk_count": total.chunk_count,
@@ -122,7 +122,7 @@ def total_as_dict(total: admin_pb2.ModelTotal) -> dict[str, Any]:
 def render_chunks(
     chunks: Sequence[admin_pb2.ChunkEntry], totals: Iterable[admin_pb2.ModelTotal], now_s: float
 ) -> Group:
-    """A line per chunk, and what there is beside them."""
+    """Draw a line per chunk, and the totals of all selected chunks."""
     table = Table(
         "chunk", Column("model", overflow="fold"), Column("tokens", justify="right"), Column("bytes", justify="right"),
         "tiers", Column("age", justify="right"), "held",
@@ -143,7 +143,8 @@ def render_chunks(
 
 
 def model_cell(chunk: admin_pb2.ChunkEntry) -> Text:
-    """The model's id, and of which layer E is; digits where nobody has registered the model."""
+    """Return the model's id, or digits of its fingerprint when no engine has registered it, and marks: the layer of E,
+    derived, segment."""
     name = chunk.model_id or f"({chunk.fingerprint.hex()[:DIGITS]})"
     found = cell(name)
     if chunk.e_layer >= 0:
@@ -156,7 +157,7 @@ def model_cell(chunk: admin_pb2.ChunkEntry) -> Text:
 
 
 def render_models(totals: Sequence[admin_pb2.ModelTotal]) -> Table:
-    """A line per model, the largest first, and what each tier has of it."""
+    """Draw a line per model, with its chunks in each tier."""
     names = list(dict.fromkeys(tier.tier for total in totals for tier in total.tiers))
     table = Table(
         Column("model", overflow="fold"), "fingerprint", Column("chunks", justify="right"),
@@ -176,7 +177,7 @@ def render_models(totals: Sequence[admin_pb2.ModelTotal]) -> Table:
 
 
 def shown_as_dict(found: admin_pb2.ShowChunkResponse) -> dict[str, Any]:
-    """Every part, and why there is none."""
+    """Return every part as plain values, and the reason when there is none."""
     return {"parts": list(map(_detail_as_dict, found.parts)), "reason": MissReason(found.reason).name.lower()}
 
 
@@ -197,7 +198,7 @@ def _detail_as_dict(detail: admin_pb2.ChunkDetail) -> dict[str, Any]:
 
 
 def render_shown(found: admin_pb2.ShowChunkResponse, now_s: float) -> Group:
-    """A table per part."""
+    """Draw a table per part."""
     return Group(*(_detail(each, now_s) for each in found.parts))
 
 
@@ -237,13 +238,13 @@ def _chain(count: int, digests: Sequence[str]) -> str:
 
 
 def outcomes_as_dict(found: admin_pb2.ChangeResponse, *, dry_run: bool) -> dict[str, Any]:
-    """Render the outcomes of a change, or of its dry run."""
+    """Return the outcome of a change, or of its dry run, as plain values."""
     outcomes = {each.what: {"chunk_count": each.chunk_count, "byte_count": each.byte_count} for each in found.outcomes}
     return {"dry_run": dry_run, "total_count": found.total_count, "outcomes": outcomes, "problem": found.problem}
 
 
 def render_outcomes(found: admin_pb2.ChangeResponse, *, dry_run: bool) -> Group:
-    """A line per word."""
+    """Draw a line per kind of outcome."""
     table = Table("would be" if dry_run else "became", Column("chunks", justify="right"), "as in memory")
     for each in found.outcomes:
         table.add_row(cell(each.what), f"{each.chunk_count:,}", format_bytes(each.byte_count))
@@ -256,7 +257,7 @@ def render_outcomes(found: admin_pb2.ChangeResponse, *, dry_run: bool) -> Group:
 
 
 def settings_as_dict(changes: Sequence[admin_pb2.SettingChange], *, dry_run: bool) -> dict[str, Any]:
-    """Every setting that differs, and what became of it, or would."""
+    """Return every setting that differs as plain values, and whether it needs a restart."""
     found = [
         {
             "name": each.name, "before": each.before if each.HasField("before") else None,
@@ -268,7 +269,7 @@ def settings_as_dict(changes: Sequence[admin_pb2.SettingChange], *, dry_run: boo
 
 
 def render_settings(changes: Sequence[admin_pb2.SettingChange], *, dry_run: bool) -> RenderableType:
-    """A line per setting."""
+    """Draw a line per setting."""
     if not changes:
         return Text("nothing differs from what is in effect")
     table = Table("setting", Column("in effect", overflow="fold"), Column("now", overflow="fold"), "")

@@ -1,4 +1,4 @@
-"""Turns an operator's words on the command line into a call's arguments."""
+"""Turns options of the command line into requests of the operator's calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def selection_of(
     model: str = "", digest: str = "", tier: str = "", older_than: str = "", larger_than: str = "",
     smaller_than: str = "", used_at_most: int | None = None, chain: bytes = b"",
 ) -> admin_pb2.Selection:  # fmt: skip
-    """A selection. Raises InvalidRequest naming the option that cannot be read."""
+    """Return a selection. Raises InvalidRequest naming the option that cannot be read."""
     return admin_pb2.Selection(
         model=model,
         digest=digest,
@@ -41,7 +41,7 @@ def wanted_of(
     asked: Operator, model: str, digest: str, tier: str, older_than: str, prompt: Path | None, tokenizer: str,
     larger_than: str = "", smaller_than: str = "", used_at_most: int | None = None, *, everything: bool = False,
 ) -> admin_pb2.Selection:  # fmt: skip
-    """A selection that says something, unless ``everything`` is meant. Raises InvalidRequest."""
+    """Return a selection with at least one restriction, unless ``everything`` is given. Raises InvalidRequest."""
     if not (model or digest or tier or older_than or prompt or everything):
         raise InvalidRequest("say which chunks: --model, --digest, --tier, --older-than, --prompt, or --all")
     chain = b""

@@ -1,4 +1,4 @@
-"""``python -m kvstore_ops.pages [FILE ...]``: take in what ``kvstore bench --json`` wrote, and write the pages."""
+"""``python -m kvstore_ops.pages [FILE ...]``: add results of ``kvstore bench --json``, and write the pages."""
 
 from __future__ import annotations
 

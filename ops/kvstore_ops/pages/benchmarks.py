@@ -1,7 +1,7 @@
 """docs/benchmarks.md, and the figures of the README, from docs/benchmarks.json.
 
-The file has figures that somebody stated, each with its commit, day and machine, and what ``kvstore bench --json``
-wrote.
+The file has figures that were entered by hand, each with its commit, day and machine, and results that
+``kvstore bench --json`` wrote.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ BEGIN, END = "<!-- figures -->\n", "<!-- end -->\n"
 
 
 def read(root: Path) -> dict[str, Any]:
-    """All results."""
+    """Read all results."""
     found: dict[str, Any] = json.loads((root / RESULTS).read_text(encoding="utf-8"))
     return found
 
 
 def take_in(root: Path, file: Path) -> None:
-    """Add what ``kvstore bench --json`` wrote; it takes the place of older results of the same benchmarks, scale and
-    machine. Raises InvalidRequest for another file."""
+    """Add a file of ``kvstore bench --json``. It replaces older results of the same benchmarks, scale and machine.
+    Raises InvalidRequest for another file."""
     try:
         run = json.loads(file.read_text(encoding="utf-8"))
         names = {each["name"] for each in run["results"]}
@@ -55,19 +55,19 @@ def take_in(root: Path, file: Path) -> None:
 
 
 def render(found: dict[str, Any]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     groups = [_stated(group) for group in found["stated"]]
     machines = "".join(f"- *{name}*: {what}\n" for name, what in found["machines"].items())
     return HEAD + f"\nMachines:\n\n{machines}" + "".join(groups) + "".join(map(_printed, found["printed"]))
 
 
 def headlines(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows that the README shows."""
+    """Return the rows that the README shows."""
     return [row for group in found["stated"] for row in group["rows"] if row.get("headline")]
 
 
 def with_headlines(readme: str, found: dict[str, Any]) -> str:
-    """The README with its figures as they are in the results."""
+    """Return the README with the figures of the results."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     assert begin, BEGIN

@@ -46,7 +46,7 @@ DAY_S, MINUTE_S = 86_400, 60
 
 
 class Entry(NamedTuple):
-    """One row."""
+    """One row: a setting."""
 
     name: str
     kind: str
@@ -56,12 +56,12 @@ class Entry(NamedTuple):
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return HEAD + "".join(_section(name, leaf) for name, leaf in sections())
 
 
 def sections() -> Iterator[tuple[str, type]]:
-    """Each section's dotted name and class; a section of sections is given by its parts."""
+    """Yield each section's dotted name and class; a section of sections is given by its parts."""
     for name, leaf in get_type_hints(Settings).items():
         if name == "tenants":
             yield "tenants.NAME", TenantSettings
@@ -71,7 +71,7 @@ def sections() -> Iterator[tuple[str, type]]:
 
 
 def entries(section: str, leaf: type) -> list[Entry]:
-    """The rows of one section. Raises AssertionError naming a setting that does not say what it means."""
+    """Return the rows of one section. Raises AssertionError naming a setting without a meaning."""
     meanings, hints = _strings_below(leaf), get_type_hints(leaf, include_extras=True)
     found = []
     for field in fields(leaf):
@@ -96,7 +96,7 @@ def _cell(text: str) -> str:
 
 
 def _strings_below(leaf: type) -> dict[str, str]:
-    """What stands below each field of a class, on one line."""
+    """Return the string below each field of a class, by the field's name, on one line."""
     body = ast.parse(textwrap.dedent(inspect.getsource(leaf))).body[0]
     assert isinstance(body, ast.ClassDef)
     found = {}
@@ -117,7 +117,8 @@ def _type_name(hint: Any) -> str:
 
 
 def _default(field: Field[Any], kind: str) -> str:
-    """As one would write it into the file. Raises AssertionError where the class has none, and none was stated."""
+    """Return the default as it is written in the file. Raises AssertionError when the class has none, and the string
+    below the field states none."""
     value = field.default
     assert value is not MISSING, f"{field.name}: say below it what its default is, after {DEFAULT!r}"
     if value is None or value == "":

@@ -1,4 +1,4 @@
-"""What is made: whole pages, and the figures in the README."""
+"""The generated texts: whole pages, and the figures in the README."""
 
 from __future__ import annotations
 

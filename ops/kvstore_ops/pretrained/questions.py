@@ -1,9 +1,9 @@
-"""Real text with facts in it, and questions about them: what the pretrained model is asked.
+"""Prompts for the pretrained model: real text with facts in it, and questions about the facts.
 
-Each document is a stretch of the Python language's documentation into which one made-up fact was put, in a line of its
-own; a prompt has documents behind the chat template's beginning and asks for one fact. Facts are made up so that no
-answer can be known but from the prompt, and are of eight kinds, each once per prompt: over 1,000 and 2,000 tokens the
-model answers 20 of 20 rightly after a full prefill, of like facts (a code in every document) only half.
+Each document is a stretch of the Python language's documentation with one made-up fact on a line of its own. A prompt
+has documents behind the start of the chat template, and asks for one fact. Facts are made up so that an answer can only
+come from the prompt. They are of eight kinds, each at most once per prompt: over 1,000 and 2,000 tokens the model
+answers 20 of 20 rightly after a full prefill; with facts of one kind (a code in every document) only half.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SYSTEMS = (
     "You answer questions about documents, in few words.",
     "You are a careful assistant. Take every answer from the documents that you are given.",
 )
-"""Of the preambles; empty: what the chat template says itself."""
+"""System messages of the preambles; empty: the chat template's own."""
 INSTRUCTION = "Read these documents and answer the question.\n\n"
 PLACES = (
     "harbour", "bakery", "library", "stadium", "museum", "castle", "airport", "hospital", "theatre", "garden",
@@ -63,13 +63,14 @@ KINDS: tuple[tuple[str, str, Drawn], ...] = (
     ("The new {} will be built in the city of", "In which city will the new {} be built?", lambda d: d.choice(CITIES)),
     ("The song about the {} was written by", "Who wrote the song about the {}?", _person),
 )  # fmt: skip
-"""How a fact begins, how it is asked for, and what it may say. The answer is asked for with the fact's beginning."""
+"""Kinds of fact: its beginning, its question, and a function that draws its value. The prompt ends with the fact's
+beginning, so that the answer is its value."""
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A prompt: token ids of its ``preamble``, its ``documents`` and its ``suffix``; the ``answer`` that is right, as
-    tokens. ``words``: question and answer to be read."""
+    """A prompt: token ids of its ``preamble``, its ``documents`` and its ``suffix``, and of the right ``answer``.
+    ``words``: question and answer as text."""
 
     preamble: tuple[int, ...]
     documents: tuple[tuple[int, ...], ...]
@@ -83,7 +84,7 @@ class Question:
 
     @property
     def segments(self) -> list[tuple[int, int]]:
-        """Where the documents stand."""
+        """(start, stop) of each document in ``tokens``."""
         stops = [len(self.preamble)]
         for document in self.documents:
             stops.append(stops[-1] + len(document))
@@ -91,7 +92,8 @@ class Question:
 
 
 def questions(tokenizer: Any, count: int, sizes: list[tuple[int, int]], seed: int) -> Iterator[Question]:
-    """``count`` prompts; ``sizes``: how many documents of how many tokens each prompt has, in turn, eight at most."""
+    """Yield ``count`` prompts. ``sizes``: (documents, tokens per document) of the prompts, in turn; at most eight
+    documents."""
     draw = random.Random(seed)  # noqa: S311 - the same questions each time
     encode = _encoder(tokenizer)
     texts = [found for _, page in sorted(topics.topics.items()) if len(found := encode(page)) > 600]
@@ -114,7 +116,7 @@ def questions(tokenizer: Any, count: int, sizes: list[tuple[int, int]], seed: in
 
 
 def _document(draw: random.Random, texts: list[list[int]], fact: list[int], length: int) -> tuple[int, ...]:
-    """A stretch of real text with a fact somewhere inside."""
+    """Return a stretch of real text, ``length`` tokens, with a fact somewhere inside."""
     text = draw.choice(texts)
     start = draw.randrange(len(text) - length + 1)
     body = text[start : start + length - len(fact)]

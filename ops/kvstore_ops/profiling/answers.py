@@ -1,7 +1,7 @@
-"""Whole answers: what a model says over a cache, held against what it says after its own full prefill.
+"""Whole answers: a model's answer over a reused cache, compared with its answer after its own full prefill.
 
-Only the question chooses what is computed again: the answer's tokens follow one behind the other over the merged cache,
-as they do in use. Were they part of the suffix that is asked, they would look for their own sources.
+Only the question chooses the tokens to compute again. The answer's tokens follow one by one over the merged cache, as
+they do in use. As part of the suffix, their attention would select the tokens that they were taken from.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from kvstore.planning import Recompute
 
 @dataclass(frozen=True)
 class Agreement:
-    """One answer over a cache beside the full prefill's: ``is_kept`` when every token is the same, the share of
-    ``tokens`` that are, and the mean ``kl`` divergence of the full prefill's distributions from these, in nats."""
+    """One answer over a cache, compared with the full prefill's. ``is_kept``: every token is the same. ``tokens``: the
+    share of tokens that are the same. ``kl``: the mean divergence of the full prefill's distributions from this
+    answer's, in nats."""
 
     is_kept: bool
     tokens: float
@@ -28,7 +29,7 @@ class Agreement:
 
 
 def said(runner: Any, tokens: torch.Tensor, answer: torch.Tensor, runs: Sequence[Run], setting: Recompute) -> Any:
-    """Logits [answer tokens, vocab_size] at each token of the answer, given those before it, and f."""
+    """Return the logits [answer tokens, vocab_size] for each token of the answer, given the tokens before it, and f."""
     first = recompute(runner, tokens, runs, setting)
     if len(answer) == 1:
         return first.logits, first.share
@@ -39,8 +40,8 @@ def said(runner: Any, tokens: torch.Tensor, answer: torch.Tensor, runs: Sequence
 
 
 def greedy(runner: Any, tokens: torch.Tensor, count: int, last: Sequence[int] = ()) -> tuple[torch.Tensor, Any]:
-    """The answer after a full prefill: at most ``count`` tokens, up to the first of ``last``, that one included; and
-    the logits at each of them."""
+    """Return the greedy answer after a full prefill, and the logits of each of its tokens. It has at most ``count``
+    tokens, and ends with the first token out of ``last``."""
     done = recompute(runner, tokens, [], Recompute.full(runner.spec.layer_count))
     logits = [done.logits]
     found = [int(done.logits[-1].argmax())]
@@ -54,7 +55,7 @@ def greedy(runner: Any, tokens: torch.Tensor, count: int, last: Sequence[int] = 
 
 
 def agreement(full: torch.Tensor, lossy: torch.Tensor, answer: torch.Tensor, share: float) -> Agreement:
-    """Shapes: logits [answer tokens, vocab_size] of both."""
+    """Compare two answers. Shapes: both logits [answer tokens, vocab_size]."""
     same = lossy.argmax(-1) == answer
     known, found = full.float().log_softmax(-1), lossy.float().log_softmax(-1)
     kl = (known.exp() * (known - found)).sum(-1).mean()

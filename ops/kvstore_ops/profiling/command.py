@@ -1,4 +1,4 @@
-"""``kvstore profile``: parse, measure, write, show."""
+"""``kvstore profile``: check the arguments, measure, write the profile, and show it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTEXTS = 256
 
 @dataclass(frozen=True)
 class Own:
-    """A model, and a sibling's, in directories, and a file of prompts."""
+    """A model of the user: its directory, a file of prompts, and the directory of a sibling; None: no sibling."""
 
     model: Path
     prompts: Path
@@ -35,9 +35,9 @@ def run(
     receiver: str | Own, sender: str | None, reuse: str | None, contexts: int | None, rounds: int, floor: float,
     seeds: str, out: Path | None, *, fresh: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """``receiver``: a model of the testbed, with its ``sender`` and ``seeds``, or one's own. Raises: InvalidRequest
-    naming the argument; Exhausted while another process measures the same; Unavailable when the output cannot be
-    written."""
+    """Measure a profile. ``receiver``: a model of the testbed, with its ``sender`` and ``seeds``, or a model of the
+    user. Raises: InvalidRequest naming the argument; Exhausted while another process measures the same; Unavailable
+    when the output cannot be written."""
     if not 0.0 <= floor <= 1.0:
         raise InvalidRequest(f"--floor {floor} must be in 0..1")
     has_sender = receiver.sender is not None if isinstance(receiver, Own) else sender is not None
@@ -83,7 +83,7 @@ def _own(own: Own, reuse: str, contexts: int | None, progress: Progress) -> OwnS
 
 
 def _seeds(name: str) -> Seeds:
-    """Seeds by purpose; it is the subject that refuses those that must not choose."""
+    """Return the seeds of a purpose. The subject refuses evaluation seeds, which must not choose."""
     known = {"calibration": calibration, "evaluation": evaluation}
     if name not in known:
         raise InvalidRequest(f"--seeds {name!r:.40} must be calibration")

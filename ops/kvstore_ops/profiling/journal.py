@@ -1,4 +1,4 @@
-"""The measured points of one run, a line each, written as they come: a run that was killed goes on from them."""
+"""The journal: the measured points of one run, a line each, written at once, so that a killed run can continue."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ VERSION = 3
 
 
 class Journal:
-    """An append-only file of JSON lines. The first says what is measured, the last, of a finished run, that it is.
+    """An append-only file of JSON lines. The first line describes the run; a finished run ends with a mark.
 
-    A line that was cut off by a kill is dropped. One run at a time: the file is locked. A finished run's file begins
-    anew, so that measuring again is measuring. Raises: InvalidRequest for another run's file, Exhausted while another
-    process measures.
+    A line that was cut off by a kill is dropped. The file is locked, so that one run uses it at a time. The file of a
+    finished run is emptied, so that a new run measures everything again. Raises: InvalidRequest for another run's file,
+    Exhausted while another process measures.
     """
 
     def __init__(self, path: Path, subject: Subject, started_s: int, *, fresh: bool = False) -> None:
@@ -47,12 +47,13 @@ class Journal:
             raise
 
     def add_full(self, measured: Measured) -> None:
-        """Keep the full prefill. It is on disk when this returns, as what is added otherwise."""
+        """Keep the full prefill. It is on disk when this returns."""
         self.full = measured
         self._append({"setting": None, "judged": False, **asdict(measured)})
 
     def add(self, setting: Recompute, measured: Measured, *, judged: bool) -> None:
-        """Keep a setting, on contexts that are searched on, or on those for the figures."""
+        """Keep a measured setting, which is on disk when this returns. ``judged``: it was measured on the contexts for
+        the figures, else on those of the search."""
         (self.judged if judged else self.searched)[setting] = measured
         self._append({"setting": asdict(setting), "judged": judged, **asdict(measured)})
 
@@ -82,7 +83,7 @@ class Journal:
         os.fsync(self._file.fileno())
 
     def _read(self, header: dict[str, Any]) -> bool:
-        """Return True when there is a run to go on with."""
+        """Read the file. True when it has an unfinished run of the same kind to continue."""
         self._file.seek(0)
         text = self._file.read()
         whole = text[: text.rfind(b"\n") + 1]

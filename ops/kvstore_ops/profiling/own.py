@@ -1,10 +1,10 @@
-"""A model of one's own, and prompts: how many answers reuse keeps, whole, as the model gives them after its own full
-prefill.
+"""A subject with a model and prompts of the user. Its quality is the share of answers that stay the same with reuse as
+after the model's own full prefill.
 
-There are no labels. The model answers every prompt after a full prefill, greedily; over a cache an answer is kept when
-every one of its tokens, given those before it, is the most probable one again. Nothing less counts: spaces, full stops
-and ends agree anyway, so that nine tokens of ten may agree where half of the answers are lost. Near ties count as they
-fall, so that what is lost is rather overstated.
+There are no labels. The model answers every prompt greedily after a full prefill. Over a reused cache an answer is kept
+when each of its tokens, given the tokens before it, is again the most probable. Only whole answers count: spaces, full
+stops and ends agree in any case, so that nine tokens of ten may agree while half of the answers are lost. Near ties
+count as they fall, so that the loss is rather overstated.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from kvstore_ops.profiling.subject import Measured
 
 ANSWER_TOKENS = 16
 SEARCH_EVERY = 3
-"""Every third prompt is searched on, the others are for the figures."""
+"""The search uses every third prompt; the others are for the figures."""
 KEPT_SHARE = 4
-"""A quarter of the machine's memory is for the prompts' caches; what does not fit is computed again each time."""
+"""One part in this many of the machine's memory is for the prompts' caches; other caches are computed each time."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """``tokens`` int64: the prompt's; ``answer`` int64: what the model says after a full prefill; ``logits``
-    [answer tokens, vocab_size]: what the full prefill says at each of these."""
+    """A prompt and its reference answer. ``tokens`` int64: the prompt's. ``answer`` int64: the model's answer after a
+    full prefill. ``logits`` [answer tokens, vocab_size]: the full prefill's at each token of the answer."""
 
     prompt: Prompt
     tokens: torch.Tensor
@@ -49,8 +49,8 @@ class _Asked:
 
 
 def local_model(directory: Path) -> tuple[TransformersRunner, Any]:
-    """A model out of a directory as transformers saves it, in the dtype it was saved in, and its tokenizer, None when
-    there is none. Weights in safetensors, no code of the directory's. Raises: InvalidRequest."""
+    """Load a model from a directory as transformers saves it, in its saved dtype, and its tokenizer; None when there is
+    none. Only safetensors are read, and no code of the directory is run. Raises: InvalidRequest."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not (directory / "config.json").is_file():
@@ -70,8 +70,8 @@ def local_model(directory: Path) -> tuple[TransformersRunner, Any]:
 
 
 class OwnSubject:
-    """A ``Subject``: any model with a runner, somebody's caches for it, and prompts. ``report`` gets how many prompts
-    the model has answered; that comes first, also when a run goes on.
+    """A ``Subject`` of any model with a runner, caches for it, and prompts. The model first answers all prompts, also
+    when a run continues; ``report`` gets the number of answered prompts.
 
     Raises: InvalidRequest for a sender of another architecture, rope regime or tokenizer, and a reuse that does not
     go with it.
@@ -105,7 +105,7 @@ class OwnSubject:
         self.calibration = Calibration(digest, (), judged, judged, len(searched), longest, runs)
 
     def full(self) -> Measured:
-        """It is what the others are compared with."""
+        """Return the full prefill's measurement. It is perfect, because the other settings are compared with it."""
         return Measured((1.0,) * len(self._asked), 1.0, 0.0, 1.0, 0.0)
 
     def measure(self, setting: Recompute, those: range, report: Callable[[int], None]) -> Measured:
@@ -135,8 +135,9 @@ class OwnSubject:
         return _Asked(prompt, known, answer, logits)
 
     def _runs(self, index: int, prompt: Prompt, setting: Recompute) -> Iterator[Run]:
-        """A sibling's cache is of the whole context, in one piece; others are of each segment alone, or behind the
-        preamble: then the first one behind it is what the model computes there."""
+        """Yield the reused runs of a prompt. A sibling's cache is one run of the whole context. For other kinds each
+        segment is a run, computed alone or behind the preamble. A model's own first segment right behind the preamble
+        is exact."""
         layer = setting.first_layer if setting.needs_hidden else None
         pieces = prompt.segments if self.reuse != "sibling" else (range(prompt.context_stop),)
         for number, piece in enumerate(pieces):
@@ -148,7 +149,7 @@ class OwnSubject:
 
 
 def _origin_of(prompts: list[Prompt], reuse: str) -> Origin:
-    """How the documents are cached. Raises: InvalidRequest when some prompts have a preamble and some have none."""
+    """Return the origin of the documents' caches. Raises: InvalidRequest when only some prompts have a preamble."""
     having = sum(prompt.preamble_count > 0 for prompt in prompts)
     if having and having < len(prompts):
         raise InvalidRequest(f"{having} of {len(prompts)} prompts have a preamble: give all of them one, or none")
@@ -156,7 +157,7 @@ def _origin_of(prompts: list[Prompt], reuse: str) -> Origin:
 
 
 class _Caches:
-    """What a model caches of pieces, and E of the layers that were asked for: kept as long as there is room."""
+    """A model's caches of pieces, and E of the requested layers. They are kept as long as there is room."""
 
     def __init__(self, runner: TransformersRunner) -> None:
         self._runner = runner
@@ -165,7 +166,8 @@ class _Caches:
         self._hidden: dict[tuple[tuple[int, int], int], torch.Tensor] = {}
 
     def of(self, name: tuple[int, int], tokens: torch.Tensor, layer: int | None, before: int) -> GivenKV:
-        """The cache of a piece, which comes behind the first ``before`` tokens, and E of a layer, None: of none."""
+        """Return the cache of a piece, which stands behind the first ``before`` tokens, with E of ``layer``; None:
+        without E."""
         kv, hidden = self._kv.get(name), None if layer is None else self._hidden.get((name, layer))
         if kv is None or (layer is not None and hidden is None):
             made = self._made(tokens, layer)

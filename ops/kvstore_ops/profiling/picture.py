@@ -1,4 +1,4 @@
-"""A profile to look at: a table of its frontier, and a plot of everything that was measured."""
+"""A profile as a table of its frontier, and as a plot of all measured points."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstore_ops.profiling.profiler import Profiled, told
 
 
 def table(profile: Profile, floor: float) -> Table:
-    """The frontier; the setting that clients take at this floor is bold."""
+    """Draw the frontier; the setting that clients take at this floor is bold."""
     chosen = profile.cheapest(floor)
     sender = f" from {profile.sender.model_id}" if profile.sender else ""
     title = (
@@ -39,7 +39,7 @@ def table(profile: Profile, floor: float) -> Table:
 
 
 def verdict(profile: Profile, floor: float) -> str:
-    """What clients will do by it."""
+    """Return in words what clients do with the profile at this floor."""
     chosen = profile.cheapest(floor)
     if chosen is None:
         return (

@@ -18,13 +18,13 @@ from kvstore_ops.profiling.search import ENOUGH, FRONTIERS, Search, frontier, fr
 from kvstore_ops.profiling.subject import Measured, Subject
 
 GLANCE_CONTEXTS = 32
-"""After that many contexts a setting is given up that is plainly worse than one that costs no more."""
+"""After this many contexts a setting is given up when it is plainly worse than one that costs no more."""
 
 
 @dataclass(frozen=True)
 class Profiled:
-    """What a run hands back: the profile, where it lies, and every setting that was not given up, by rising f, as the
-    search had it."""
+    """The result of a run: the profile, its path, and the search's points of all settings that were not given up, by
+    rising f."""
 
     profile: Profile
     path: Path
@@ -32,12 +32,12 @@ class Profiled:
 
 
 def journal_of(path: Path) -> Path:
-    """Where a profile's points lie."""
+    """Return the path of the journal of a profile."""
     return path.with_suffix(".points.jsonl")
 
 
 def default_path(subject: Subject) -> Path:
-    """Where clients look for it."""
+    """Return the path at which clients look for the profile."""
     pair = Pair.of(subject.receiver, subject.sender, subject.reuse, subject.origin)
     return Profiles().path(pair)
 
@@ -45,8 +45,9 @@ def default_path(subject: Subject) -> Path:
 def profile(
     subject: Subject, path: Path, progress: Progress, *, started_s: int, rounds: int, fresh: bool = False
 ) -> Profiled:
-    """Search what is not yet searched, measure what was found again, and write the profile. ``started_s``: wall time,
-    in seconds. ``rounds`` of refinement around the frontier. Raises: InvalidRequest, Exhausted, as the journal does."""
+    """Search the settings, measure those found again on other contexts, and write the profile. ``started_s``: wall
+    time, in seconds. ``rounds``: refinements around the frontier. Raises: InvalidRequest, Exhausted, as the journal
+    does."""
     with Journal(journal_of(path), subject, started_s, fresh=fresh) as journal:
         if journal.full is None:
             task = progress.add_task("full prefill", total=None)
@@ -62,8 +63,8 @@ def profile(
 
 
 def point_of(setting: Recompute, measured: Measured, full: Measured, answers: int) -> Point:
-    """With its standard errors; that of the loss is at least one answer's worth, for contexts on which nothing is lost
-    say little about others. ``answers``: how many were scored."""
+    """Return a point with its standard errors. The error of the loss is at least one answer's worth, because contexts
+    without a loss prove little about others. ``answers``: the number of scored answers."""
     ours, theirs = np.array(measured.by_context), np.array(full.by_context)
     if ours.shape != theirs.shape:
         raise InvalidRequest(f"{setting}: measured on {len(ours)} contexts, the full prefill on {len(theirs)}")
@@ -80,7 +81,8 @@ def point_of(setting: Recompute, measured: Measured, full: Measured, answers: in
 
 
 class _Run:
-    """A run's two parts: a search, and the judging of what it found on contexts that found nothing."""
+    """The two parts of a run: a search, and the judging of the settings found, on contexts that the search did not
+    see."""
 
     def __init__(self, subject: Subject, journal: Journal, progress: Progress) -> None:
         assert journal.full is not None
@@ -96,7 +98,7 @@ class _Run:
         self.full_judged = replace(journal.full, by_context=full[made.search_contexts :])
 
     def search(self, rounds: int) -> tuple[Point, ...]:
-        """Every setting that was not given up, by rising f."""
+        """Search, and return the points of all settings that were not given up, by rising f."""
         layers, full = self._subject.receiver.layer_count, _mean(self._full_searched)
         search = Search(layers, self._subject.reuse, full, rounds)
         known = {setting: self._point(setting) for setting in self._journal.searched}
@@ -112,8 +114,8 @@ class _Run:
         return tuple(sorted(filter(None, known.values()), key=lambda each: (each.share, str(each.setting))))
 
     def judge(self, searched: tuple[Point, ...]) -> tuple[Point, ...]:
-        """The frontier of what the search found, measured again: of two frontiers' settings, and of more as long as
-        none of them keeps enough."""
+        """Measure the settings of the search's first two frontiers again, and of further frontiers as long as no setting
+        keeps enough quality. Return the frontier of these measurements."""
         found: list[Point] = []
         full = _mean(self.full_judged)
         for depth, edge in enumerate(frontiers(searched, _mean(self._full_searched))):
@@ -123,7 +125,7 @@ class _Run:
         return frontier(found, lambda each: each.assured)
 
     def _judged(self, settings: list[Recompute]) -> list[Point]:
-        """Settings on the contexts for the figures."""
+        """Measure settings on the contexts for the figures."""
         count, answers = len(self._judging), self._subject.calibration.answers
         task = self._progress.add_task("", total=len(settings) * count)
         for index, setting in enumerate(settings):
@@ -136,7 +138,7 @@ class _Run:
         return [point_of(each, self._journal.judged[each], self.full_judged, answers) for each in settings]
 
     def _glanced(self, setting: Recompute, task: TaskID) -> Measured:
-        """A setting on the contexts that are searched on, or on the first of them when it is given up after these."""
+        """Measure a setting on the contexts of the search; on the first of them only when it is given up after these."""
         glance, measure = self._searching[:GLANCE_CONTEXTS], self._subject.measure
         found = measure(setting, glance, partial(_advance, self._progress, task, 0))
         rest = self._searching[GLANCE_CONTEXTS:]
@@ -145,7 +147,7 @@ class _Run:
         return found + measure(setting, rest, partial(_advance, self._progress, task, len(glance)))
 
     def _is_plainly_worse(self, measured: Measured) -> bool:
-        """Than a setting that costs no more, on the same contexts."""
+        """True when a setting that costs no more is plainly better on the same contexts."""
         ours = np.array(measured.by_context)
         for other in self._journal.searched.values():
             lost = np.array(other.by_context[: len(ours)]) - ours
@@ -154,14 +156,14 @@ class _Run:
         return False
 
     def _point(self, setting: Recompute) -> Point | None:
-        """None: it was given up."""
+        """Return the search's point of a setting; None: it was given up."""
         measured = self._journal.searched[setting]
         if len(measured.by_context) < len(self._searching):
             return None
         return point_of(setting, measured, self._full_searched, round(1 / self._least_error(len(self._searching))))
 
     def _least_error(self, contexts: int) -> float:
-        """One answer's worth on so many contexts."""
+        """Return the quality that one answer is worth on ``contexts`` contexts."""
         made = self._subject.calibration
         return made.contexts / made.answers / contexts
 
@@ -186,7 +188,7 @@ def _profile(subject: Subject, full: Measured, points: tuple[Point, ...], starte
 
 
 def told(setting: Recompute) -> str:
-    """A setting, short."""
+    """Return a setting in a few words."""
     whole = setting.check_layer > setting.first_layer
     group = f"layers {setting.first_layer}..{setting.last_layer}" if whole else f"from layer {setting.first_layer}"
     if not setting.ratio:

@@ -1,12 +1,12 @@
-"""Calibration prompts of one's own: a JSON object a line, each a prompt whose documents are known.
+"""Calibration prompts of the user: a JSON object a line, each a prompt whose documents are known.
 
     {"tokens": [1, 2, 3, ...], "segments": [[0, 120], [120, 300]]}
     {"segments": ["a document", "another"], "suffix": "the question"}
     {"preamble": "a chat template's beginning", "segments": ["a document", "another"], "suffix": "the question"}
 
-What no segment covers is computed; what lies behind the last one, the suffix, must be there. With a preamble (a text,
-or how many of the tokens it is) documents are cached behind it, as they are in use; all prompts have one, or none.
-Text is cut by the model's tokenizer, each part by itself, so that a document has the same tokens wherever it stands.
+Tokens outside all segments are computed. The suffix behind the last segment must not be empty. With a preamble (a text,
+or its number of tokens) documents are cached behind it, as they are in use; all prompts have a preamble, or none has.
+Text is cut by the model's tokenizer, each part by itself, so that a document has the same tokens in every prompt.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from kvstore.errors import InvalidRequest
 from kvstore.keys import Tokens, token_array
 
 PROMPTS_MIN = 24
-"""Two thirds of these have some 250 answer tokens: enough to show 0.99 when nothing is lost."""
+"""Fewest prompts. Two thirds of them have about 250 answer tokens: enough to show 0.99 when nothing is lost."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """``tokens`` u32 [tokens]; ``segments``: runs of it, in order, the last one before its end; behind its first
-    ``preamble_count`` tokens, if there are any, each of them was computed."""
+    """One prompt. ``tokens``: u32 [tokens]. ``segments``: its documents, in order; the last ends before the prompt does.
+    ``preamble_count``: number of tokens at the start behind which each document is computed; 0: none."""
 
     tokens: Tokens
     segments: tuple[range, ...]
@@ -38,14 +38,14 @@ class Prompt:
 
     @property
     def context_stop(self) -> int:
-        """Where the last segment ends and the suffix begins."""
+        """The token at which the last segment ends and the suffix begins."""
         return self.segments[-1].stop
 
 
 def read_prompts(path: Path, count: int | None, vocab_size: int, tokenizer: Any = None) -> list[Prompt]:
-    """The first ``count`` prompts of a file, None: all. ``tokenizer``: of transformers, for prompts that are text.
+    """Read the first ``count`` prompts of a file; None: all. ``tokenizer``: of transformers, for prompts of text.
 
-    Raises: InvalidRequest for fewer than are asked for or than are any use, and naming the line that is wrong.
+    Raises: InvalidRequest for fewer prompts than ``count`` or PROMPTS_MIN, and naming the line that is wrong.
     """
     if count is not None and count < PROMPTS_MIN:
         raise InvalidRequest(f"--contexts {count}: at least {PROMPTS_MIN}, a useful profile has a hundred")
@@ -74,7 +74,7 @@ def read_prompts(path: Path, count: int | None, vocab_size: int, tokenizer: Any 
 
 
 def digest_of(prompts: list[Prompt], answer_tokens: int) -> str:
-    """Which prompts, and how many tokens of each answer."""
+    """Return the digest of the prompts and of the number of answer tokens."""
     hasher = blake3(f"kvstore/prompts/2 {answer_tokens}\0".encode())
     for prompt in prompts:
         bounds = [[run.start, run.stop] for run in prompt.segments]
@@ -113,7 +113,7 @@ def _prompt_of(line: str, what: str, vocab_size: int, tokenizer: Any) -> Prompt:
 
 
 def _cut(found: dict[str, Any], what: str, encode: Callable[[str], list[int]]) -> tuple[list[int], list[Any], int]:
-    """The tokens of a prompt of text, where its segments lie, and how many tokens its preamble has."""
+    """Return the tokens of a prompt of text, the bounds of its segments, and the number of preamble tokens."""
     texts, preamble = found["segments"], found.get("preamble", "")
     if not isinstance(texts, list) or not all(isinstance(each, str) for each in [*texts, found["suffix"], preamble]):
         raise InvalidRequest(f"{what}: segments must be a list of texts, preamble and suffix a text each")

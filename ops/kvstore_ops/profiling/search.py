@@ -1,4 +1,4 @@
-"""Which settings to measure: a coarse grid, cheapest first, then what lies around the frontier. Pure."""
+"""The search for settings to measure: a coarse grid, cheapest first, then the neighbours of the frontier. Pure."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ SELECTORS = (*COARSE_SELECTORS, "suffix_peak", "first")
 RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7)
 GRADUAL = (0.0, 0.3, 0.6, 1.0)
 PROMISING = 0.9
-"""Frontier points below that share of full prefill's quality are not looked around: nobody would ask for them."""
+"""The search skips the neighbours of frontier points below this share of full prefill's quality: no user wants them."""
 ENOUGH = 0.99
-"""A share of full prefill's quality that a search must not end below while there are dearer settings."""
+"""Share of full prefill's quality that the search must reach while there are more expensive settings."""
 ROOM = 1.5
-"""What costs that much more than a setting that answers as well as a full prefill is left out."""
+"""Settings that cost this many times more than a setting as good as a full prefill are left out."""
 FRONTIERS = 2
-"""How many frontiers, one behind the other, are measured again: the second one was perhaps only less lucky."""
+"""Number of successive frontiers that are measured again: the second was perhaps only less lucky than the first."""
 
 
 def nominal_share(setting: Recompute, layer_count: int) -> float:
-    """f of a setting: its group whole, and the chosen tokens from the check layer on."""
+    """Return f of a setting: its whole group, and the chosen tokens from the check layer on."""
     group = setting.check_layer - setting.first_layer
     return (group + setting.ratio * (layer_count - setting.check_layer)) / layer_count
 
 
 def coarse(layer_count: int, reuse: str) -> list[Recompute]:
-    """The grid, cheapest first: groups that begin at three depths and end every few layers, DroidSpeak's two or more,
-    each alone and with two ratios by three selectors. Of a cache at another position only groups from the embeddings:
-    its E was computed without what lies before, as its KV was."""
+    """Return the grid, cheapest first: groups that begin at three depths and end every few layers (two or more, as in
+    DroidSpeak), each alone and with two ratios by three selectors. For a cache at another position the groups begin at
+    the embeddings, because its E, like its KV, was computed without the tokens before it."""
     step = max(2, -(-layer_count // 6))
     firsts = (0,) if reuse == "position" else (0, layer_count // 3, 2 * layer_count // 3)
     found = []
@@ -49,7 +49,7 @@ def coarse(layer_count: int, reuse: str) -> list[Recompute]:
 
 
 def around(setting: Recompute, layer_count: int, reuse: str) -> Iterator[Recompute]:
-    """Settings that differ by one step in one argument."""
+    """Yield the settings that differ by one step in one argument."""
     firsts = [setting.first_layer] if reuse == "position" else [setting.first_layer + step for step in (-1, 0, 1)]
     for first in firsts:
         for last in (setting.last_layer - 1, setting.last_layer, setting.last_layer + 1):
@@ -70,8 +70,8 @@ def around(setting: Recompute, layer_count: int, reuse: str) -> Iterator[Recompu
 
 
 def _kept(setting: Recompute, layer_count: int, reuse: str) -> Iterator[Recompute]:
-    """Without a ratio nothing is selected, and in the last layer nothing filtered: one spelling of it. A full prefill
-    is measured anyway."""
+    """Yield the setting in its only spelling: without a ratio the selector means nothing, and in the last layer gradual
+    filtering means nothing. Yield nothing for a full prefill, which is measured anyway, or a useless selector."""
     if setting.check_layer >= layer_count or not setting.ratio:
         setting = Recompute(setting.first_layer, setting.last_layer)
     if setting.check_layer == layer_count - 1:
@@ -81,15 +81,15 @@ def _kept(setting: Recompute, layer_count: int, reuse: str) -> Iterator[Recomput
 
 
 def _tells(setting: Recompute, reuse: str) -> bool:
-    """Return True when its selector says something: a model's own keys and values of layer 0 are the same at every
-    position, so that their deviation is rounding."""
+    """True when the setting's selector is useful. A model's own keys and values of layer 0 are the same at every
+    position, so that their deviation there is only rounding."""
     compares = setting.ratio > 0 and setting.selector in ("deviation", "product")
     return not (compares and setting.check_layer == 0 and reuse == "position")
 
 
 def frontier(points: Iterable[Point], worth: Callable[[Point], float]) -> tuple[Point, ...]:
-    """Those that nothing of less or the same f equals in worth, by rising f; of equal ones the one that every run has,
-    in whatever order they come."""
+    """Return the points that are worth more than every point of less or equal f, by rising f. Of equal points, every
+    run keeps the same one, whatever their order."""
     found: list[Point] = []
     for point in sorted(points, key=lambda each: (each.share, -worth(each), str(each.setting))):
         if not found or worth(point) > worth(found[-1]):
@@ -98,12 +98,14 @@ def frontier(points: Iterable[Point], worth: Callable[[Point], float]) -> tuple[
 
 
 def quality(point: Point) -> float:
-    """What is worth looking around is what may be good, not what surely is."""
+    """Return the measured quality, by which the search compares points: it looks for settings that may be good, not for
+    those that surely are."""
     return point.quality
 
 
 def frontiers(points: Iterable[Point], full: float) -> Iterator[tuple[Point, ...]]:
-    """The frontier, what is the frontier without it, and so on; of those behind the first what is promising."""
+    """Yield the frontier, then the frontier of the remaining points, and so on. Behind the first frontier only promising
+    points count."""
     left = set(points)
     yield (edge := frontier(left, quality))
     left = {point for point in left - set(edge) if point.quality >= PROMISING * full}
@@ -113,22 +115,22 @@ def frontiers(points: Iterable[Point], full: float) -> Iterator[tuple[Point, ...
 
 
 def by_cost(settings: Iterable[Recompute], layer_count: int) -> list[Recompute]:
-    """Cheapest first; of equal cost in an order that every run has."""
+    """Sort settings, the cheapest first; settings of equal cost are in the same order in every run."""
     return sorted(settings, key=lambda each: (nominal_share(each, layer_count), str(each)))
 
 
 class Search:
-    """What remains to be measured, given what is known. ``full``: the quality of a full prefill.
+    """Chooses the settings to measure next, given the measured points. ``full``: the quality of a full prefill.
 
-    What costs much more than a setting that surely answers as well as a full prefill is left out."""
+    Settings that cost much more than one that is surely as good as a full prefill are left out."""
 
     def __init__(self, layer_count: int, reuse: str, full: float, rounds: int) -> None:
         self._layer_count, self._reuse, self._full = layer_count, reuse, full
         self._rounds = rounds
 
     def next(self, known: Mapping[Recompute, Point | None]) -> list[Recompute]:
-        """A batch, cheapest first; empty when all is measured. ``known``: None for a setting that was given up. The
-        same for the same ``known``, so that a run that was killed goes on as it would have."""
+        """Return the next batch, cheapest first; empty when all is measured. ``known``: None for a setting that was
+        given up. The batch depends on ``known`` alone, so that a killed run continues as it would have."""
         wanted = coarse(self._layer_count, self._reuse)
         left = self.left(wanted, known)
         seen = set(wanted)
@@ -143,11 +145,11 @@ class Search:
         return left
 
     def left(self, wanted: list[Recompute], known: Mapping[Recompute, Point | None]) -> list[Recompute]:
-        """Those not yet measured that are worth it."""
+        """Return the settings that are not measured yet and do not cost too much."""
         enough = ROOM * min((point.share for point in known.values() if point and self._is_enough(point)), default=1.0)
         return [each for each in wanted if each not in known and nominal_share(each, self._layer_count) < enough]
 
     def _is_enough(self, point: Point) -> bool:
-        """Nothing is lost, and that is no luck: on other contexts it will keep enough."""
+        """True when the point loses nothing, and will surely keep enough quality on other contexts."""
         sure = point.quality - (ERRORS + 1) * point.loss_error
         return point.quality >= self._full and sure >= ENOUGH * self._full

@@ -1,10 +1,10 @@
-"""The profiles that come with the testbed's weights: what ``kvstore profile`` measured, and nothing else.
+"""The profiles that come with the testbed's weights, as ``kvstore profile`` measured them.
 
-A file per pair and kind of reuse, a picture beside it. They are made by
+There is a file per pair and kind of reuse, and a picture beside it. They are made by
 
     kvstore profile l12-s2 --reuse both --sender l12-s2-plus3 --out .../l12-s2-both-plus3.json
 
-and are void when the weights they are of, or what a setting does, change: then they are measured again.
+and must be measured again when the weights, or the meaning of a setting, change.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ PROFILES = Path(str(resources.files("kvstore_ops.profiling"))) / "profiles"
 
 
 def shipped_path(receiver: str, reuse: str, sender: str | None = None) -> Path:
-    """Where it lies: the receiver, the reuse, and what the sender is beside the receiver."""
+    """Return the path of a profile. Its name has the receiver, the reuse, and the sender's suffix."""
     kind = "" if sender is None else f"-{sender.removeprefix(receiver + '-')}"
     return PROFILES / f"{receiver}-{reuse}{kind}.json"
 
 
 def shipped_profile(receiver: str, reuse: str, sender: str | None = None) -> Profile:
-    """Raises: InvalidRequest when there is none, or it is of other weights than those that are shipped."""
+    """Return a shipped profile. Raises: InvalidRequest when there is none, or it was measured on other weights than the
+    shipped ones."""
     path = shipped_path(receiver, reuse, sender)
     if not path.exists():
         having = f" --sender {sender}" if sender else ""

@@ -1,4 +1,4 @@
-"""What a profiler measures on: a model, somebody's caches for it, and calibration contexts with known answers."""
+"""Subjects of a profiler: a model, caches for it, and calibration contexts with known answers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from kvstore_ops.testbed.trial import Reuse, Trial
 
 @dataclass(frozen=True)
 class Measured:
-    """One setting over some contexts. ``by_context``: each one's quality in 0..1; ``share``: f; ``misled``: the share
-    of answers for which ``kvstore_client.gate.drift.misled`` holds; ``tokens`` and ``kl``: see ``Point``, None where
-    they were not measured."""
+    """One setting, measured over some contexts. ``by_context``: the quality of each in 0..1. ``share``: f. ``misled``:
+    the share of answers for which ``kvstore_client.gate.drift.misled`` holds. ``tokens`` and ``kl``: see ``Point``;
+    None: not measured."""
 
     by_context: tuple[float, ...]
     share: float
@@ -34,7 +34,7 @@ class Measured:
     kl: float | None = None
 
     def __add__(self, other: Measured) -> Measured:
-        """Over the contexts of both."""
+        """Return the measurement over the contexts of both."""
         part = len(other.by_context) / (len(self.by_context) + len(other.by_context))
 
         def both(ours: float | None, theirs: float | None) -> float | None:
@@ -50,11 +50,11 @@ class Measured:
 
 
 class Subject(Protocol):
-    """One (sender, receiver, reuse) with calibration contexts. A model and contexts of the user's own are another
-    implementation of this: quality is whatever in 0..1 they score by.
+    """One (sender, receiver, reuse) with calibration contexts. Each implementation has its own measure of quality, in
+    0..1.
 
-    The first ``calibration.search_contexts`` contexts are searched on, the ``calibration.contexts`` behind them are for
-    the figures. Measuring must be deterministic: a run that was killed goes on where it was.
+    The search uses the first ``calibration.search_contexts`` contexts; the ``calibration.contexts`` behind them are for
+    the figures. Measuring must be deterministic, so that a killed run can continue.
     """
 
     receiver: ModelSpec
@@ -64,14 +64,14 @@ class Subject(Protocol):
     calibration: Calibration
 
     def full(self) -> Measured:
-        """A plain prefill, of all contexts."""
+        """Measure a plain prefill on all contexts."""
 
     def measure(self, setting: Recompute, those: range, report: Callable[[int], None]) -> Measured:
-        """One setting on some contexts; ``report`` gets how many of them are done."""
+        """Measure one setting on the contexts ``those``; ``report`` gets the number of finished contexts."""
 
 
 class TestbedSubject:
-    """A model of the testbed on calibration contexts: ``count`` for the figures, half as many others to search on.
+    """A model of the testbed on calibration contexts: ``count`` for the figures, half as many others for the search.
 
     Raises: InvalidRequest for evaluation seeds, a count of contexts that is no multiple of the seeds, and models that
     are not shipped."""
@@ -117,6 +117,6 @@ class TestbedSubject:
 
 
 def spec_of(name: str) -> ModelSpec:
-    """A shipped model's, with the digest of its weights."""
+    """Return the spec of a shipped model, with the digest of its weights."""
     model, _ = load(name)
     return replace(ModelSpec.from_transformers(model.config, model, task.CHUNK_TOKENS), model_id=name)

@@ -1,6 +1,6 @@
-"""``kvstore top``: what the sidecar does, live.
+"""``kvstore top``: a live view of the sidecar.
 
-- ``sample``  what one look brings, and rates between two
+- ``sample``  one sample of the statistics, and rates between two samples
 - ``frame``   samples as lines of any width
-- ``screen``  lines on a terminal, until somebody quits
+- ``screen``  lines on a terminal, until the user quits
 """

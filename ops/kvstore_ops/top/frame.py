@@ -1,4 +1,4 @@
-"""Samples as lines. Words and digits say everything: colour only repeats it."""
+"""Samples as lines. Words and digits carry all information; colours only repeat it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore_ops.operators.tables import DIGITS, duration
 from kvstore_ops.top.sample import Rates, Sample
 
 NARROW = 60
-"""Below this width a tier has a few short lines in the place of a row."""
+"""Below this width a tier has a few short lines instead of a row."""
 BAR_WIDTH = 12
 MODEL_COUNT = 5
 DEPTH_MAX = 4
@@ -23,7 +23,7 @@ _ALARM, _TITLE = "red", "bold"
 
 
 def lines_of(first: Sample | None, last: Sample, width: int, problem: str = "") -> list[Text]:
-    """All lines, none longer than ``width``. ``problem``: why there is no newer sample."""
+    """Return all lines, none longer than ``width``. ``problem``: why there is no newer sample; empty: there is none."""
     rates = Rates(first, last)
     found = [
         *_head(last),
@@ -52,7 +52,7 @@ def _head(last: Sample) -> Iterator[Text]:
 
 
 def _alarms(rates: Rates, problem: str) -> Iterator[Text]:
-    """The alarms that somebody has to see to."""
+    """Yield a line for each problem that needs an operator."""
     last = rates.last
     if problem:
         yield Text(f"! no answer: {plain(problem)}", _ALARM)
@@ -95,7 +95,7 @@ def _state(tier: admin_pb2.TierReport) -> str:
 
 
 def _fill(stats: admin_pb2.TierStats) -> str:
-    """A bar, and the share that it stands for; what a tier without a bound holds."""
+    """Return a bar and the share that is full; for a tier without a capacity, its bytes."""
     if not stats.capacity_bytes:
         return format_bytes(stats.allocated_bytes) if stats.allocated_bytes else "not told"
     share = min(1.0, stats.allocated_bytes / stats.capacity_bytes)
@@ -104,7 +104,7 @@ def _fill(stats: admin_pb2.TierStats) -> str:
 
 
 def _moved(rates: Rates, name: str) -> tuple[float, float]:
-    """Bytes a second that came into a tier, and that were read from it."""
+    """Return the bytes per second that were written to a tier, and that were read from it."""
     if name == "dram":
         return rates.of("store_committed_bytes") + rates.of("promoted_bytes"), rates.of("fetch_bytes")
     return rates.of_tier(name, "written_bytes"), rates.of_tier(name, "verified_bytes")
@@ -131,7 +131,7 @@ def _flows(rates: Rates, width: int) -> Iterator[Text]:
 
 
 def _benefit(rates: Rates, width: int) -> Iterator[Text]:
-    """The tokens that were fetched and so not computed: now, and in the hours that the sidecar knows of."""
+    """Yield the tokens that were fetched instead of computed: per second now, this hour, and in the last 24 hours."""
     hours = [hour for model in rates.last.stats.models for hour in model.served_hours]
     said = f"{rates.served_tokens:,.0f} tokens/s not computed"
     for name, hour_count in (("this hour", 1), ("24 h", 24)):
@@ -144,7 +144,7 @@ def _benefit(rates: Rates, width: int) -> Iterator[Text]:
 
 
 def _hottest(last: Sample, width: int) -> Iterator[Text]:
-    """A line per prefix, indented behind the one that it goes on from."""
+    """Yield a line per prefix, indented below the prefix that it extends."""
     if last.hottest:
         yield Text("hottest prefixes: tokens, heat, tier, last chunk" if width >= NARROW else "hottest", _TITLE)
     depths: list[int] = []
@@ -158,7 +158,7 @@ def _hottest(last: Sample, width: int) -> Iterator[Text]:
 
 
 def _models(last: Sample, width: int) -> Iterator[Text]:
-    """The largest."""
+    """Yield a line for each of the largest models."""
     models = sorted(last.stats.models, key=lambda each: -each.byte_count)
     if models:
         yield Text("models, the largest" if width >= NARROW else "models", _TITLE)

@@ -1,4 +1,4 @@
-"""A sample of the sidecar's statistics, and rates between two samples."""
+"""Samples of the sidecar's statistics, and rates between two samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOT_COUNT = 8
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One look, at ``at_s`` of a clock that does not go back, and ``wall_s`` since 1970."""
+    """One sample of the statistics, at ``at_s`` of a monotonic clock and ``wall_s`` seconds since 1970."""
 
     at_s: float
     stats: admin_pb2.StatsResponse
@@ -33,24 +33,25 @@ class Sample:
 
 
 def take_sample(asked: Operator, at_s: float) -> Sample:
-    """Raises as the operator's calls do."""
+    """Ask the sidecar for a sample. Raises as the operator's calls do."""
     return Sample(at_s, asked.stats(), asked.tiers(), asked.hottest(HOT_COUNT), time.time())
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The rates between two samples, per second. Without an earlier one, and over a restart, since the start."""
+    """Rates per second between two samples. Without an earlier sample, or after a restart in between, rates are
+    averages since the sidecar's start."""
 
     first: Sample | None
     last: Sample
 
     def of(self, name: str) -> float:
-        """A counter's."""
+        """Return the rate of a counter."""
         return self._grown(lambda sample: sample.count(name))
 
     @property
     def served_tokens(self) -> float:
-        """Tokens that were fetched and not computed."""
+        """Tokens per second that were fetched instead of computed."""
         return self._grown(lambda sample: sample.served_tokens)
 
     def _grown(self, count: Callable[[Sample], int]) -> float:
@@ -60,5 +61,5 @@ class Rates:
         return (now - count(before)) / (self.last.at_s - before.at_s)
 
     def of_tier(self, tier: str, name: str) -> float:
-        """A tier's counter's. Memory's have no prefix."""
+        """Return the rate of a tier's counter. The counters of memory have no prefix."""
         return self.of(name if tier == "dram" else f"{tier}_{name}")

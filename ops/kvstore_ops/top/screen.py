@@ -1,4 +1,4 @@
-"""Lines on a terminal, until somebody quits."""
+"""Lines on a terminal, until the user quits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def top(
     tenant: TenantOption = "",
     tls: TlsOption = "",
 ) -> None:
-    """Show what the sidecar does, live: tiers, flows, models, alarms. q quits.
+    """Show the sidecar live: tiers, flows, models, alarms. q quits.
 
     Example: kvstore top --interval 1
     """
@@ -59,7 +59,8 @@ def top(
 def _frames(
     asked: Operator, console: Console, interval_s: float, keys: int | None, ended: threading.Event
 ) -> Iterator[Group]:
-    """One after each look, until somebody quits. A sidecar that goes is shown as it was, until it is there again."""
+    """Yield a frame after each sample, until the user quits. While the sidecar does not answer, the last sample is
+    shown with the problem."""
     first: Sample | None = None
     last = take_sample(asked, time.monotonic())
     problem = ""
@@ -76,7 +77,8 @@ def _frames(
 
 @contextmanager
 def _keys() -> Iterator[int | None]:
-    """Where keys come from, each at once and unseen; None where nobody sits. The terminal is as it was afterwards."""
+    """Yield the descriptor from which keys are read, each at once and without echo; None when there is no terminal.
+    The terminal's mode is restored at the end."""
     try:
         descriptor = sys.stdin.fileno()
         before = termios.tcgetattr(descriptor)
@@ -92,8 +94,8 @@ def _keys() -> Iterator[int | None]:
 
 @contextmanager
 def _interrupt() -> Iterator[threading.Event]:
-    """Set by an interrupt, which raises nothing: an exception would be lost where one comes while gRPC calls back. The
-    second one does."""
+    """Yield an event that an interrupt sets. The first interrupt raises nothing, because an exception would be lost
+    inside a callback of gRPC. The second one raises KeyboardInterrupt."""
     ended = threading.Event()
 
     def note(*_signal_and_frame: object) -> None:
@@ -109,7 +111,7 @@ def _interrupt() -> Iterator[threading.Event]:
 
 
 def _quits(keys: int | None, seconds: float, ended: threading.Event) -> bool:
-    """Wait for the next look. True when somebody said q meanwhile, interrupted, or hung up."""
+    """Wait for the next sample. True when the user typed q meanwhile, interrupted, or closed the input."""
     if keys is None:
         return ended.wait(seconds)
     until_s = time.monotonic() + seconds
@@ -121,5 +123,5 @@ def _quits(keys: int | None, seconds: float, ended: threading.Event) -> bool:
 
 
 def register(app: typer.Typer) -> None:
-    """Make it a command of ``app``."""
+    """Add the command to ``app``."""
     app.command()(top)
