@@ -72,10 +72,9 @@ class _Pattern:
     def _computed_s(self, new_tokens: int, context_tokens: int) -> float:
         return self.facts.compute.seconds(new_tokens, context_tokens, self.facts.step_tokens)
 
-    def waits(self, start: int, stop: int, *, is_high: bool = False) -> tuple[float, float, float]:
-        """Return the seconds until the first layer has landed, until the last has, and the busy seconds of tiers and
-        link. Tiers deliver side by side, each behind its queue. The link takes layers in order: a late one delays the
-        next."""
+    def waits(self, start: int, stop: int, *, is_high: bool = False) -> _Waits:
+        """Return when the loaded bytes land. Tiers deliver side by side, each behind its queue, and each piece of a
+        chunk whole. The link takes layers in order: a late one delays the next."""
         facts, layers = self.facts, self.facts.layer_count
         first_s = last_s = busy_s = total_bytes = 0.0
         for tier in self.stock.tiers:
@@ -103,7 +102,7 @@ class _Pattern:
     def ttft_s(self, front: int, stop: int, *, is_high: bool = False) -> float:
         """Return the seconds to the first token when tokens from ``front`` to ``stop`` are loaded. The first pass
         behind them begins a layer when the layer before is computed and its own cache has landed."""
-        facts, layers = self.facts, self.facts.layer_count
+        facts = self.facts
         if front == stop:
             return self._prefill_s
         waits = self.waits(front, stop, is_high=is_high)

@@ -114,8 +114,8 @@ class _Run:
         return tuple(sorted(filter(None, known.values()), key=lambda each: (each.share, str(each.setting))))
 
     def judge(self, searched: tuple[Point, ...]) -> tuple[Point, ...]:
-        """Measure the settings of the search's first two frontiers again, and of further frontiers as long as no setting
-        keeps enough quality. Return the frontier of these measurements."""
+        """Measure the settings of the search's first two frontiers again, and of further frontiers as long as no
+        setting keeps enough quality. Return the frontier of these measurements."""
         found: list[Point] = []
         full = _mean(self.full_judged)
         for depth, edge in enumerate(frontiers(searched, _mean(self._full_searched))):
@@ -138,7 +138,8 @@ class _Run:
         return [point_of(each, self._journal.judged[each], self.full_judged, answers) for each in settings]
 
     def _glanced(self, setting: Recompute, task: TaskID) -> Measured:
-        """Measure a setting on the contexts of the search; on the first of them only when it is given up after these."""
+        """Measure a setting on the contexts of the search; on the first of them only when it is given up after
+        these."""
         glance, measure = self._searching[:GLANCE_CONTEXTS], self._subject.measure
         found = measure(setting, glance, partial(_advance, self._progress, task, 0))
         rest = self._searching[GLANCE_CONTEXTS:]

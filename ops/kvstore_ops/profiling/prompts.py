@@ -29,8 +29,8 @@ PROMPTS_MIN = 24
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """One prompt. ``tokens``: u32 [tokens]. ``segments``: its documents, in order; the last ends before the prompt does.
-    ``preamble_count``: number of tokens at the start behind which each document is computed; 0: none."""
+    """One prompt. ``tokens``: u32 [tokens]. ``segments``: its documents, in order; the last ends before the prompt
+    does. ``preamble_count``: number of tokens at the start behind which each document is computed; 0: none."""
 
     tokens: Tokens
     segments: tuple[range, ...]

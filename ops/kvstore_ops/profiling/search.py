@@ -104,8 +104,8 @@ def quality(point: Point) -> float:
 
 
 def frontiers(points: Iterable[Point], full: float) -> Iterator[tuple[Point, ...]]:
-    """Yield the frontier, then the frontier of the remaining points, and so on. Behind the first frontier only promising
-    points count."""
+    """Yield the frontier, then the frontier of the remaining points, and so on. Behind the first frontier only
+    promising points count."""
     left = set(points)
     yield (edge := frontier(left, quality))
     left = {point for point in left - set(edge) if point.quality >= PROMISING * full}
