@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -47,6 +47,8 @@ class Checks:
         self._counters = counters
         self._policies = policies
         self._doubtful: asyncio.Queue[_Proof] = asyncio.Queue(PROOF_COUNT_MAX)
+        self._proving: dict[tuple[str, int], asyncio.Future[None]] = {}
+        """The copies that wait to be proven or are being proven: (tier, row)."""
         self._rests = 0
         self._checking = asyncio.Lock()
         """Taken while a round holds a chunk."""
@@ -125,35 +127,41 @@ class Checks:
 
     async def prove_all(self, rows: Sequence[int], timeout_s: float) -> None:
         """Have the copies that a crash left checked and made durable, before anything is promised on them. Copies that
-        fail are gone afterwards; copies that the tier does not give in time stay unproven."""
+        fail are gone afterwards. Copies that the tier does not give in time stay unproven for now: they are proven once
+        it does, and who settles them waits for that (``proofs_end``)."""
         doubtful = [
             (copies, row)
             for copies in self._table.copies
             for row in rows
             if row in copies and not copies.is_proven(row)
-        ][: self._doubtful.maxsize - self._doubtful.qsize()]
-        if not doubtful:
-            return
-        futures: list[asyncio.Future[None]] = []
+        ]
         for copies, row in doubtful:
-            future = asyncio.get_running_loop().create_future()
-            futures.append(future)
-            self._table.hold(row)
-            self._doubtful.put_nowait((copies, row, future))
-        late = (await asyncio.wait(futures, timeout=timeout_s))[1]
-        for future in late:
-            future.cancel()
+            if (copies.tier.name, row) not in self._proving and not self._doubtful.full():
+                future = asyncio.get_running_loop().create_future()
+                self._proving[copies.tier.name, row] = future
+                self._table.hold(row)
+                self._doubtful.put_nowait((copies, row, future))
+        late = await self.proofs_end([row for _, row in doubtful], timeout_s)
         if late:
-            _log.warning("recovered chunks were not read in time", extra={"chunks": len(late)})
+            _log.warning("recovered chunks were not read in time", extra={"chunks": late})
+
+    async def proofs_end(self, rows: Iterable[int], timeout_s: float) -> int:
+        """Wait until those of these chunks that are being proven have passed or failed, at most ``timeout_s`` seconds.
+        Returns how many copies are still being proven."""
+        if not self._proving:
+            return 0
+        wanted = set(rows)
+        futures = [future for (_, row), future in self._proving.items() if row in wanted]
+        return len((await asyncio.wait(futures, timeout=timeout_s))[1]) if futures else 0
 
     async def _proofs(self) -> None:
         while True:
             copies, row, future = await self._doubtful.get()
             try:
-                if not future.done() and not copies.is_proven(row):
-                    if await self.prove(copies, row) is not None:
-                        self._counters.add_of(copies.tier.name, "proven_chunks")
+                if not copies.is_proven(row) and await self.prove(copies, row) is not None:
+                    self._counters.add_of(copies.tier.name, "proven_chunks")
             finally:
+                del self._proving[copies.tier.name, row]
                 self._catalog.unhold(row)
                 if not future.done():
                     future.set_result(None)

@@ -4,7 +4,7 @@ the only place where a level is promised."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,7 +76,8 @@ class _Reached(NamedTuple):
 
 class Levels:
     """Waits for levels. ``writes`` go to slower local tiers, ``shared`` to shared ones; ``absent`` says why configured
-    tiers are not in use.
+    tiers are not in use; ``proofs_end`` waits for the copies that a crash left and a store had proven anew (see
+    ``Checks``).
 
     The chunks are not held meanwhile: they may leave, and their rows may be reused for other chunks, whose level says
     nothing of theirs. So the identity of each row at the start is kept, and compared after every wait.
@@ -85,6 +86,7 @@ class Levels:
     def __init__(
         self, catalog: Catalog, names: ChunkNames, clock: Clock, writes: Sequence[Writes],
         shared: Sequence[SharedWrites], absent: Sequence[str],
+        proofs_end: Callable[[Iterable[int], float], Awaitable[int]],
     ) -> None:  # fmt: skip
         self._catalog = catalog
         self._table = catalog.table
@@ -93,6 +95,7 @@ class Levels:
         self._writes = writes
         self._shared = shared
         self._absent = absent
+        self._proofs_end = proofs_end
 
     def check(self, level: Durability) -> None:
         """Raise InvalidRequest for a level beyond the node that no tier gives here."""
@@ -159,10 +162,12 @@ class Levels:
         the reason why it is no higher; and whether it will stay so."""
         if not self._writes:
             return Durability.MEMORY, self._not_configured(Durability.LOCAL), True
+        until = Deadline.of(self._clock, timeout_s, timeout_s)
+        late = await self._proofs_end(chunks, timeout_s)
         found: list[tuple[Durability, str, bool]] = []
         highest = max(writes.target.durability for writes in self._writes)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(writes.settle(chunks, timeout_s)) for writes in self._writes]
+            tasks = [group.create_task(writes.settle(chunks, until.left_s)) for writes in self._writes]
             for ended in asyncio.as_completed(tasks):
                 found.append(await ended)
                 if found[-1][0] == highest:  # do not wait for the other tiers: one may stall
@@ -170,7 +175,7 @@ class Levels:
             for task in tasks:
                 task.cancel()
         level, reason, _ = max(found, key=lambda each: each[0])
-        return level, reason, level == highest or all(is_settled for _, _, is_settled in found)
+        return level, reason, level == highest or (not late and all(is_settled for _, _, is_settled in found))
 
     def _local_now(self, chunks: Mapping[int, Identity]) -> tuple[Durability, str]:
         return max((writes.level(chunks) for writes in self._writes), key=lambda each: each[0])

@@ -92,9 +92,11 @@ class Movement:
         )  # fmt: skip
         self.absent: list[str] = []
         """Reasons why configured tiers are not in use."""
-        self.levels = Levels(catalog, self.names, parts.clock, self.writes, self._shared, self.absent)
         self.checks = Checks(
             catalog, self.names, self.removal, self.writes, parts.clock, parts.counters, parts.policies
+        )
+        self.levels = Levels(
+            catalog, self.names, parts.clock, self.writes, self._shared, self.absent, self.checks.proofs_end
         )
         self.clearing = Clearing(catalog, self.removal, parts.counters)
         self.relocation = Relocation(catalog, self.memory, self.loads, self.removal, self.checks)

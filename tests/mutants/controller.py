@@ -295,6 +295,14 @@ MUTANTS = [
         (f"{T_RECOVERED}::test_what_a_failed_sync_left_is_synced_before_it_is_promised",),
     ),
     Mutant(
+        "late-proof-not-waited-for",
+        "kvstore/movement/levels.py",
+        "        late = await self._proofs_end(chunks, timeout_s)\n",
+        "        late = 0\n",
+        "a store that waits for LOCAL hears MEMORY while a busy device still proves what a crash left",
+        (f"{T_RECOVERED}::test_a_store_that_waits_hears_of_a_proof_that_a_slow_device_gives_late",),
+    ),
+    Mutant(
         "slot-given-up-twice",
         REMOVAL,
         "        if copies.residency(row) != residency:\n            return  # another",

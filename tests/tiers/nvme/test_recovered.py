@@ -177,6 +177,27 @@ def test_a_device_that_does_not_answer_holds_no_store_up(monkeypatch: pytest.Mon
     service.run(scenario)
 
 
+def test_a_store_that_waits_hears_of_a_proof_that_a_slow_device_gives_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = DeviceService()
+
+    async def scenario() -> None:
+        await service.keep(1)
+        await service.restart(kill=True)
+        at_once = service.nvme.open
+
+        async def slow(*asked: Any) -> Any:
+            await service.clock.sleep(3 * PolicySettings().demotion_wait_s)
+            return await at_once(*asked)
+
+        monkeypatch.setattr(service.nvme, "open", slow)
+        assert set((await service.store(service.session, 1)).states) == {StoreState.PRESENT}
+        assert (await service.settled(1)).durability is Durability.LOCAL
+        assert service.counters()["nvme_proven_chunks"] == 1
+        service.balance()
+
+    service.run(scenario)
+
+
 def test_a_session_that_ends_while_its_store_is_claimed_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     service = DeviceService()
 
