@@ -31,7 +31,7 @@ def _parse(text: str, units: dict[str, int] | dict[str, float], what: str, examp
 
 
 def parse_bytes(value: str | int) -> int:
-    """Bytes from "64 GiB", "1.5 GB" or a plain number. Raises InvalidRequest for anything else."""
+    """Return the bytes of "64 GiB", "1.5 GB" or a plain number. Raises InvalidRequest for anything else."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if not isinstance(value, str):
@@ -40,7 +40,7 @@ def parse_bytes(value: str | int) -> int:
 
 
 def parse_duration(value: str | float) -> float:
-    """Seconds from "30 s", "250 ms", "5 min" or a plain number. Raises InvalidRequest for anything else."""
+    """Return the seconds of "30 s", "250 ms", "5 min" or a plain number. Raises InvalidRequest for anything else."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, str):
