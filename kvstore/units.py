@@ -49,7 +49,7 @@ def parse_duration(value: str | float) -> float:
 
 
 def format_bytes(count: float) -> str:
-    """1536 -> "1.5 KiB"."""
+    """Return a size in words: 1536 gives "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" or count == int(count) else f"{count:.1f} {unit}"

@@ -91,7 +91,7 @@ def _encode_slab(
     layout: ChunkLayout, slab_index: int, source: Bytes, target: Bytes, seeds: list[int], lengths: np.ndarray,
     checksums: Checksums,
 ) -> int:  # fmt: skip
-    """Encode a slab to the start of ``target``, filling its rows of the table. Returns its bytes, gaps zeroed."""
+    """Encode a slab to the start of ``target``, with gaps zeroed, and fill its rows of the table. Return its size."""
     place = 0
     for strip, low, high in _raw_strips(layout, slab_index):
         length = pack_strip(source[low:high], layout.item_size, target[place:])

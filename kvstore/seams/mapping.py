@@ -43,7 +43,7 @@ class _Pages:
     """Owns the addresses: they are unmapped when the last array over them is gone."""
 
     def __init__(self, address: int, byte_count: int) -> None:
-        # Never marked read-only: torch takes no such array without a warning, and the kernel refuses a write anyway.
+        # Never marked read-only: torch warns about read-only arrays, and the kernel refuses a write anyway.
         self.__array_interface__ = {"data": (address, False), "shape": (byte_count,), "typestr": "|u1", "version": 3}
         weakref.finalize(self, _unmap, os.getpid(), address, byte_count).atexit = False
 
