@@ -10,7 +10,7 @@
     ├── DataLoss            recompute; the chunk is gone or quarantined   DATA_LOSS
     └── Internal            report it                  INTERNAL
 
-Each class maps to exactly one gRPC status name (``status``); ``from_status`` is the way back.
+Each class maps to exactly one gRPC status name (``status``); ``from_status`` converts a status back.
 Context travels as fields (``error.fields``), so that logs and clients need not parse the message.
 """
 

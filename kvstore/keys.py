@@ -62,7 +62,7 @@ class Extra:
 
 
 def token_array(tokens: Any, vocab_size: int) -> Tokens:
-    """Tokens as a one-dimensional u32 array, copied only when it must be.
+    """Return tokens as a one-dimensional u32 array, which is a copy only when it must be.
 
     Raises: InvalidRequest when ``tokens`` is not one run of whole numbers in 0..vocab_size-1.
     """
@@ -91,7 +91,7 @@ def _extras(extras: Iterable[Extra], start: int) -> bytes:
 
 
 def prefix_digest(parent: bytes, tokens: Tokens, extras: Sequence[Extra] = (), start: int = 0) -> bytes:
-    """The chain digest of one chunk. ``start`` is the position of its first token; extras lie inside it."""
+    """Return the chain digest of one chunk. ``start`` is the position of its first token; extras lie inside it."""
     return _link(parent, tokens.tobytes(), _extras(extras, start) if extras else _NO_EXTRAS)
 
 
@@ -100,12 +100,12 @@ def _link(parent: bytes, tokens: bytes, extras: bytes) -> bytes:
 
 
 def chain_digests(tokens: Tokens, chunk_tokens: int, extras: Sequence[Extra] = ()) -> list[bytes]:
-    """One digest per chunk: the full chunks, then the partial tail if there is one."""
+    """Return one digest per chunk: the full chunks, then the partial tail if there is one."""
     return _chained(ROOT_DIGEST, tokens, 0, chunk_tokens, sorted(extras))
 
 
 def _chained(parent: bytes, tokens: Tokens, first: int, chunk_tokens: int, ordered: Sequence[Extra]) -> list[bytes]:
-    """The digests of the chunks from token ``first`` on."""
+    """Return the digests of the chunks from token ``first`` on."""
     digests: list[bytes] = []
     data, size, inside = tokens.tobytes(), 4 * chunk_tokens, _NO_EXTRAS
     for at in range(4 * first, len(data), size):
@@ -118,19 +118,19 @@ def _chained(parent: bytes, tokens: Tokens, first: int, chunk_tokens: int, order
 
 
 def tail_digest(tokens: Tokens, start: int, stop: int, parent: bytes, extras: Sequence[Extra] = ()) -> bytes:
-    """The chain digest of the partial chunk ``tokens[start:stop]`` after ``parent``."""
+    """Return the chain digest of the partial chunk ``tokens[start:stop]`` after ``parent``."""
     inside = sorted(extra for extra in extras if start <= extra.position < stop)
     return prefix_digest(parent, tokens[start:stop], inside, start)
 
 
 def token_digest(tokens: Tokens) -> bytes:
-    """The digest of a run of tokens, without its context: it confirms that a found chunk holds the expected tokens."""
+    """Return the digest of a run of tokens, without context. It confirms that a found chunk holds these tokens."""
     return blake3(_TOKENS + tokens.tobytes()).digest()
 
 
 def content_digest(tokens: Tokens, extras: Sequence[Extra] = (), behind: bytes = b"") -> bytes:
-    """The key of a segment's first chunk. ``behind``: the token digest of the preamble that the segment was computed
-    behind; empty: it was computed alone, from position 0."""
+    """Return the key of a segment's first chunk. ``behind``: the token digest of the preamble that the segment was
+    computed behind; empty: it was computed alone, from position 0."""
     assert len(behind) in (0, DIGEST_BYTES)
     domain = _BEHIND + behind if behind else _CONTENT
     data = domain + struct.pack("<I", tokens.size) + tokens.tobytes()
@@ -140,8 +140,8 @@ def content_digest(tokens: Tokens, extras: Sequence[Extra] = (), behind: bytes =
 def segment_digests(
     tokens: Tokens, chunk_tokens: int, extras: Sequence[Extra] = (), behind: bytes = b""
 ) -> list[bytes]:
-    """One digest per chunk of a segment, its ragged tail included. ``extras``: positions count from its first token.
-    ``behind``: as in ``content_digest``."""
+    """Return one digest per chunk of a segment, its partial tail included. ``extras``: positions count from its first
+    token. ``behind``: as in ``content_digest``."""
     if not tokens.size:
         return []
     ordered = sorted(extras)
@@ -151,7 +151,7 @@ def segment_digests(
 
 @lru_cache(maxsize=4096)
 def fingerprint(spec: ModelSpec, kind: CacheKind, layer: int | None = None) -> bytes:
-    """The namespace of one kind of cache of one model. E has a namespace per layer it enters."""
+    """Return the namespace of one kind of cache of one model. E has a namespace per layer that it enters."""
     assert (kind is CacheKind.E) == (layer is not None)
     head = struct.pack("<Iq", FORMAT_VERSION, -1 if layer is None else layer) + kind.value.encode() + b"\0"
     return blake3(_FINGERPRINT + head + spec.canonical).digest()
@@ -160,13 +160,13 @@ def fingerprint(spec: ModelSpec, kind: CacheKind, layer: int | None = None) -> b
 def storage_key(
     secret: bytes, namespace: bytes, provenance: Provenance, exactness: Exactness, chain_digest: bytes
 ) -> bytes:
-    """A chunk's name outside this process, keyed by the tenant's 32-byte secret."""
+    """Return a chunk's name outside this process, keyed by the tenant's 32-byte secret."""
     data = _STORAGE + namespace + _PROVENANCES[provenance] + _EXACTNESSES[exactness] + chain_digest
     return blake3(data, key=secret).digest()
 
 
 @lru_cache(maxsize=4096)
 def presence_salt(namespace: bytes, provenance: Provenance, exactness: Exactness) -> int:
-    """A 64-bit salt that keeps the chunks of one namespace apart from those of others in the presence table."""
+    """Return a 64-bit salt that keeps the chunks of one namespace apart from those of others in the presence table."""
     data = _PRESENCE + namespace + _PROVENANCES[provenance] + _EXACTNESSES[exactness]
     return int.from_bytes(blake3(data).digest(8), "little")

@@ -31,7 +31,7 @@ def _parse(text: str, units: dict[str, int] | dict[str, float], what: str, examp
 
 
 def parse_bytes(value: str | int) -> int:
-    """Bytes from "64 GiB", "1.5 GB" or a plain number. Raises InvalidRequest for anything else."""
+    """Return the bytes of "64 GiB", "1.5 GB" or a plain number. Raises InvalidRequest for anything else."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if not isinstance(value, str):
@@ -40,7 +40,7 @@ def parse_bytes(value: str | int) -> int:
 
 
 def parse_duration(value: str | float) -> float:
-    """Seconds from "30 s", "250 ms", "5 min" or a plain number. Raises InvalidRequest for anything else."""
+    """Return the seconds of "30 s", "250 ms", "5 min" or a plain number. Raises InvalidRequest for anything else."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, str):
@@ -49,7 +49,7 @@ def parse_duration(value: str | float) -> float:
 
 
 def format_bytes(count: float) -> str:
-    """1536 -> "1.5 KiB"."""
+    """Return a size in words: 1536 gives "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" or count == int(count) else f"{count:.1f} {unit}"

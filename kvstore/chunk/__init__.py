@@ -9,8 +9,8 @@ of encoding and of checksum.
 
 Arena and client see ``raw`` chunks, whose strips lie where the layout says. A tier may keep a chunk ``lz4``: the same
 order and alignment, each strip shorter or as it was, and the header's table says where. ``encode_chunk`` and
-``decode_slab`` go between the two, back to the same bytes, header included; ``Making`` and ``decode_slabs`` do so with
-envelopes, too.
+``decode_slab`` convert between the two and restore every byte, header included; ``Making`` and ``decode_slabs`` do so
+for copies in envelopes, too.
 
 Invariants: the layout follows from the spec, the kind and the token count alone; the bytes of one encoding are
 the same on every tier; no encoding is larger than raw; a strip's checksum is seeded with the chunk's identity and

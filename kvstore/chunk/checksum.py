@@ -1,8 +1,8 @@
 """Strip checksums: XXH3-128 of the stored bytes, seeded with the chunk's identity and the strip's place.
 
 The seed is the first 8 bytes of BLAKE3(storage key, layer, head, write id): right bytes at a wrong layer or head,
-in another chunk, or of an earlier write of the same chunk fail the check. XXH3 finds accidents, not attackers;
-where writers are not trusted the envelope's MAC does that.
+in another chunk, or of an earlier write of the same chunk fail the check. XXH3 detects accidents, not attacks;
+where writers are not trusted, the envelope's MAC detects those.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def seeds_of(key: bytes, layers: NDArray[np.int32], heads: NDArray[np.int32]) ->
 
 
 def strip_seeds(storage_key: bytes, layout: ChunkLayout, write_id: bytes) -> list[int]:
-    """One seed per strip of the chunk."""
+    """Return one seed per strip of the chunk."""
     return seeds_of(strip_key(storage_key, write_id), layout.strip_layers, layout.strip_heads)
 
 
@@ -47,7 +47,7 @@ def checksum_strips(
     first: int = 0,
     count: int | None = None,
 ) -> bytes:
-    """Checksums of strips ``first .. first+count`` of a slab (numbered within it), 16 bytes each.
+    """Return the checksums of strips ``first .. first+count`` of a slab (numbered within it), 16 bytes each.
 
     ``slab`` holds the slab's bytes. The GIL is released while a strip is hashed.
     """
@@ -59,7 +59,7 @@ def checksum_strips(
 
 @lru_cache(maxsize=4096)
 def _spans(layout: ChunkLayout, slab_index: int) -> tuple[tuple[int, int], ...]:
-    """(start, end) of each strip in its slab."""
+    """Return (start, end) of each strip in its slab."""
     entry = layout.slabs[slab_index]
     numbers = slice(entry.strip_first, entry.strip_first + entry.strip_count)
     starts = (layout.strip_offsets[numbers] - np.uint64(entry.offset)).tolist()

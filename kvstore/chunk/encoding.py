@@ -42,7 +42,7 @@ def slab_range(header: ChunkHeader, layout: ChunkLayout, first_slab: int, stop_s
     """Return (offset, byte count) of slabs ``first_slab .. stop_slab`` in the stored body; both multiples of 4 KiB."""
     assert 0 <= first_slab < stop_slab <= len(layout.slabs)
     if header.stored is None:
-        assert header.encoding == "raw"  # a header parsed without its layout does not know
+        assert header.encoding == "raw"  # a header that was parsed without its layout has no places either
         last = layout.slabs[stop_slab - 1]
         start, stop = layout.slabs[first_slab].offset, last.offset + last.byte_count
     else:
@@ -62,7 +62,7 @@ def stored_run(header: ChunkHeader, layout: ChunkLayout, slabs: range) -> StripR
 def encode_chunk(
     header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes], target: Bytes | None = None
 ) -> EncodedChunk:
-    """Encode a raw chunk as ``lz4``. ``pieces`` are the resident ones: its header, then one per slab.
+    """Encode a raw chunk as ``lz4``. ``pieces``: the chunk's arrays in memory: its header, then one per slab.
 
     ``target`` receives it: ``layout.total_bytes`` long, and aligned as its writer needs; by default new memory. Raises:
     DataLoss when a strip fails its checksum in the header.
@@ -91,7 +91,7 @@ def _encode_slab(
     layout: ChunkLayout, slab_index: int, source: Bytes, target: Bytes, seeds: list[int], lengths: np.ndarray,
     checksums: Checksums,
 ) -> int:  # fmt: skip
-    """Encode a slab to the start of ``target``, filling its rows of the table. Returns its bytes, gaps zeroed."""
+    """Encode a slab to the start of ``target``, with gaps zeroed, and fill its rows of the table. Return its size."""
     place = 0
     for strip, low, high in _raw_strips(layout, slab_index):
         length = pack_strip(source[low:high], layout.item_size, target[place:])

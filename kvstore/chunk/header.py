@@ -14,8 +14,8 @@ Layout, little-endian, padded with zeros to a multiple of 4 KiB:
 
 The strip table has the places of the stored strips, and the checksums of their stored bytes. The offsets follow from
 the lengths: a reader refuses other offsets, and any length above the layout's.
-The seat is the place where a tier wrote this copy, in the tier's own numbers; 0: the tier gives none. A device that
-also writes a copy to a wrong place leaves one there that outlives the first; its seat shows that it is misplaced.
+The seat is the place where a tier wrote this copy, in the tier's own numbers; 0: the tier gives none. A faulty
+device may write a copy to a wrong place, too, where it outlives the right one; its seat shows that it is misplaced.
 ``stored`` is the time at which the chunk was stored, in whole seconds since 1970; 0: an earlier release wrote none.
 The header's checksum is XXH3-128 of its bytes with the checksum field zero.
 """
@@ -125,7 +125,7 @@ def write_mark(write_id: bytes) -> int:
 
 
 def pack_header(header: ChunkHeader, layout: ChunkLayout) -> bytes:
-    """The header's bytes, ``layout.header_bytes`` of them."""
+    """Return the header as ``layout.header_bytes`` bytes."""
     assert header.checksums.shape == (layout.strip_count, CHECKSUM_BYTES)
     assert (header.stored is None) == (header.encoding == "raw")
     body_bytes = layout.body_bytes if header.stored is None else header.stored.body_bytes

@@ -126,7 +126,7 @@ def _align_each(values: NDArray[np.uint64], alignment: int) -> NDArray[np.uint64
 
 @lru_cache(maxsize=512)
 def layout_of(spec: ModelSpec, kind: CacheKind, token_count: int, layer: int | None = None) -> ChunkLayout:
-    """The layout of a chunk of ``token_count`` tokens (fewer than ``spec.chunk_tokens`` for a partial tail).
+    """Return the layout of a chunk of ``token_count`` tokens (fewer than ``spec.chunk_tokens`` for a partial tail).
 
     Raises: InvalidRequest for a token count or an E layer the spec does not have.
     """

@@ -20,8 +20,8 @@ SAVES_MIN = 1 / 16
 
 @dataclass(frozen=True, kw_only=True)
 class Making:
-    """How to make one copy: the raw chunk's header and layout, and the copy's encoding and sealing. Sent to byte
-    movers."""
+    """The recipe of one copy: the raw chunk's header and layout, and the copy's encoding and sealing. It is sent to
+    byte movers."""
 
     header: ChunkHeader
     layout: ChunkLayout
@@ -35,7 +35,7 @@ class Making:
 
     def made(self, pieces: Sequence[Bytes]) -> tuple[ChunkHeader, list[Bytes]]:
         """Blocking. Make the copy; return its header without envelope, and its bytes: the header's, then the body's.
-        ``pieces`` are the raw chunk's, header first. Raises DataLoss when a strip that is encoded or sealed fails its
+        ``pieces``: the raw chunk's, header first. Raises DataLoss when a strip that is encoded or sealed fails its
         checksum in the header."""
         layout, header, (head, *slabs) = self.layout, self.header, pieces
         whole = range(len(layout.slabs))
@@ -56,7 +56,7 @@ def decode_slabs(
     header: ChunkHeader, layout: ChunkLayout, slabs: range, stored: Bytes, target: Sequence[Bytes]
 ) -> bool:
     """Blocking. Check stored slabs one after the other, and write each raw to its array of ``target``. Slabs in an
-    envelope are opened in place, in ``stored``. False when the bytes do not match the header."""
+    envelope are opened in place, in ``stored``. Return False when the bytes do not match the header."""
     if not open_slabs(header, layout, slabs, stored):
         return False
     seeds = strip_seeds(header.storage_key, layout, header.write_id)

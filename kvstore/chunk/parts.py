@@ -32,9 +32,9 @@ def slab_parts(
     layout: ChunkLayout, slab_index: int, memory: Bytes, chunk_count: int = 1, stride: int = 0,
     first: int = 0, stop: int | None = None,
 ) -> list[Part]:  # fmt: skip
-    """The parts of one slab of ``chunk_count`` chunks of one layout. ``memory`` begins with the first chunk's slab, or
-    with strip ``first`` of it when only strips ``first .. stop`` are wanted (heads, or runs of tokens where the layer
-    has none); each next chunk's lies ``stride`` bytes further. Nothing is copied.
+    """Return the parts of one slab of ``chunk_count`` chunks of one layout. ``memory`` begins with the first chunk's
+    slab; each next chunk's slab lies ``stride`` bytes further. When only strips ``first .. stop`` are wanted (heads, or
+    runs of tokens where the layer has no heads), ``memory`` begins with strip ``first``. Nothing is copied.
 
     Cost: one array view per part, about 1 us each; no loop over heads, tokens or chunks.
     """

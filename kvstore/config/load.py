@@ -95,11 +95,11 @@ def _shown(value: object) -> object:
 
 
 def _sections() -> dict[str, Any]:
-    """Every section's leaf class, by its dotted name; sections of sections are flattened."""
+    """Return every section's leaf class, by its dotted name; sections of sections are flattened."""
     found: dict[str, Any] = {}
     for name, leaf in get_type_hints(Settings).items():
         if name == TENANTS:
-            continue  # its sections have names of their own
+            continue  # the user chooses the names of the tenants' sections
         inner = {part: each for part, each in get_type_hints(leaf).items() if is_dataclass(each)}
         found.update({f"{name}.{part}": each for part, each in inner.items()} or {name: leaf})
     return found
@@ -158,7 +158,7 @@ class _Sources:
             self.values[section][name] = _read(text, hint)
         except InvalidRequest as error:
             raise InvalidRequest(f"{origin}: {section}.{name}: {error.message}") from error
-        except (ValueError, KeyError, RuntimeError) as error:  # RuntimeError: ~ of a user there is not
+        except (ValueError, KeyError, RuntimeError) as error:  # RuntimeError: ~ of an unknown user
             kind = getattr(hint, "__name__", str(hint))
             raise InvalidRequest(f"{origin}: {section}.{name} = {text!r} cannot be read as {kind}") from error
         self.origins[f"{section}.{name}"] = origin

@@ -36,7 +36,7 @@ def fence() -> None:
     lock = _own.lock
     try:
         lock.release()
-    except RuntimeError:  # an interrupt came between the two, the last time
+    except RuntimeError:  # an interrupt came between release and acquire, the last time
         lock.acquire()
         lock.release()
     lock.acquire()
@@ -44,7 +44,7 @@ def fence() -> None:
 
 def _after_fork_in_child() -> None:
     global _own
-    _own = _Own()  # the thread that forked may have been between the two
+    _own = _Own()  # the thread that forked may have been between release and acquire
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -88,5 +88,5 @@ def failure_of(job: asyncio.Future[Result] | Future[Result]) -> KVStoreError | N
 
 def _not_begun(cause: BaseException | None) -> NotBegun:
     failure = NotBegun(f"no byte mover took the job: {cause or 'it was cancelled'}: try again later")
-    failure.__cause__ = cause.with_traceback(None) if cause else None  # its frames hold what the job was to work on
+    failure.__cause__ = cause.with_traceback(None) if cause else None  # its frames hold the job's arguments
     return failure

@@ -43,7 +43,7 @@ class _Pages:
     """Owns the addresses: they are unmapped when the last array over them is gone."""
 
     def __init__(self, address: int, byte_count: int) -> None:
-        # Never marked read-only: torch takes no such array without a warning, and the kernel refuses a write anyway.
+        # Never marked read-only: torch warns about read-only arrays, and the kernel refuses a write anyway.
         self.__array_interface__ = {"data": (address, False), "shape": (byte_count,), "typestr": "|u1", "version": 3}
         weakref.finalize(self, _unmap, os.getpid(), address, byte_count).atexit = False
 
@@ -117,12 +117,12 @@ class SharedMap:
         stop = (offset + byte_count) // HUGE_BYTES * HUGE_BYTES
         # Page by page: the kernel holds the process's memory map meanwhile, and a killed process ends only in between.
         for block in range(first, stop, HUGE_BYTES):
-            self._advise(block, mmap.PAGESIZE, _MADV_POPULATE_READ)  # a block without any page is not collapsed
+            self._advise(block, mmap.PAGESIZE, _MADV_POPULATE_READ)  # the kernel collapses no block without a page
             self._advise(block, HUGE_BYTES, _MADV_COLLAPSE)
         problem = self._advise(offset, byte_count, _MADV_POPULATE_WRITE)
         if problem == errno.EINVAL:  # before Linux 5.14: read one byte of each page
             self.bytes[offset : offset + byte_count : mmap.PAGESIZE].max()
-        elif problem:  # EFAULT, too: where it is refused for another reason than room, a touch would end the process
+        elif problem:  # EFAULT included: pages refused for other reasons than room would end the process at a touch
             raise Exhausted(
                 f"no memory for {byte_count} bytes of pages ({os.strerror(problem)}): lower arena.capacity_bytes, or "
                 "have fewer clients"

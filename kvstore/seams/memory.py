@@ -123,11 +123,11 @@ class SystemMemory:
 def descriptor_count() -> int:
     """Return the number of open descriptors of this process. Raises OSError when /proc is not mounted."""
     try:
-        return len(os.listdir("/proc/self/fd")) - 1  # the listing's own
+        return len(os.listdir("/proc/self/fd")) - 1  # without the listing's own descriptor
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
-        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # not one is left for the listing
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # no descriptor is left for the listing: all are open
 
 
 def joined(arrays: Sequence[Bytes]) -> list[Bytes]:

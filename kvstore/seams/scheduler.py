@@ -97,7 +97,7 @@ class WorkerThreads:
         except BaseException:
             if future.cancel():
                 raise
-        return future  # where it was refused, but has begun already, it was taken after all
+        return future  # a call that was refused, but has begun already, counts as taken
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=False)
@@ -123,7 +123,7 @@ def _run_taken(call: list[Any]) -> None:
     except BaseException as raised:  # noqa: BLE001 - a future carries whatever the call raised
         error = raised
     finally:
-        del function, args  # the error keeps this frame, and the future the error
+        del function, args  # the future keeps the error, and the error keeps this frame with its names
     try:
         if error is None:
             future.set_result(result)

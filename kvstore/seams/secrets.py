@@ -29,7 +29,7 @@ class TenantKeys:
 
     @property
     def digest(self) -> bytes:
-        """Names the tenant in chunk headers without revealing the secret. 16 bytes."""
+        """A digest of 16 bytes that names the tenant in chunk headers without revealing the secret."""
         return blake3(b"tenant\0" + self.tenant.encode(), key=self.secret).digest(16)
 
 

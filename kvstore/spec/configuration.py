@@ -51,8 +51,8 @@ def described(config: Any) -> str:
     found = {name: value for name, value in config.to_dict().items() if name not in WITHOUT_MEANING}
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     if (rope.get("rope_type") or rope.get("type") or "default") in PLAIN_ROPES:
-        found.pop("max_position_embeddings", None)  # a bound that nothing reads
-    found["attention"] = getattr(config, "_attn_implementation", None) or "sdpa"  # what transformers takes by itself
+        found.pop("max_position_embeddings", None)  # plain ropes do not read this bound
+    found["attention"] = getattr(config, "_attn_implementation", None) or "sdpa"  # transformers' default
     return json.dumps(_plain(found, "config"), sort_keys=True, separators=(",", ":"))
 
 

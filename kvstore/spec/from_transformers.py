@@ -28,7 +28,7 @@ def spec_from_transformers(
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = rope_of(config, head_dim)
     if rope.kind == "default":
-        rope = replace(rope, rotary_dim=head_dim)  # these families' plain rotation does not look at the partial factor
+        rope = replace(rope, rotary_dim=head_dim)  # plain rotation in these families ignores the partial factor
     return ModelSpec(
         model_id=Path(config.name_or_path).name or config.model_type,
         weights_digest=_identity(config, weights),
@@ -50,7 +50,7 @@ def _layers_of(config: Any, head_dim: int) -> tuple[LayerSpec, ...]:
     kv_heads, window = config.num_key_value_heads, getattr(config, "sliding_window", None)
     count = int(config.num_hidden_layers)
     full = LayerSpec(kv_heads=kv_heads, k_dim=head_dim, v_dim=head_dim)
-    if not window or config.model_type == "llama":  # whose forward pass looks at no window
+    if not window or config.model_type == "llama":  # Llama's forward pass ignores the window
         return (full,) * count
     narrow = LayerSpec(kind=LayerKind.SLIDING_WINDOW, kv_heads=kv_heads, k_dim=head_dim, v_dim=head_dim, window=window)
     if config.model_type == "mistral":

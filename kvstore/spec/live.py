@@ -96,7 +96,7 @@ def _tables(model: torch.nn.Module, plain: torch.nn.Module) -> dict[str, str]:
         names = [name for name in each._non_persistent_buffers_set if each._buffers[name] is not None]
         if not names:
             continue
-        fresh = type(each)(plain.config)  # on a device, as the skeleton is not
+        fresh = type(each)(plain.config)  # on a real device: the skeleton is on the meta device
         odd = {name: each._buffers[name] for name in names}
         odd = {name: has for name, has in odd.items() if not _same(has, fresh._buffers.get(name))}
         if odd:

@@ -128,7 +128,7 @@ class ModelSpec:
     where every query head has a KV head of its own.
     ``tokenizer_digest``: hex digest of the tokenizer; empty: unknown. Models with different tokenizers share no caches,
     nor does a model with a digest share any with a model without one.
-    ``scales`` holds (k_scale, v_scale) per layer for scaled fp8 caches. A spec without layers is of no model: its
+    ``scales`` holds (k_scale, v_scale) per layer for scaled fp8 caches. A spec without layers is for no model: its
     chunks are opaque bytes, a "token" of them is ``hidden_size`` items of ``hidden_dtype``.
 
     Raises: InvalidRequest naming the field that is wrong.

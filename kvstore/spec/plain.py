@@ -99,7 +99,7 @@ def _skeleton(model: Any) -> Module:
     try:
         with torch.device("meta"):
             made: Module = type(model)(copy.deepcopy(model.config))
-    except Exception as error:  # a class of the user's own may take anything
+    except Exception as error:  # a user's own class may need any arguments, and raise anything
         raise InvalidRequest(
             f"{_called(model)} cannot be made of its configuration alone ({error}): {VOUCH}"
         ) from error

@@ -26,7 +26,7 @@ PROTO = ROOT / "proto"
 BASELINE = PROTO / "baseline.binpb"
 STUBS = (Path("kvstore/v1"), Path("kvstore/v1alpha"))
 
-_FROZEN = re.compile(r"[a-z ]+ (\w+\.)+v\d+\.")  # what a name of v1 begins with, and not one of v1alpha
+_FROZEN = re.compile(r"[a-z ]+ (\w+\.)+v\d+\.")  # names of v1 begin with this, names of v1alpha do not
 _LOOSE = re.compile(r"/v\d+[a-z]")
 _PASCAL = re.compile(r"[A-Z][A-Za-z0-9]*")
 _SNAKE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")

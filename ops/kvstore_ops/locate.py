@@ -66,7 +66,7 @@ def as_dict(location: Location, token_count: int) -> dict[str, Any]:
 
 
 def render(locations: list[Location], token_counts: list[int]) -> Group:
-    """A table per context, the longest prefix first."""
+    """Draw a table per context, the longest prefix first."""
     tables: list[Table | Text] = []
     for number, (found, count) in enumerate(zip(locations, token_counts, strict=True), 1):
         title = f"{count:,} tokens" if len(locations) == 1 else f"context {number}: {count:,} tokens"

@@ -86,7 +86,7 @@ class Sidecar:
             self.stop(kill=True)
             raise Unavailable(f"the sidecar did not start: {log.read_text()[-500:]}", status=status)
         if self.plane == "remote":
-            self.tcp_address = line.partition("remote ")[2].partition(",")[0]  # a restart has the same
+            self.tcp_address = line.partition("remote ")[2].partition(",")[0]  # a restart listens on the same port
 
     def _first_line(self) -> str:
         """Return the line that the sidecar prints when it is ready; empty when it ends, or prints none in time."""

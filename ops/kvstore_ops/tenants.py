@@ -32,7 +32,7 @@ def ask(doors: dict[str, Door]) -> dict[str, admin_pb2.StatsResponse | str]:
 
 
 def render(found: dict[str, admin_pb2.StatsResponse | str]) -> Table:
-    """A line per tenant."""
+    """Draw a line per tenant."""
     table = Table("tenant", "arena", "chunks", "tiers", "sessions")
     for tenant, stats in found.items():
         if isinstance(stats, str):

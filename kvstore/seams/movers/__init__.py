@@ -7,7 +7,7 @@ requests) runs in forks that share only memory and files with it:
     the service                     socket pairs, one packet each         a mover process
     MoverProcesses (``processes``)  -- control: maps, files, lanes -->    ``child``: one thread listens
     Lane.submit(function, ...)      -- a lane's jobs, first come first    ``child``: a lane's threads take one each
-                                       served, whoever is free --------->
+                                       served, by any free thread ------>
     a future                        <-- its answer ---------------------
 
 A job is a function of a module and its arguments (``crossing``): shared memory and files cross as numbers, everything

@@ -30,7 +30,7 @@ def run(control: socket.socket, parent_pid: int) -> NoReturn:
     status = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # they are the service's to hear: it finishes what it began
+            signal.signal(number, signal.SIG_IGN)  # the service handles them, and needs movers until it ends
         libc = ctypes.CDLL(None)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         libc.prctl(_PR_SET_NAME, b"kvstore-mover", 0, 0, 0)
@@ -46,7 +46,7 @@ def run(control: socket.socket, parent_pid: int) -> NoReturn:
 
 
 def _leave(status: int) -> NoReturn:
-    os._exit(status)  # the fork's exit handlers are the service's, not ours
+    os._exit(status)  # runs no exit handlers: the fork inherited them from the service
 
 
 def _keep_only(kept: int) -> None:
@@ -106,7 +106,7 @@ class _Mover:
             self._control.send(answer)
 
     def _order_file(self, descriptors: Sequence[int], number: int) -> None:
-        if descriptors:  # else the kernel had no room for one more here: the jobs that name it say so
+        if descriptors:  # else this process may open no more files, and jobs that name this one fail
             self._keep(number, descriptors[0])
 
     def _keep(self, number: int, thing: SharedMap | int) -> None:

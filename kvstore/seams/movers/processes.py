@@ -51,7 +51,7 @@ class MoverProcesses:
         self._controls: list[socket.socket] = []
         self._descriptors: list[int] = []
         self.pids: list[int] = []
-        gc.freeze()  # what is there now is never collected in a fork, and its pages stay shared
+        gc.freeze()  # forks never collect objects from before, so that their pages stay shared
         try:
             for _ in range(count):
                 self._start(os.getpid())
@@ -189,8 +189,8 @@ class MoverProcesses:
             if descriptor is not None:
                 _is_ready(descriptor, END_TIMEOUT_S)
                 os.close(descriptor)
-            with suppress(ChildProcessError):  # where somebody had us ignore SIGCHLD
-                os.waitpid(pid, os.WNOHANG)  # one that a device holds cannot be waited for
+            with suppress(ChildProcessError):  # where SIGCHLD is ignored: the kernel has reaped the process
+                os.waitpid(pid, os.WNOHANG)  # do not wait: a device may hold the process for long
         self._controls, self._descriptors, self.pids = [], [], []
 
 
@@ -256,8 +256,8 @@ class Lane:
             try:
                 self._jobs.send(packet)
             except BlockingIOError:
-                return  # the socket is full of jobs: each of them is answered, and then we are here again
-            except OSError as error:  # it has not left us, and never will: whose memory it names has it again
+                return  # the socket is full: the answer to one of its jobs calls this method again
+            except OSError as error:  # the job was not sent and never will be: its memory is free again
                 self._waiting.popleft()
                 if future.set_running_or_notify_cancel():
                     future.set_exception(NotBegun(f"the byte movers take no jobs: {error}"))
@@ -273,7 +273,7 @@ class Lane:
             except BlockingIOError:
                 break
             except ConnectionResetError:
-                packet = b""  # they ended with jobs unread
+                packet = b""  # the movers ended with unread jobs
             if not packet:
                 self._lost()
                 return

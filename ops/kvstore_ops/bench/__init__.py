@@ -16,6 +16,6 @@ SHARED = frozenset(
         "throttled",
     }
 )
-"""Modules of this package that are no benchmark."""
+"""Modules of this package that are not benchmarks."""
 BESIDE = frozenset({"peers"})
-"""Benchmarks that need somebody else's environment: run by their names, not by "all"."""
+"""Benchmarks that need another product's environment: "all" leaves them out, only their names run them."""

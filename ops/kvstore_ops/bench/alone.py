@@ -1,7 +1,7 @@
-"""A benchmark runs in a process of its own, so that what one leaves behind slows or breaks no other.
+"""Runs each benchmark in a process of its own, so that remains of one benchmark neither slow nor break another.
 
-Byte movers are forks from before gRPC has threads (``kvstore/seams/movers``): after a benchmark that was a client, the
-next one in its process could not start any.
+Byte movers must be forked before gRPC has threads (``kvstore/seams/movers``): after a benchmark that was a client, the
+next one in the same process could not start any.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 from kvstore.errors import KVStoreError
 
 COSTLY = ("grpc", "kvstore_client.engines.transformers", "transformers.models.llama.modeling_llama")
-"""What many benchmarks import, some seconds each time."""
+"""Modules that many benchmarks import; each import takes some seconds."""
 
 
 def import_costly() -> None:
-    """Whoever runs many benchmarks calls this before the first: the forks have it then."""
+    """Import the costly modules. Call it before the first of many benchmarks: the forks then have the modules."""
     for name in COSTLY:
         importlib.import_module(name)
 
 
 def in_own_process(name: str, scale: str) -> dict[str, Any]:
-    """The result of a benchmark as a dict. The process is a fork: what is imported here is not imported again.
+    """Run a benchmark, and return its result as a dict. The process is a fork, so that it has this process's imports.
 
-    Raises what the benchmark raised, if that is an error of this product; for others the traceback is on stderr.
+    Raises the benchmark's error if that is a KVStoreError; the traceback of any other error is on stderr.
     """
     module = importlib.import_module(f"kvstore_ops.bench.{name.replace('-', '_')}")
     theirs, ours = multiprocessing.Pipe(duplex=False)

@@ -24,7 +24,7 @@ RUNS = {"full": 40, "quick": 15, "tiny": 2}
 
 
 def geometry(scale: str) -> ModelSpec:
-    """32 layers, 8 kv heads, head dim 128, bf16: 256 tokens are 32 MiB."""
+    """Return a spec of 32 layers, 8 kv heads, head dim 128, bf16: 256 tokens are 32 MiB."""
     return ModelSpec.dense(
         "bench-8b", "unverified:bench", layer_count=LAYERS[scale], kv_heads=8, head_dim=128, hidden_size=4096,
         vocab_size=VOCABULARY,
@@ -32,12 +32,12 @@ def geometry(scale: str) -> ModelSpec:
 
 
 def random_tokens(count: int, seed: int) -> Any:
-    """Tokens nobody stored before."""
+    """Return random tokens; a new seed gives tokens that are not stored yet."""
     return np.random.default_rng(seed).integers(0, VOCABULARY, count, dtype=np.uint32)
 
 
 def tensors(spec: ModelSpec, token_count: int) -> list[tuple[Any, Any]]:
-    """Pre-faulted torch tensors, per layer (K, V)."""
+    """Return pre-faulted torch tensors, per layer (K, V)."""
     import torch
 
     shape = (8, token_count, 128)
@@ -49,7 +49,7 @@ def tensors(spec: ModelSpec, token_count: int) -> list[tuple[Any, Any]]:
 
 @contextmanager
 def ready(scale: str) -> Iterator[tuple[Sidecar, Client]]:
-    """A sidecar whose arena is backed by pages, and a client of it that was connected after that."""
+    """Yield a sidecar and its client, which connects once the whole arena is backed by pages."""
     capacity = "64 MiB" if scale == "tiny" else "1 GiB"
     with Sidecar("--capacity", capacity) as sidecar:
         sidecar.wait_prefaulted()
@@ -58,14 +58,14 @@ def ready(scale: str) -> Iterator[tuple[Sidecar, Client]]:
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds of one call."""
+    """Return the seconds that one call takes."""
     started = time.perf_counter()
     action()
     return time.perf_counter() - started
 
 
 def copy_seconds(copier: Copier, pairs: Sequence[tuple[Any, Any]]) -> float:
-    """Copy (target, source) pairs on the copier's threads."""
+    """Copy (target, source) pairs on the copier's threads, and return the seconds that this takes."""
 
     def run(work: Sequence[tuple[Any, Any]]) -> None:
         for target, source in work:
@@ -75,6 +75,6 @@ def copy_seconds(copier: Copier, pairs: Sequence[tuple[Any, Any]]) -> float:
 
 
 def one_call_copy_bytes_per_s(byte_count: int) -> float:
-    """One memcpy of everything: what the memory can do when nothing is cut in runs."""
+    """Return the rate of one memcpy of all bytes: the limit of the memory when bytes are not cut into runs."""
     source, target = np.ones(byte_count, np.uint8), np.ones(byte_count, np.uint8)
     return byte_count / min(timed(lambda: np.copyto(target, source)) for _ in range(3))

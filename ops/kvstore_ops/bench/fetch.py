@@ -23,7 +23,7 @@ VERIFY_TARGET = 0.65
 
 
 def ask(client: Client, spec: Any, tokens: Any) -> MappedPrefix:
-    """What a fetch does before its first copy: the call, and the chunks' headers."""
+    """Do the part of a fetch before its first copy: the call, and the chunks' headers."""
     wanted = Wanted.of(spec, None, None, (), verify=False)
     name = fingerprint(spec, spec.kind)
     prefix = open_prefix(client.connect_now(), wanted, name, chain_digests(tokens, spec.chunk_tokens), 1, 10.0)
@@ -32,7 +32,7 @@ def ask(client: Client, spec: Any, tokens: Any) -> MappedPrefix:
 
 
 def limit_pairs(client: Client, spec: Any, tokens: Any, into: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """The copies a fetch makes, as (target, source), in the mapped memory itself."""
+    """Return the copies that a fetch makes, as (target, source); the sources are the mapped memory itself."""
     prefix = ask(client, spec, tokens)
     pairs = []
     for layer in range(spec.layer_count):
@@ -47,7 +47,7 @@ def limit_pairs(client: Client, spec: Any, tokens: Any, into: list[tuple[Any, An
 
 
 def run(scale: str) -> Result:
-    """Interleaved pairs of a fetch and its copy limit, after a warm-up of both."""
+    """Measure interleaved pairs of a fetch and its copy limit, after a warm-up of both."""
     spec = shared.geometry(scale)
     count = shared.CHUNKS[scale] * shared.CHUNK_TOKENS
     tokens = shared.random_tokens(count, 1)
@@ -115,7 +115,7 @@ def _one() -> Any:
 
 
 def first_fetch_seconds(address: str, scale: str) -> float:
-    """The first fetch of a fresh process: connection excluded, page tables not yet filled."""
+    """Return the seconds of a fresh process's first fetch, without connecting; its page tables are still empty."""
     import subprocess
     import sys
 

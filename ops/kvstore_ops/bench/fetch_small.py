@@ -1,6 +1,6 @@
 """fetch-small: 1, 4 and 10 chunks of 256 tokens of a small model, warm, over the bare copies; then clients together.
 
-What a fetch costs beside its bytes shows here: 256 tokens of 30 layers with 3 kv heads of 64 are 60 planes of 98 KB.
+It shows the costs of a fetch beside its bytes: 256 tokens of 30 layers with 3 kv heads of 64 are 60 planes of 98 KB.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore_ops.bench.fetch import limit_pairs
 from kvstore_ops.bench.result import Result, quartiles, show
 
 TARGETS = {1: 0.6, 4: 0.75, 10: 0.85}
-"""Chunks -> share of the copy limit."""
+"""Number of chunks -> the share of the copy limit that a fetch of them must reach."""
 TOGETHER_TARGET, TAIL_TARGET = 0.8, 2.0
 RUNS = {"full": 300, "quick": 100, "tiny": 3}
 CLIENTS = {"full": (1, 2, 4, 8), "quick": (1, 8), "tiny": (1,)}
@@ -46,7 +46,7 @@ print(done, flush=True)
 
 
 def geometry(scale: str) -> ModelSpec:
-    """30 layers, 3 kv heads, head dim 64, bf16: 256 tokens are 5.9 MB."""
+    """Return a spec of 30 layers, 3 kv heads, head dim 64, bf16: 256 tokens are 5.9 MB."""
     return ModelSpec.dense(
         "bench-small", "unverified:bench", layer_count=2 if scale == "tiny" else 30, kv_heads=3, head_dim=64,
         hidden_size=576, vocab_size=shared.VOCABULARY,
@@ -54,7 +54,7 @@ def geometry(scale: str) -> ModelSpec:
 
 
 def tensors(spec: ModelSpec, token_count: int) -> list[tuple[Any, Any]]:
-    """Pre-faulted torch tensors, per layer (K, V)."""
+    """Return pre-faulted torch tensors, per layer (K, V)."""
     import torch
 
     shape = (3, token_count, 64)
@@ -65,7 +65,8 @@ def tensors(spec: ModelSpec, token_count: int) -> list[tuple[Any, Any]]:
 
 
 def run(scale: str) -> Result:
-    """Pairs of a fetch and the same copies bare, by one thread and by two: the faster one of these is the limit."""
+    """Measure pairs of a fetch and the same copies without a service, by one thread and by two. The faster of these
+    two is the limit."""
     spec, copier = geometry(scale), Copier()
     sizes: dict[int, dict[str, Any]] = {}
     with shared.ready(scale) as (sidecar, client):
@@ -126,7 +127,7 @@ def _measured(client: Client, copier: Copier, spec: ModelSpec, count: int, runs:
         times["fetch"].append(shared.timed(fetch))
         times["here"].append(shared.timed(bare))
         times["two"].append(shared.copy_seconds(copier, pairs))
-    times = {name: each[5:] for name, each in times.items()}  # without the first ones, which fill caches
+    times = {name: each[5:] for name, each in times.items()}  # without the first times: they fill caches
     limits = min(times["here"], times["two"], key=statistics.median)
     ratios = [limit / mine for limit, mine in zip(limits, times["fetch"], strict=True)]
     return {
@@ -140,7 +141,7 @@ def _measured(client: Client, copier: Copier, spec: ModelSpec, count: int, runs:
 
 
 def _together(address: str, clients: int, spec: ModelSpec, seconds: float, scale: str) -> float:
-    """Bytes per second that processes of their own fetch at once."""
+    """Return the bytes per second that ``clients`` processes fetch together."""
     count = MANY * shared.CHUNK_TOKENS
     command = [sys.executable, "-c", LOOP, address, str(count), str(seconds), scale]
     running = [

@@ -1,4 +1,4 @@
-"""footprint: the server's private memory, and what an installation without torch weighs."""
+"""footprint: the server's private memory, and the size of an installation without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SERVER_TARGET_MIB, INSTALL_TARGET_MIB = 150, 300
 
 
 def anonymous_mib(pid: int) -> float:
-    """RssAnon: private memory, the arena's shared pages not counted."""
+    """Return RssAnon: a process's private memory, without the arena's shared pages."""
     text = Path(f"/proc/{pid}/status").read_text()
     found = re.search(r"RssAnon:\s+(\d+) kB", text)
     assert found is not None
@@ -21,7 +21,7 @@ def anonymous_mib(pid: int) -> float:
 
 
 def install_mib() -> float:
-    """Files of kvstore's core dependencies and theirs; extras are not counted."""
+    """Return the size of the files of kvstore, its core dependencies and their dependencies; extras are not counted."""
     seen: set[str] = set()
     waiting = ["kvstore"]
     total = 0
@@ -44,7 +44,7 @@ def install_mib() -> float:
 
 
 def run(scale: str) -> Result:
-    """The server and its byte movers after it stored and served 256 MiB."""
+    """Measure the server and its byte movers after 256 MiB were stored and fetched."""
     spec = shared.geometry(scale)
     count = shared.CHUNKS[scale] * shared.CHUNK_TOKENS
     tokens, source = shared.random_tokens(count, 5), shared.tensors(spec, count)

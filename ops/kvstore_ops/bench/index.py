@@ -1,9 +1,9 @@
-"""index: what the catalog of a device costs in memory per chunk, and how long a clean one takes to open.
+"""index: the memory that a device's catalog needs per chunk, and the time to open the directory after a clean stop.
 
-The directory is a real one: files, first pages and snapshot written by the tier's own code, slots without data (the
-snapshot is believed, so nobody reads them). A fresh process opens it as the server does. Chunks hang together as in
-conversations: a shared prefix of 64, seven continuations of 64 after it. Beside it: reading real headers when there
-is no snapshot, and lookups of whole chains on what was recovered.
+The directory is a real one: the tier's own code writes the files, their first pages and the snapshot. The slots have no
+data, because an open with a snapshot does not read them. A fresh process opens the directory as the server does. Chunks
+form chains as in conversations: a shared prefix of 64, and seven continuations of 64 after it. Beside it are measured:
+an open without a snapshot, which reads real headers, and lookups of whole chains in the recovered catalog.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ CHUNKS = {"full": 1_000_000, "quick": 1_000_000, "tiny": 20_000}
 REBUILT = {"full": 1_000_000, "quick": 50_000, "tiny": 2_000}
 LOOKUPS = {"full": 5000, "quick": 2000, "tiny": 100}
 RUN, FAMILY = 64, 512
-"""Chunks of a shared prefix or a continuation; chunks of a prefix with all its continuations."""
+"""Number of chunks of a shared prefix, and of a continuation; of a prefix with all its continuations."""
 ROOM_BYTES = 64 << 20
 SLOTS_AT_ONCE = 512
 
 
 def model() -> ModelSpec:
-    """A chunk of it takes a slot of 8 KiB: the smallest there is."""
+    """Return a spec whose chunks take slots of 8 KiB, the smallest slots."""
     return ModelSpec.dense(
         "bench-index", "unverified:bench", layer_count=1, kv_heads=1, head_dim=8, hidden_size=8, chunk_tokens=128,
         vocab_size=128_256,
@@ -62,12 +62,12 @@ def model() -> ModelSpec:
 
 
 def digests_of(count: int) -> bytes:
-    """The chunks' digests, parents before their children, 32 bytes each."""
+    """Return the chunks' digests, 32 bytes each, parents before their children."""
     return np.random.default_rng(1).bytes(32 * count)
 
 
 def parents_of(digests: bytes) -> bytes:
-    """The digest of each chunk's parent."""
+    """Return the digest of each chunk's parent."""
     rows = np.frombuffer(digests, np.uint8).reshape(-1, 32)
     place = np.arange(len(rows))
     above = np.where(place % RUN == 0, place - place % FAMILY + RUN - 1, place - 1)
@@ -77,7 +77,7 @@ def parents_of(digests: bytes) -> bytes:
 
 
 class SparseDisk(SystemDisk):
-    """Files that promise room and take none."""
+    """Files that are as long as allocated files, but take no room on the disk until they are written."""
 
     def allocate(self, descriptor: int, byte_count: int) -> None:
         os.ftruncate(descriptor, byte_count)
@@ -103,7 +103,7 @@ class Written:
         self.parents = parents_of(self.digests)
 
     def end_cleanly(self) -> None:
-        """Leave the snapshot of a clean stop: the least recently used first, so a child before its parent."""
+        """Write the snapshot of a clean stop: the least recently used chunk first, so a child before its parent."""
         taken = [self.regions.take(self.slot_bytes, Encoding.RAW) for _ in range(self.count)]
         order = np.lexsort((-np.arange(self.count), np.arange(self.count) // FAMILY))
 
@@ -150,18 +150,19 @@ class Written:
         self.directory.close()
 
 
-# ---------------------------------------------------------------- the process that opens it
+# ---------------------------------------------------------------- the process that opens the directory
 
 
 def anonymous_bytes() -> float:
-    """This process's private memory once it gave back what it can."""
+    """Return this process's private memory, after free memory was given back."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return anonymous_mib(os.getpid()) * (1 << 20)
 
 
 async def opened(path: Path, count: int, lookup_count: int) -> dict[str, float]:
-    """Open a directory as the server does. ``bytes``: what that added to this process."""
+    """Open a directory as the server does, and return the measurements. ``bytes``: memory per chunk that the open
+    added to this process."""
     flags = {
         "server.state_directory": path, "tiers.nvme.directory": path, "arena.capacity_bytes": "16 MiB",
         "tiers.nvme.capacity_bytes": str(count * (8 << 10) + ROOM_BYTES),
@@ -196,7 +197,7 @@ async def opened(path: Path, count: int, lookup_count: int) -> dict[str, float]:
 
 
 def lookup_seconds(controller: Controller, count: int, lookup_count: int) -> list[float]:
-    """Lookups of a prefix and one of its continuations, 128 keys, all over the catalog."""
+    """Return the seconds of lookups, each of a random prefix and one of its continuations: 128 keys."""
     digests, name = digests_of(count), fingerprint(model(), model().kind)
     keys = [digests[at : at + 32] for at in range(0, len(digests), 32)]
     chosen = random.Random(3)  # noqa: S311 - which chain is asked for is no secret
@@ -215,7 +216,7 @@ def lookup_seconds(controller: Controller, count: int, lookup_count: int) -> lis
 
 
 def in_fresh_process(path: Path, count: int, lookup_count: int) -> dict[str, float]:
-    """``opened`` in a process that did nothing else."""
+    """Run ``opened`` in a fresh process, and return its measurements."""
     command = [sys.executable, "-m", "kvstore_ops.bench.index", str(path), str(count), str(lookup_count)]
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     answer: dict[str, float] = json.loads(found.splitlines()[-1])
@@ -226,7 +227,7 @@ def in_fresh_process(path: Path, count: int, lookup_count: int) -> dict[str, flo
 
 
 def run(scale: str) -> Result:
-    """A clean index, and one rebuilt from headers."""
+    """Measure an open after a clean stop, and a rebuild from headers."""
     count, rebuilt = CHUNKS[scale], REBUILT[scale]
     require_room(rebuilt * (8 << 10) + ROOM_BYTES + count * 100)
     with tempfile.TemporaryDirectory(prefix="kvstore-") as place:

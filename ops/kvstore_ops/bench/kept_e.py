@@ -16,7 +16,7 @@ TARGET = 0.9
 
 
 def run(scale: str) -> Result:
-    """The figure is fetch and projection beside the projection alone: what is left when loading overlaps."""
+    """Measure a fetch with projection over the projection alone, which is the limit when loading overlaps with it."""
     import torch
     from kvstore_client import ModelSpec
     from kvstore_client.engines.transformers import TransformersRunner

@@ -1,5 +1,5 @@
-"""kernels: arrival in the engine's cache, raw and rotated with fp32 arithmetic, over a two-thread memcpy of the same
-bytes."""
+"""kernels: the rate at which K and V arrive in the engine's cache, raw and rotated with fp32 arithmetic, over a
+two-thread memcpy of the same bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRIES = 20
 
 
 class Layers:
-    """K and V planes of every layer and where they arrive; all pre-faulted. 8B geometry, bf16."""
+    """K and V planes of every layer, and the planes and pages where they arrive; all pre-faulted. 8B geometry, bf16."""
 
     def __init__(self, scale: str) -> None:
         import torch
@@ -43,7 +43,7 @@ class Layers:
         self.turn = _turn(tokens)
 
     def each(self, kernel: Callable[[Any, Any], object], into: list[Any]) -> Callable[[], None]:
-        """The kernel over every plane, source by target."""
+        """Return a function that runs the kernel on every source and its target."""
 
         def run() -> None:
             for source, target in zip(self.sources, into, strict=True):
@@ -53,7 +53,8 @@ class Layers:
 
 
 def _turn(tokens: int) -> Any:
-    """Documents of 256 tokens, each computed from position 0, in another order at their place in the prompt."""
+    """Return the rotation of documents of 256 tokens from position 0, where each was computed, to their places in a
+    prompt."""
     import torch
     from kvstore_kernels import rotary_of, rotation
 
@@ -84,7 +85,7 @@ def _actions(layers: Layers) -> dict[str, Callable[[], None]]:
 
 
 def run(scale: str) -> Result:
-    """Interleaved pairs of each kernel and a memcpy, two threads of torch, after a warm-up of all."""
+    """Measure interleaved pairs of each kernel and a memcpy, with two threads of torch, after a warm-up of all."""
     import torch
 
     before = torch.get_num_threads()
@@ -136,10 +137,10 @@ def _measured(scale: str) -> Result:
 
 
 def _second_thread(rotated: Callable[[], None], scale: str) -> float:
-    """What the second thread brings to a kernel that computes, at its best of a few tries. To copies it may bring
-    little: one thread's streaming stores nearly fill the bandwidth of some memories.
+    """Return the speed-up of rotation by the second thread, the best of a few tries. A kernel that computes is taken
+    because copies may gain little: one thread's streaming stores nearly fill the bandwidth of some memories.
 
-    Raises Unavailable when it is hardly there: every ratio would mislead.
+    Raises Unavailable when the second thread hardly gets a core: every ratio would mislead.
     """
     import torch
 

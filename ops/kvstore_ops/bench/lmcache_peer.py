@@ -1,10 +1,10 @@
-"""LMCache's end of ``peers``: a program for LMCache's own environment, which knows nothing of kvstore.
+"""LMCache's end of ``peers``: a program for LMCache's own environment, where kvstore is not installed.
 
     python -P lmcache_peer.py PORT FILE CHUNK_COUNT     the file's bytes are that many chunks, of one size
 
-Each line of its input, "store NAME" or "fetch NAME", is answered by a line: how many seconds that took. It uses the
-native client that LMCache's "resp" adapter wraps, with that adapter's eight threads; what is fetched is compared
-afterwards.
+Each line of its input, "store NAME" or "fetch NAME", is answered by a line with the seconds that the command took. It
+uses the native client that LMCache's "resp" adapter wraps, with that adapter's eight threads. Fetched bytes are
+compared after the time was taken.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def done(client: Any, number: int) -> None:
 
 
 def main(port: str, path: str, chunk_count: str) -> None:
-    """Until its input ends."""
+    """Run the commands of the input until it ends."""
     from lmcache.lmcache_redis import LMCacheRedisClient
 
     data, count = np.fromfile(path, np.uint8), int(chunk_count)

@@ -1,5 +1,6 @@
-"""lookup: a chain of 128 keys. The handler on serialised bytes, keys per second of server CPU, and the round trip
-over an empty one; beside them what a client on the host does instead: the same in shared memory, without a call."""
+"""lookup: a chain of 128 keys. Measured are the handler on serialised bytes, keys per second of server CPU, and the
+round trip over an empty call's. Beside them stands the lookup of a client on the host: in shared memory, without a
+call."""
 
 from __future__ import annotations
 
@@ -19,18 +20,18 @@ KEYS = 128
 CALLS = {"full": 6000, "quick": 2000, "tiny": 60}
 IN_FLIGHT = 32
 BATCHES = 2
-"""Turns of lookups and of empty calls."""
+"""Number of turns, each of lookups and then of empty calls."""
 HANDLER_TARGET_US, KEYS_TARGET, ROUND_TRIP_TARGET = 100.0, 400_000, 1.3
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process, all threads."""
+    """Return the user and system time of a process, of all its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / 100
 
 
 def handler_seconds(request: bytes, spec: ModelSpec, digests: list[bytes], calls: int) -> float:
-    """Median of parse, answer, serialise, in this process, on a catalog that holds the chain."""
+    """Return the median seconds to parse, answer and serialise, in this process, with a catalog that has the chain."""
     from kvstore.controller import ChainQuery, Controller
     from kvstore.keys import ROOT_DIGEST
     from kvstore.server.render import parse_query, render_lookup
@@ -74,7 +75,7 @@ def _controller() -> Any:
 
 
 def run(scale: str) -> Result:
-    """All three figures; ``met`` needs all three."""
+    """Measure all three figures; ``met`` needs all three."""
     spec = ModelSpec.dense(
         "bench-lookup", "unverified:bench", layer_count=1, kv_heads=1, head_dim=8, hidden_size=8, chunk_tokens=1,
         vocab_size=shared.VOCABULARY,
@@ -103,7 +104,7 @@ def run(scale: str) -> Result:
         without = statistics.median(shared.timed(lambda: client.lookup(spec, tokens)) for _ in range(calls // 4))
         hashing = statistics.median(shared.timed(lambda: chain_digests(tokens, 1)) for _ in range(calls // 4))
         spent = {"lookups": 0.0, "empty calls": 0.0}
-        for _ in range(BATCHES):  # in turns, so that the machine's moods fall on both
+        for _ in range(BATCHES):  # in turns, so that a slow phase of the machine slows both
             for what, call, message in (
                 ("lookups", session.cache.Lookup, request), ("empty calls", session.cache.Release, empty),
             ):  # fmt: skip
@@ -136,6 +137,6 @@ def run(scale: str) -> Result:
 
 
 def _pipelined(call: Any, message: Any, metadata: Any) -> list[Any]:
-    """The answers to IN_FLIGHT calls that are sent together."""
+    """Send IN_FLIGHT calls together, and return their answers."""
     futures = [call.future(message, timeout=10.0, metadata=metadata) for _ in range(IN_FLIGHT)]
     return [future.result() for future in futures]

@@ -1,13 +1,13 @@
-"""lookup-loaded: how long a lookup of 128 keys takes while other processes store and cold-fetch as fast as they can.
+"""lookup-loaded: the time of a lookup of 128 keys while other processes store and cold-fetch as fast as they can.
 
-Two loaders beside the one that asks: one stores fresh contexts, two on their way at a time; one fetches contexts in
-turn that the arena has no room for, so each comes from the device. Lookups are due at a fixed pace, and each is timed
-from when it was due, whether or not the one before was done. A lookup waits for nobody, so most of that is the kernel,
-which wakes the asking thread late; beside it is what a lookup took once it was asked.
+Two loaders run beside the client that looks up: one stores fresh contexts, two in flight at a time; the other fetches
+contexts in turn, more than the arena has room for, so that each comes from the device. Lookups are due at a fixed pace.
+Each is timed from its due time, even if the lookup before is late. A lookup waits for no other process, so most of
+that time is the kernel's, which wakes the client's thread late. Beside it is the time from a lookup's actual begin.
 
-Between them, at the same pace and by the same client, in threads of their own, what needs a call is measured from when
-it was due, too: a lookup that holds what it finds, and an empty call to a gRPC server that has nothing else to do,
-which waits for the machine and for nothing of ours.
+Between lookups, at the same pace and by the same client, two calls are timed from their due times, in threads of their
+own: a lookup that holds the chunks it finds, and an empty call to an idle gRPC server, which waits for the machine and
+for no code of ours.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ IN_FLIGHT_MAX = 16
 SECONDS = {"full": 60.0, "quick": 15.0, "tiny": 0.2}
 CHUNKS = {"full": 4, "quick": 4, "tiny": 1}
 COLD_CONTEXTS = 8
-"""Fetched in turn; beside what is stored meanwhile, the arena has room for half of them."""
+"""Number of contexts that are fetched in turn; beside those stored meanwhile, the arena has room for half of them."""
 KEPT_CONTEXTS = 24
-"""Stored contexts the device has room for beside those."""
+"""Number of stored contexts that the device has room for beside the cold ones."""
 
 
 def asked() -> ModelSpec:
-    """The model whose chain is asked for: small chunks, so that 128 keys are there."""
+    """Return the spec of the chain that is looked up. Its chunks are small, so that the chain has 128 keys."""
     return ModelSpec.dense(
         "bench-lookup", "unverified:bench", layer_count=1, kv_heads=1, head_dim=8, hidden_size=8, chunk_tokens=1,
         vocab_size=shared.VOCABULARY,
@@ -57,7 +57,7 @@ def asked() -> ModelSpec:
 
 
 def context(scale: str) -> tuple[int, list[tuple[Any, Any]]]:
-    """(tokens, K and V per layer) of what the loaders move."""
+    """Return (number of tokens, K and V per layer) of the contexts that the loaders move."""
     count = CHUNKS[scale] * shared.CHUNK_TOKENS
     noise = np.random.default_rng(4).integers(0, 1 << 16, (8, count, 128), np.uint16)
     return count, [(noise.copy(), noise.copy()) for _ in range(shared.LAYERS[scale])]
@@ -67,7 +67,7 @@ def context(scale: str) -> tuple[int, list[tuple[Any, Any]]]:
 
 
 def load_stores(client: Client, scale: str, ended: threading.Event) -> Iterator[int]:
-    """Stores of contexts nobody stored before. Yields the bytes that reached the device."""
+    """Store fresh contexts, and yield the bytes of each that reached the device."""
     count, kv = context(scale)
     spec, running = shared.geometry(scale), deque[Receipt]()
     number = 0
@@ -80,7 +80,7 @@ def load_stores(client: Client, scale: str, ended: threading.Event) -> Iterator[
 
 
 def load_fetches(client: Client, scale: str, ended: threading.Event) -> Iterator[int]:
-    """Fetches of the cold contexts in turn. Yields the bytes that came from the device."""
+    """Fetch the cold contexts in turn, and yield the bytes of each that came from the device."""
     count, into = context(scale)
     number = 0
     while not ended.is_set():
@@ -94,7 +94,7 @@ LOADERS = {"stores": load_stores, "fetches": load_fetches}
 
 
 def load(name: str, address: str, scale: str) -> None:
-    """A loader: says when it is at its work, works until its input ends, then says how fast it was."""
+    """Run a loader: print a line once it moves bytes, work until the input ends, then print the rate."""
     ended = threading.Event()
 
     def until_told() -> None:
@@ -115,7 +115,7 @@ def load(name: str, address: str, scale: str) -> None:
 
 @contextmanager
 def loaders(address: str, scale: str) -> Iterator[dict[str, dict[str, float]]]:
-    """Both at work. What they say at the end is filled in when the block ends."""
+    """Run both loaders during the block. Yields a dict that gets their rates when the block ends."""
     found: dict[str, dict[str, float]] = {}
     running: dict[str, subprocess.Popen[str]] = {}
     try:
@@ -134,14 +134,14 @@ def loaders(address: str, scale: str) -> Iterator[dict[str, dict[str, float]]]:
             process.communicate()
 
 
-# ---------------------------------------------------------------- the one that asks
+# ---------------------------------------------------------------- the client that looks up
 
 
 @dataclass
 class Asked:
-    """Seconds of each lookup from when it was due and from when it was asked; of each one that holds, and of each empty
-    call, from when it was due; and how late a sleep before a lookup ended: what this machine does to a process that
-    only waits."""
+    """Seconds of each lookup from its due time (``due``) and from its begin (``asked``); of each lookup that holds
+    chunks (``held``), and of each empty call, from their due times. ``woken``: seconds by which a sleep before a lookup
+    ended late: the delay that this machine causes to a process that only waits."""
 
     due: list[float] = field(default_factory=list)
     asked: list[float] = field(default_factory=list)
@@ -151,7 +151,7 @@ class Asked:
 
 
 def ask(client: Client, tokens: Any, bare: Callable[..., bytes], seconds: float) -> Asked:
-    """A lookup every PACE_S; half-way to the next, in turns, a lookup that holds and an empty call."""
+    """Look up every PACE_S. Half-way between two lookups do, in turns, a lookup that holds chunks and an empty call."""
     spec, times = asked(), Asked()
 
     def look_up(since: float) -> None:
@@ -194,7 +194,7 @@ def ask(client: Client, tokens: Any, bare: Callable[..., bytes], seconds: float)
 
 
 def serve_nothing(socket: str) -> None:
-    """A gRPC server of the sidecar's kind without a sidecar behind it; ends with its standard input."""
+    """Run a gRPC server like the sidecar's that only answers empty calls. It ends with its standard input."""
 
     async def answer(_request: bytes, _context: Any) -> bytes:
         return b""
@@ -214,7 +214,7 @@ def serve_nothing(socket: str) -> None:
 
 @contextmanager
 def nothing_served(socket: str) -> Iterator[Callable[..., bytes]]:
-    """The empty call."""
+    """Yield the empty call to a server that is idle otherwise."""
     command = [sys.executable, "-m", "kvstore_ops.bench.lookup_loaded", "nothing", socket]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -227,13 +227,13 @@ def nothing_served(socket: str) -> Iterator[Callable[..., bytes]]:
 
 
 def percentiles(times: Sequence[float]) -> dict[str, float]:
-    """p50, p99 and p99.9."""
+    """Return p50, p99 and p99.9."""
     names = ("p50", "p99", "p99.9")
     return dict(zip(names, np.percentile(times, [50, 99, 99.9]).tolist(), strict=True))
 
 
 def moved(client: Client) -> dict[str, int]:
-    """What each tier has moved so far, in bytes, by the sidecar's own account."""
+    """Return the bytes that each tier has moved so far, as the sidecar counts them."""
     stats = client.stats()
     device = stats.tiers[0]
     return {
@@ -245,7 +245,7 @@ def moved(client: Client) -> dict[str, int]:
 
 
 def prepare(client: Client, scale: str) -> Any:
-    """Store what is asked for, and the contexts that will be cold. Returns the tokens to ask for."""
+    """Store the chain that is looked up, and the cold contexts. Return the chain's tokens."""
     tokens, plane = shared.random_tokens(KEYS, 3), np.zeros((1, KEYS, 8), np.uint16)
     client.store(asked(), tokens, [(plane, plane)]).wait()
     count, kv = context(scale)
@@ -256,7 +256,7 @@ def prepare(client: Client, scale: str) -> Any:
 
 
 def run(scale: str) -> Result:
-    """Idle first, then loaded."""
+    """Measure lookups on an idle machine, then under load."""
     spec = shared.geometry(scale)
     context_bytes = layout_of(spec, spec.kind, shared.CHUNK_TOKENS).total_bytes * CHUNKS[scale]
     device_bytes = context_bytes * (COLD_CONTEXTS + KEPT_CONTEXTS) + (64 << 20)

@@ -2,10 +2,10 @@
 and a millisecond.
 
 The round trip is a bare client's: one connection, a pipelined EXISTS of the keys that the node lacks, nothing else. The
-service asks Redis for these alone, since it knows what it has itself; the limit is theirs, not that of all keys, whose
-round trip stands beside it and would be the easier one.
-Both use one unix socket of one server, in turns. Another node stored the chains; each is asked about once, for an
-answer is remembered for some seconds.
+service asks Redis for these keys alone, because it knows its own chunks. So the limit is the round trip of these keys.
+The round trip of all keys stands beside it; it would be an easier limit.
+Both use one unix socket of one server, in turns. Another node stored the chains. Each chain is looked up once, because
+the service remembers an answer for some seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvstore_ops.sidecar import Sidecar
 
 KEYS = 128
 NEAR = KEYS // 2
-"""Of them in memory."""
+"""Number of keys whose chunks are in memory."""
 MORE_S = 0.001
 TARGET = 1.0
 CHAINS = {"full": 240, "quick": 80, "tiny": 6}
@@ -37,14 +37,14 @@ STORED_S_MAX = 120.0
 
 
 class BareExists:
-    """The limit."""
+    """The limit: a bare client of Redis."""
 
     def __init__(self, path: str) -> None:
         self._line = socket.socket(socket.AF_UNIX)
         self._line.connect(path)
 
     def ask(self, keys: Sequence[bytes]) -> None:
-        """Returns when all are said to be there."""
+        """Ask for these keys, and return once Redis has answered that all of them exist."""
         self._line.sendall(b"".join(b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n" % (len(key), key) for key in keys))
         assert self._line.recv(4 * len(keys), socket.MSG_WAITALL) == b":1\r\n" * len(keys)
 
@@ -56,7 +56,7 @@ def _sidecar(**redis: str) -> Sidecar:
 
 @contextmanager
 def _nodes() -> Iterator[tuple[Client, Client, str]]:
-    """Who stores, who asks, and where the server of the first listens."""
+    """Yield a client of the storing node, a client of the asking node, and the path of the socket of their Redis."""
     with _sidecar(EMBEDDED="true") as storing:
         path = f"{storing.directory}/redis/default/redis.sock"
         with _sidecar(URL=f"unix://{path}", WRITE="never", LOOKUP_S_MAX="1 s") as asking:
@@ -67,7 +67,7 @@ def _nodes() -> Iterator[tuple[Client, Client, str]]:
 
 
 def _stored(client: Client, spec: ModelSpec, server: Any, tokens: Any) -> list[bytes]:
-    """A chain, once Redis has it: the keys that it has there by now and had not before."""
+    """Store a chain, wait until Redis has it, and return the Redis keys that are new."""
     before, plane = set(server.keys("*:c:*")), np.zeros((1, len(tokens), 8), np.uint16)
     client.store(spec, tokens, [(plane, plane)]).wait()
     until_s = time.monotonic() + STORED_S_MAX
@@ -83,7 +83,7 @@ def _check(match: Match) -> None:
 
 
 def run(scale: str) -> Result:
-    """One lookup and one round trip for each chain."""
+    """Measure one lookup and one round trip for each chain."""
     import redis
 
     spec = ModelSpec.dense(

@@ -1,9 +1,9 @@
-"""Measures what a partial prefill holds at once, in a process of its own, beside a full prefill and beside what it may.
+"""Measures the peak memory of a partial prefill, in a process of its own, beside a full prefill's and beside its bound.
 
-What one call holds is its merged cache, whose size is known, and what torch's allocator has given out at the peak,
-which is the same in every run. Beside it, by how much the process's own memory grew: with what libraries keep for
-themselves (weights that a matrix product packs, freed memory that is not given back), and without what is mapped from
-the sidecar's arena, which is the sidecar's.
+The peak of one call is its merged cache, whose size is known, and the largest sum that torch's allocator has given out
+at a time, which is the same in every run. Beside it stands the growth of the process's own memory. That includes the
+memory that libraries keep (weights packed for a matrix product, freed memory that is not given back), but not pages
+mapped from the sidecar's arena, which are the sidecar's.
 
     python -m kvstore_ops.bench.memory ttft-blend quick unix:///... 60    # as the benchmarks start it
 """
@@ -27,13 +27,13 @@ from kvstore.planning import Recompute
 
 TIMEOUT_S = 400.0
 LOOK_AHEAD_BYTES = 48 << 20
-"""Two runs of fp32 scores and a block of keys and values in fp32, in which the suffix's attention is summed."""
+"""Bytes for the sum of the suffix's attention: two runs of fp32 scores, and a block of keys and values in fp32."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """At the peak of one call: ``merged_bytes`` of cache and ``allocated_bytes`` of torch's allocator, of
-    ``allowed_bytes``; ``resident_bytes``: the process's memory, less what it held before."""
+    """Memory at the peak of one call: ``merged_bytes`` of cache, and ``allocated_bytes`` of torch's allocator.
+    ``allowed_bytes`` is the bound of their sum. ``resident_bytes``: the growth of the process's own memory."""
 
     merged_bytes: int
     allocated_bytes: int
@@ -51,18 +51,18 @@ class Held:
 
 
 def merged_bytes(spec: Any, token_count: int) -> int:
-    """The cache of so many tokens."""
+    """Return the bytes of the cache of ``token_count`` tokens."""
     per_token = sum(layer.kv_heads * (layer.k_dim + layer.v_dim) for layer in spec.layers)
     return int(per_token * spec.item_size * token_count)
 
 
 def allowed(model: Any, spec: Any, token_count: int, context: int, setting: Recompute) -> int:
-    """The merged cache, and the more of what is needed while a layer lands and while it is computed; bytes.
+    """Return the allowed bytes: the merged cache, and the larger need of a layer that lands or one that is computed.
 
     Landing: the residual stream of all rows of the first layer that computes them, and E, or K and V of one layer.
-    Computing: the residual stream and the queries of all rows of one layer, and of those that leave the check layer;
-    what a layer needs inside for a step of rows, 3 MLP rows, 5 of the residual stream's width; and a block's mask.
-    Throughout: how far each token's keys turn.
+    Computing: the residual stream and the queries of all rows of one layer, and of the rows that leave the check layer;
+    inside a layer, for each row of a step, 3 rows of the MLP and 5 of the residual stream's width; and a block's mask.
+    In both: the rotation of each token's keys.
     """
     from kvstore_client.recompute.rows import STEP_ROWS
     from kvstore_kernels.attention import BLOCK_ROWS
@@ -82,7 +82,7 @@ def allowed(model: Any, spec: Any, token_count: int, context: int, setting: Reco
 
 
 def allocated_bytes_max(action: Callable[[], object]) -> int:
-    """The most that torch's CPU allocator held of what ``action`` asked it for, on this thread."""
+    """Return the peak of the bytes that torch's CPU allocator lent to ``action`` on this thread."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
@@ -97,8 +97,8 @@ def allocated_bytes_max(action: Callable[[], object]) -> int:
 
 
 def resident_bytes_max(action: Callable[[], object], before: int) -> int:
-    """The most that the process held of its own, less what it held before. Call ``action`` once before: what it maps
-    from the sidecar must be mapped."""
+    """Return the peak of the process's own bytes during ``action``, less ``before``. Call ``action`` once before this,
+    so that its mappings of the sidecar's memory exist."""
     settle()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     action()
@@ -107,14 +107,14 @@ def resident_bytes_max(action: Callable[[], object], before: int) -> int:
 
 
 def settle() -> int:
-    """Give back what is free. Returns what the process holds of its own."""
+    """Give free memory back to the system, and return the bytes of the process's own memory."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return _status()["RssAnon"]
 
 
 def _status() -> dict[str, int]:
-    """/proc/self/status, bytes by name."""
+    """Return the sizes in /proc/self/status, in bytes, by name."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return {
         name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines) if "kB" in rest
@@ -122,8 +122,8 @@ def _status() -> dict[str, int]:
 
 
 def held_apart(name: str, scale: str, address: str) -> tuple[dict[str, Held], int]:
-    """Each setting of a benchmark in a process of its own, of what is stored already; and a full prefill there. Tiny:
-    here, for a test of it has no use for the figure."""
+    """Measure each setting of a benchmark, and a full prefill, in a process of their own that reuses the stored caches.
+    Return (memory by setting, the full prefill's bytes). Tiny runs in this process: its test needs no figures."""
     if scale == "tiny":
         return _as_held(_measure(name, scale, address))
     command = [sys.executable, "-m", __name__, name, scale, address]

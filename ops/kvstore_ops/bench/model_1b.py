@@ -9,8 +9,8 @@ TINY_HIDDEN = 128
 
 
 def build(scale: str, *, is_mha: bool = False) -> Any:
-    """16 layers (quick: 4), hidden 2048, 32 / 8 heads, head dim 64, MLP 8192, vocabulary 128,256, bf16. ``is_mha``: a
-    KV head for every query head."""
+    """Build a model: 16 layers (quick: 4), hidden 2048, 32 / 8 heads, head dim 64, MLP 8192, vocabulary 128,256, bf16.
+    ``is_mha``: it has a KV head for every query head."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,7 +39,7 @@ def build(scale: str, *, is_mha: bool = False) -> Any:
 
 
 def prompts(model: Any, count: int, token_count: int) -> Any:
-    """Random prompts [count, 1, token_count]; no two share a prefix."""
+    """Return random prompts [count, 1, token_count]; no two share a prefix."""
     import torch
 
     generator = torch.Generator().manual_seed(2)

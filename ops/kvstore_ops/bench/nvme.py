@@ -1,10 +1,10 @@
 """nvme: the worse of a cold fetch and a durable store, each over bare threads that read, copy and write the same bytes.
 
-The limits: 4 threads, request by request, on a file of its own, no service and no checksum: read and copied; or copied
-twice and written, with one fdatasync, into room that was written before. The device's own rate, O_DIRECT in 4 MiB
-requests to and from huge pages, is shown beside; so is what the first pass over fresh room costs: else the service's
-slots were all written before, too. A fetch is cold because more contexts take turns than the arena holds; the tier's
-account proves it.
+The limits: 4 threads work request by request on a file of their own, without a service or checksums. They read and
+copy; or they copy twice and write, with one fdatasync, into room that was written before. Beside them are shown the
+device's own rate, by O_DIRECT in 4 MiB requests to and from huge pages, and the rate of the first pass over fresh room;
+all other stores of the service go to slots that were written before, too. A fetch is cold because more contexts take
+turns than the arena holds; the tier's account proves it.
 """
 
 from __future__ import annotations
@@ -40,21 +40,22 @@ TARGET = 0.90
 CHUNKS = {"full": 8, "quick": 4, "tiny": 1}
 RUNS = {"full": 30, "quick": 15, "tiny": 2}
 CONTEXTS = 3
-"""Contexts that are fetched in turn, and areas of the limit's file."""
+"""Number of contexts that are fetched in turn, and of areas in the limit's file."""
 KEPT = 5
-"""Stored contexts the device has room for beside those."""
+"""Number of stored contexts that the device has room for beside those fetched."""
 ARENA_CONTEXTS = 3
-"""Between two fetches of a context five others enter the arena: none of it is left there."""
+"""Number of contexts that fit into the arena. Five others enter it between two fetches of a context, so that nothing of
+the context is left there."""
 REQUEST_BYTES = 4 << 20
 SPARE_BYTES = 1 << 30
 PAGES_BYTES = 64 << 12
-"""What region files take beside slots; the canary has a small file of its own."""
+"""Bytes of region files beside slots; the canary has a small file of its own."""
 IN_FLIGHT = 2
-"""Stores on their way at a time, for the sustained rate."""
+"""Number of stores in flight at a time, for the sustained rate."""
 SUSTAINED_STORES = {"full": 12, "quick": 12, "tiny": 3}
 BARE_THREADS = 4
 THREADS_MAX = 8
-"""Of the limit: as many as the service has readers."""
+"""Largest number of threads of the limit: as many as the service has readers."""
 NOTE = (
     "the limit's threads copy while others of them wait for the device; a store's caller has the cores to himself "
     "until his tensors are copied, because an engine waits for that, and only then are the bytes moved, checksummed "
@@ -63,7 +64,7 @@ NOTE = (
 
 
 def require_room(byte_count: int) -> None:
-    """Raises Exhausted when the temporary directory has no room for so much, and some to spare."""
+    """Raises Exhausted when the temporary directory has no room for ``byte_count`` and SPARE_BYTES more."""
     place = Path(tempfile.gettempdir())
     free = shutil.disk_usage(place).free
     if free < byte_count + SPARE_BYTES:
@@ -75,7 +76,7 @@ def require_room(byte_count: int) -> None:
 
 class RawDevice:
     """The limit: ``area_count`` areas of ``byte_count`` bytes in one file, written before, used in turn like slots.
-    ``is_direct`` is False where the file system has no O_DIRECT: nothing that is measured then means the device."""
+    ``is_direct`` is False where the file system has no O_DIRECT: the figures then say nothing about the device."""
 
     def __init__(self, path: Path, byte_count: int, area_count: int) -> None:
         self.byte_count = byte_count
@@ -99,12 +100,12 @@ class RawDevice:
         self._split(partial(self._request, os.preadv, area), thread_count)
 
     def write(self, area: int, thread_count: int) -> None:
-        """With the fdatasync."""
+        """Write an area with ``thread_count`` threads, and fdatasync it."""
         self._split(partial(self._request, os.pwritev, area), thread_count)
         os.fdatasync(self._descriptor)
 
     def fetch(self, area: int) -> None:
-        """What a cold fetch cannot do without: each request read, then copied to where it is wanted."""
+        """Do the least that a cold fetch has to do: read each request, then copy it to its destination."""
 
         def move(part: slice) -> None:
             self._request(os.preadv, area, part)
@@ -113,7 +114,7 @@ class RawDevice:
         self._split(move, BARE_THREADS)
 
     def store(self, area: int) -> None:
-        """What a durable store cannot do without: each part copied twice, then written; with the fdatasync."""
+        """Do the least that a durable store has to do: copy each part twice, then write it; fdatasync at the end."""
 
         def move(part: slice) -> None:
             np.copyto(self._target[part], self._source[part])
@@ -143,7 +144,7 @@ class RawDevice:
 
 
 def _huge_pages(byte_count: int) -> Any:
-    """Memory whose rate does not depend on how scattered our pages happen to be."""
+    """Return memory in huge pages, so that its rate does not depend on the places of small pages."""
     memory = mmap.mmap(-1, byte_count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
@@ -151,8 +152,8 @@ def _huge_pages(byte_count: int) -> Any:
 
 @dataclass
 class Seconds:
-    """What each round took. ``demote``: from the commit until the device has everything; ``sustained``: each of many
-    stores, several on their way."""
+    """The seconds of each round. ``demote``: from the commit until the device has everything; ``sustained``: per store,
+    of many with several in flight. ``reads`` and ``writes``: the raw device's, by number of threads."""
 
     fetch: list[float] = field(default_factory=list)
     store: list[float] = field(default_factory=list)
@@ -181,14 +182,14 @@ class Rig:
         self._stored = 0
 
     def device(self) -> Any:
-        """The device tier's account."""
+        """Return the device tier's statistics."""
         return self.client.stats().tiers[0]
 
     def tokens(self, number: int) -> Any:
         return shared.random_tokens(self.count, 1000 + number)
 
     def store(self, seconds: Seconds) -> None:
-        """A context nobody stored before, until the device has it."""
+        """Store a fresh context, and wait until the device has it."""
         tokens, before = self.tokens(self._stored), self.device().written_bytes
         self._stored += 1
         receipts: list[Any] = []
@@ -203,7 +204,7 @@ class Rig:
         seconds.store.append(blocked + committed + demoted)
 
     def store_many(self, count: int, seconds: Seconds) -> None:
-        """As ``store``, IN_FLIGHT of them on their way."""
+        """Store ``count`` fresh contexts, IN_FLIGHT at a time, and wait until the device has them."""
         running: deque[Any] = deque()
 
         def run() -> None:
@@ -218,7 +219,7 @@ class Rig:
         seconds.sustained.append(shared.timed(run) / count)
 
     def fetch(self, number: int, seconds: Seconds) -> None:
-        """One of the first contexts, from the device."""
+        """Fetch one of the first contexts, from the device."""
         tokens, before = self.tokens(number), self.device().read_bytes
         fetched: list[Any] = []
         took = shared.timed(lambda: fetched.append(self.client.fetch(self.spec, tokens, into=self.into)))
@@ -229,7 +230,7 @@ class Rig:
 
 @contextmanager
 def rig(scale: str) -> Iterator[tuple[Sidecar, Rig]]:
-    """Fresh, its arena backed by pages."""
+    """Yield a fresh sidecar, its arena backed by pages, and its rig."""
     spec = shared.geometry(scale)
     slot_bytes = layout_of(spec, spec.kind, shared.CHUNK_TOKENS).total_bytes
     context_bytes = slot_bytes * CHUNKS[scale]
@@ -243,14 +244,14 @@ def rig(scale: str) -> Iterator[tuple[Sidecar, Rig]]:
 
 
 def measure(scale: str) -> dict[str, Any]:
-    """Interleaved rounds of both sides, after a pass over the whole device."""
+    """Measure interleaved rounds of both sides, after a pass over the whole device."""
     with rig(scale) as (sidecar, ours):
         raw = RawDevice(sidecar.directory / "limit", ours.byte_count, CONTEXTS)
         fresh, warm, seconds = Seconds(), Seconds(), Seconds()
         for _ in range(CONTEXTS + KEPT):
             ours.store(fresh)
         for number in range(CONTEXTS):
-            ours.fetch(number, warm)  # used last: from now on a store takes the slots of an earlier store
+            ours.fetch(number, warm)  # now used last: from here on a store takes the slots of an earlier store
         for _ in range(ARENA_CONTEXTS):
             ours.store(warm)
         for number in range(RUNS[scale]):
@@ -263,7 +264,7 @@ def measure(scale: str) -> dict[str, Any]:
                 times.append(shared.timed(partial(raw.write, area, threads)))
             seconds.bare_store.append(shared.timed(partial(raw.store, area)))
             ours.store(seconds)
-        for each in (warm, seconds, seconds):  # the first brings in the staging that several at once take
+        for each in (warm, seconds, seconds):  # the first round adds the staging memory that several stores need
             ours.store_many(SUSTAINED_STORES[scale], each)
         raw.close()
         kind = SystemDisk().file_system(sidecar.directory)
@@ -273,12 +274,12 @@ def measure(scale: str) -> dict[str, Any]:
 
 
 def better(seconds: dict[int, list[float]]) -> list[float]:
-    """The fastest of so many threads."""
+    """Return the times of the number of threads that is fastest."""
     return min(seconds.values(), key=statistics.median)
 
 
 def run(scale: str) -> Result:
-    """Both ratios; the figure is the worse one's."""
+    """Measure both ratios; the figure is that of the worse."""
     found = measure(scale)
     byte_count, seconds = found["bytes"], found["seconds"]
 

@@ -1,4 +1,4 @@
-"""Where and of what a benchmark was run: what its figures are worth nothing without."""
+"""The origin of a benchmark's figures: the code and the machine, without which figures mean nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def origin(scale: str) -> dict[str, Any]:
-    """Commit ("+" behind it: with changes), day, scale, machine, and how many processes wanted a core before."""
+    """Return the commit ("+" behind it: with changes), day, scale, machine, and the number of processes that wanted a
+    core before."""
     return {
         "commit": _commit(),
         "date": datetime.now(UTC).date().isoformat(),

@@ -1,5 +1,5 @@
-"""page: what readers of the page cost requests. Lookups and fetches by calls, one after another, in turns with nobody
-and with four readers who each ask for the page's facts and for /metrics every second."""
+"""page: the delay of requests by readers of the page. Lookups and fetches by calls run one after another, in turns
+without readers and with four readers, who each ask for the page's facts and for /metrics every second."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvstore_ops.sidecar import Sidecar
 KEYS = 128
 READERS, EVERY_S = 4, 1.0
 MODELS = 20
-"""The page tells of so many."""
+"""Number of models on the page."""
 TURN_S = {"full": 10.0, "quick": 3.0, "tiny": 0.2}
 PAIRS = {"full": 10, "quick": 5, "tiny": 1}
 P50_TARGET, P99_TARGET = 1.05, 1.25
@@ -31,7 +31,7 @@ TIMEOUT_S = 10.0
 
 
 def page_address(sidecar: Sidecar) -> str:
-    """Where its page is, as its log says."""
+    """Return the address of the sidecar's page, from its log."""
     until = time.monotonic() + TIMEOUT_S
     while time.monotonic() < until:
         for line in (sidecar.directory / "log").read_text().splitlines():
@@ -43,7 +43,7 @@ def page_address(sidecar: Sidecar) -> str:
 
 @contextmanager
 def read_by(count: int, address: str) -> Iterator[list[int]]:
-    """So many read the page meanwhile. Gives what was read, in bytes."""
+    """Have ``count`` readers read the page during the block. Yields the bytes that each has read, counted meanwhile."""
     ended, sizes = threading.Event(), [0] * count
 
     def read(number: int) -> None:
@@ -66,7 +66,7 @@ def read_by(count: int, address: str) -> Iterator[list[int]]:
 
 
 def turn(seconds: float, calls: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """How long each call took, one after another, for so long."""
+    """Make the calls one after another for ``seconds``, and return the seconds of each, by name."""
     took: dict[str, list[float]] = {name: [] for name in calls}
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -76,7 +76,7 @@ def turn(seconds: float, calls: dict[str, Callable[[], object]]) -> dict[str, li
 
 
 def run(scale: str) -> Result:
-    """The readers' share of p50 and p99, of lookups and of fetches; ``met`` needs all four."""
+    """Measure p50 and p99 of lookups and of fetches, with readers over without; ``met`` needs all four."""
     specs = [_spec(number) for number in range(MODELS)]
     spec, tokens = specs[0], shared.random_tokens(KEYS, 3)
     query = pb.ChainQuery(fingerprint=fingerprint(spec, spec.kind), digests=b"".join(chain_digests(tokens, 1)))

@@ -23,7 +23,7 @@ PAGE_TOKENS = 16
 
 
 def paged_copies(client: Client, spec: Any, tokens: Any, paged: Paged) -> list[Callable[[], None]]:
-    """The copies a fetch into pages makes, a layer each, from the mapped memory itself."""
+    """Return the copies that a fetch into pages makes, one per layer, from the mapped memory itself."""
     wanted = Wanted.of(spec, None, None, (), verify=False)
     name = fingerprint(spec, spec.kind)
     prefix = open_prefix(client.connect_now(), wanted, name, chain_digests(tokens, spec.chunk_tokens), 1, 10.0)
@@ -38,7 +38,7 @@ def paged_copies(client: Client, spec: Any, tokens: Any, paged: Paged) -> list[C
 
 
 def random_pages(spec: Any, count: int) -> Paged:
-    """Touched pages of 16 tokens, in random order, as FlashAttention has them."""
+    """Return pages of 16 tokens in FlashAttention's layout, already touched, with slots in random order."""
     page_count = count // PAGE_TOKENS
     layer = spec.layers[0]
     shape = (2, page_count, PAGE_TOKENS, layer.kv_heads, layer.k_dim)
@@ -53,7 +53,8 @@ def _each(work: Sequence[Callable[[], None]]) -> None:
 
 
 def measure_pages(client: Client, spec: Any, tokens: Any, copier: Copier, runs: int) -> tuple[float, float]:
-    """Interleaved pairs of a fetch into pages and the same copies without a service. (ratio, bytes per second)."""
+    """Measure interleaved pairs of a fetch into pages and the same copies without a service. Return (ratio, bytes per
+    second)."""
     paged = random_pages(spec, len(tokens))
     copies = paged_copies(client, spec, tokens, paged)
     byte_count = sum(layer.nbytes for layer in paged.layers)

@@ -1,8 +1,8 @@
 """peers: chunks to and from one Redis by LMCache and by kvstore, in turns, the same bytes.
 
-LMCache has an environment of its own (2 GB; made here where it is missing, with pip), named by KVSTORE_BENCH_LMCACHE.
-Its part is the native client of its Redis adapter, from memory to memory; ours is a sidecar, from the arena and back
-into it, every strip checked. Both reach one server by TCP on loopback.
+LMCache has an environment of its own (2 GB) at KVSTORE_BENCH_LMCACHE; pip makes it here when it is missing. LMCache's
+side is the native client of its Redis adapter, from memory to memory. Our side is a sidecar, from the arena and back
+into it, with every strip checked. Both reach one server by TCP on loopback.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ START_S_MAX = 10.0
 
 
 def environment() -> Path:
-    """LMCache's Python. Raises Unavailable where the variable names no place for it."""
+    """Return the Python of LMCache's environment. Raises Unavailable when the variable is not set."""
     place = os.environ.get(ENVIRONMENT)
     if not place:
         raise Unavailable(f"{ENVIRONMENT} is not set: name a directory with LMCache's environment, or where to make it")
@@ -48,7 +48,7 @@ def environment() -> Path:
 
 @contextmanager
 def server() -> Iterator[tuple[int, str]]:
-    """A Redis of this run's own: its port on loopback, and its socket's path."""
+    """Run a private Redis, and yield its port on loopback and its socket's path."""
     with tempfile.TemporaryDirectory(prefix="kvstore-redis-") as directory:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port: int = free.getsockname()[1]
@@ -78,7 +78,7 @@ def _wait(port: int) -> None:
 
 
 class Peer:
-    """LMCache's program, fed line by line."""
+    """LMCache's program, which gets its commands line by line."""
 
     def __init__(self, python: Path, port: int, path: Path, count: int) -> None:
         command = [*dying_with_us(), str(python), "-P", str(lmcache_peer.__file__), str(port), str(path), str(count)]
@@ -88,26 +88,26 @@ class Peer:
     def _said(self) -> str:
         assert self.process.stdout is not None
         while (line := self.process.stdout.readline()) and not (line[:1].isdigit() or line == "ready\n"):
-            continue  # what it logs
+            continue  # skip its log
         if not line:
             raise Unavailable(f"LMCache's program ended with status {self.process.wait()}: see what it said above")
         return line.strip()
 
     def do(self, what: str, name: str) -> float:
-        """Seconds of a "store" or "fetch" of all chunks under a name."""
+        """Do a "store" or "fetch" of all chunks under a name, and return its seconds."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{what} {name}\n")
         self.process.stdin.flush()
         return float(self._said())
 
     def close(self) -> None:
-        """Idempotent."""
+        """Kill the program. Idempotent."""
         self.process.kill()
         self.process.wait()
 
 
 def turn(ours: Rig, peer: Peer, number: int, ours_s: Seconds, peer_s: Seconds) -> None:
-    """Each side fetches what it has and stores once more; who is first alternates."""
+    """Let each side fetch a stored context and store one more; the first side alternates."""
 
     def mine() -> None:
         ours.fetch(number % CONTEXTS, ours_s)
@@ -124,7 +124,7 @@ def turn(ours: Rig, peer: Peer, number: int, ours_s: Seconds, peer_s: Seconds) -
 
 
 def measured(scale: str, round_count: int) -> tuple[Seconds, Seconds, int]:
-    """Of ours and of LMCache, after a warm-up, and how many bytes a round has each way."""
+    """Return our seconds and LMCache's, after a warm-up, and the bytes that a round moves each way."""
     import torch
 
     python = environment()
@@ -146,7 +146,7 @@ def measured(scale: str, round_count: int) -> tuple[Seconds, Seconds, int]:
 
 
 def run(scale: str) -> Result:
-    """``ratio``: LMCache's time of a fetch over ours, round by round."""
+    """Measure both sides. ``ratio``: LMCache's time of a fetch over ours, round by round."""
     ours, peer, byte_count = measured(scale, RUNS[scale])
     ratios = [theirs / mine for theirs, mine in zip(peer.fetch, ours.fetch, strict=True)]
     store_ratios = [theirs / mine for theirs, mine in zip(peer.store, ours.store, strict=True)]

@@ -1,9 +1,9 @@
-"""plan: the loading controller on a real service and a real model, its device throttled to six rates.
+"""plan: the loading controller on a real service and a real model; the service's device is throttled to six rates.
 
-For each rate, in interleaved pairs: a plain prefill without a sidecar, twice; all that is stored loaded; CacheBlend's
-controller, which computes a share of what it loads again; ours. A prompt's chunks lie on the device alone whenever it
-is asked for. CacheBlend's prompt is another one of the same size, stored as a document, for ours would be reused as an
-exact prefix.
+At each rate these run in interleaved pairs: a plain prefill without a sidecar, twice; a load of everything stored;
+CacheBlend's controller, which loads everything and computes a share of it again; our planner. At each request the
+prompt's chunks are on the device alone. CacheBlend's prompt is another prompt of the same size, stored as a document,
+because our prompt would be reused as an exact prefix.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ RATES = {
     "quick": (10e6, 30e6, 100e6, 300e6, 1e9, 0.0),
     "tiny": (10e6, 0.0),
 }
-"""Bytes a second of the device; 0: all it has."""
+"""Rates of the device in bytes per second; 0: not throttled."""
 PAIRS = {"full": 21, "quick": 3, "tiny": 1}
 LEARNING = {"full": 4, "quick": 2, "tiny": 1}
-"""Requests before the pairs, in which rates are learned."""
+"""Number of requests before the pairs, from which rates are learned."""
 CONTEXT = {"full": 2048, "quick": 384, "tiny": 64}
 LAYERS = {"full": 8, "quick": 8, "tiny": 2}
 SUFFIX = 32
@@ -43,8 +43,8 @@ DOWN_S, STORE_S = 20.0, 60.0
 
 @dataclass
 class Rows:
-    """Seconds of each way at one rate, pair by pair, and what ours chose and foretold: the time until the plan was made
-    is known by then, and the plan foretells what follows."""
+    """Seconds of each way at one rate, pair by pair. ``chosen``: the ways that our planner chose. ``foretold``: the
+    seconds that it predicted: the time until the plan was made, which is known then, and the plan's prediction."""
 
     rate: float
     seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
@@ -52,21 +52,21 @@ class Rows:
     chosen: list[str] = field(default_factory=list)
 
     def ratios(self, way: str, over: str) -> list[float]:
-        """Pair by pair."""
+        """Return the seconds of one way over those of another, pair by pair."""
         return [mine / theirs for mine, theirs in zip(self.seconds[way], self.seconds[over], strict=True)]
 
     @property
     def best(self) -> str:
-        """The fastest of the others, by its median."""
+        """The fastest way other than our planner, by the median."""
         return min(("plain", "load", "papers"), key=lambda way: statistics.median(self.seconds[way]))
 
     @property
     def errors(self) -> list[float]:
-        """|foretold - measured| / measured."""
+        """The relative errors of the predictions: |foretold - measured| / measured."""
         return [abs(told - took) / took for told, took in zip(self.foretold, self.seconds["ours"], strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
-        """A row for machines. ``over_prefill_high``: the one-sided bound of the paired median."""
+        """Return the row as plain values for JSON. ``over_prefill_high``: the one-sided bound of the paired median."""
         medians = {f"{way}_s": round(statistics.median(self.seconds[way]), 5) for way in WAYS}
         return {
             "bytes_per_s": self.rate, **medians, "best": self.best, "chosen": sorted(set(self.chosen)),
@@ -79,8 +79,8 @@ class Rows:
 
 
 def median_high(values: Sequence[float]) -> float:
-    """The upper end of a one-sided interval in which the median lies with ``CONFIDENCE``, by ranks, so that nothing is
-    assumed of how times are spread. The largest value where there are too few for that (below 5)."""
+    """Return the upper end of a one-sided interval that has the median with ``CONFIDENCE``. It is found by ranks, which
+    assume no distribution of the times. With too few values for that (below 5) it is the largest."""
     ordered, count, missed = sorted(values), len(values), 0.0
     for rank in range(count):  # the chance that the median lies above the rank-th value from above
         missed += comb(count, rank) / 2**count
@@ -90,8 +90,8 @@ def median_high(values: Sequence[float]) -> float:
 
 
 def build(scale: str) -> Any:
-    """A Llama of random weights, a KV head for every query head: what is stored is large beside what is computed, so
-    that the rates lie on both sides of computing."""
+    """Build a Llama of random weights with a KV head for every query head. Its cache is large beside its compute, so
+    that loading is slower than computing at some of the rates and faster at others."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -111,7 +111,7 @@ def build(scale: str) -> Any:
 
 
 class Bench:
-    """One sidecar, one client, two prompts of one size: ``exact`` is stored as a prefix, ``document`` by itself."""
+    """One sidecar, one client, two prompts of one size: ``exact`` is stored as a prefix, ``document`` as a segment."""
 
     def __init__(self, scale: str, sidecar: Any, client: Any) -> None:
         from kvstore_client.engines.transformers_runner import TransformersRunner
@@ -135,7 +135,7 @@ class Bench:
         self.byte_count = sum(each.nbytes for pair in made.kv for each in pair)
 
     def down(self) -> None:
-        """Have memory give up what the device has: all of it, once the last fetch has let go."""
+        """Move all chunks from memory to the device. This repeats until the last fetch has released its chunks."""
         from kvstore.v1alpha import admin_pb2
         from kvstore_ops.operators.calls import Operator
 
@@ -149,20 +149,20 @@ class Bench:
                 pass
 
     def plain(self) -> float:
-        """Seconds of a prefill that knows no sidecar, by the same engine."""
+        """Return the seconds of a prefill by the same engine without a sidecar."""
         from kvstore_client.recompute import recompute
 
         setting = Recompute.full(self.runner.spec.layer_count)
         return shared.timed(lambda: recompute(self.runner, self.exact, [], setting))
 
     def load(self) -> float:
-        """Seconds with all that is stored loaded."""
+        """Return the seconds of a prefill that loads everything stored."""
         self.down()
         self._client.planner.mode = "off"
         return shared.timed(lambda: self._client.partial_prefill(self.runner, self.exact))
 
     def papers(self, layer_prefill_s: float, layer_load_s: float) -> float:
-        """Seconds by CacheBlend's controller, which knows both."""
+        """Return the seconds of a prefill by CacheBlend's controller, which is given the two times of a layer."""
         ratio = cacheblend_ratio(layer_prefill_s, layer_load_s)
         self.down()
         self._client.planner.mode = "off"
@@ -181,7 +181,7 @@ class Bench:
         return seconds, found[0]
 
     def measure(self, rate: float) -> Rows:
-        """All ways at one rate."""
+        """Measure all ways at one rate, in bytes per second."""
         self._sidecar.set_rate(rate)
         rows, layers = Rows(rate), self.runner.spec.layer_count
         loads: list[float] = []
@@ -204,7 +204,7 @@ class Bench:
     def _told(self, rows: Rows) -> float:
         seconds, found = self.ours()
         loading = found.plan.loading
-        if loading is None:  # its load was given up: it counts as wrong by all that it took
+        if loading is None:  # the load was given up: the prediction counts as 0 seconds
             rows.foretold.append(0.0)
             rows.chosen.append("given-up")
         else:
@@ -214,7 +214,7 @@ class Bench:
 
 
 def run(scale: str) -> Result:
-    """The figure is that of the rate at which ours does worst beside the best of the others."""
+    """Measure all rates. The figure is that of the rate at which our planner is worst beside the best other way."""
     from kvstore_client import connect
 
     from kvstore_ops.bench.throttled import ThrottledSidecar
@@ -232,12 +232,12 @@ def run(scale: str) -> Result:
 
 
 def called(rate: float) -> str:
-    """A rate for people."""
+    """Return a rate in words."""
     return f"{rate / 1e6:.0f} MB/s" if rate else "full rate"
 
 
 def judged(scale: str, bench: Bench, found: Sequence[Rows]) -> Result:
-    """The table, and whether all of it holds."""
+    """Print the table, and return the result: whether every target is met."""
     rows = [each.as_dict() for each in found]
     worst = max(rows, key=lambda row: row["over_best"])
     highest = max(row["over_prefill_high"] for row in rows)

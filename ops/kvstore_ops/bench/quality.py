@@ -1,9 +1,9 @@
 """quality: accuracy of reuse over full prefill, each with f, the share of a prefill's compute.
 
-Held-out contexts of the testbed, per trained model and kind of reuse. The settings of the table are fixed controls:
-what the papers and others do. The one that is judged is what clients take, by the profile that comes with the weights
-(``kvstore profile``, on calibration contexts), where one does; evaluation contexts chose nothing. f counts rows times
-layers; it is no time. No speed belongs to these figures.
+Measured are held-out contexts of the testbed, per trained model and kind of reuse. Most settings of the table are fixed
+controls: the papers' settings, and others. The judged setting is the one that clients take by the profile that comes
+with the weights (made by ``kvstore profile`` on calibration contexts), where there is one; evaluation contexts chose no
+setting. f counts rows times layers; it is no time, and these figures say nothing about speed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SIBLING = "plus3"
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: accuracy with its standard error, over contexts; ``over_full``: its ratio to full prefill's,
-    whose error is of the differences context by context."""
+    """One line of a table: accuracy with its standard error over contexts. ``over_full``: the ratio to full prefill's
+    accuracy; its error comes from the differences context by context."""
 
     model: str
     reuse: str
@@ -40,7 +40,7 @@ class Row:
 
 
 def fixed(layer_count: int, reuse: str) -> Iterator[tuple[str, Recompute, bool]]:
-    """(name, setting, whether keys are moved to their positions): what the papers and others do, and the controls."""
+    """Yield (name, setting, whether keys are rotated to their new positions): the papers' settings, and controls."""
     third, half = layer_count // 3, layer_count // 2
     yield "full reuse", Recompute.reuse(), True
     if reuse != "sibling":
@@ -76,7 +76,7 @@ class Bench:
         self.judged: list[Row] = []
 
     def measure(self, model: str, reuse: Any) -> None:
-        """One table, and the judged row at its end."""
+        """Measure the rows of one table; the judged row is the last."""
         from kvstore_ops.profiling.profiler import told
         from kvstore_ops.testbed import contexts, evaluation
         from kvstore_ops.testbed.trial import Trial
@@ -110,7 +110,7 @@ def _sender(model: str, reuse: str) -> str | None:
 
 
 def chosen(layer_count: int, model: str, reuse: Any, sender: str | None) -> Recompute | None:
-    """What clients take by the shipped profile; None: no such profile is shipped."""
+    """Return the setting that clients take by the shipped profile; None: no such profile is shipped."""
     from kvstore_ops.profiling.shipped import shipped_path, shipped_profile
 
     if not shipped_path(model, reuse, sender).exists():
@@ -120,7 +120,7 @@ def chosen(layer_count: int, model: str, reuse: Any, sender: str | None) -> Reco
 
 
 def tables(rows: list[Row]) -> None:
-    """A table per model and kind of reuse."""
+    """Print a table per model and kind of reuse."""
     for model, reuse in dict.fromkeys((row.model, row.reuse) for row in rows):
         table = Table(title=f"{model}, reuse: {reuse}", title_justify="left")
         for name in ("setting", "f", "accuracy", "over full prefill"):
@@ -134,7 +134,8 @@ def tables(rows: list[Row]) -> None:
 
 
 def run(scale: str) -> Result:
-    """The worst of the judged ratios, with its f. Judged are those that a profile is shipped of."""
+    """Measure all tables. The figure is the worst judged ratio, with its f. A row is judged where a profile is
+    shipped."""
     from kvstore_ops.testbed import shipped
     from kvstore_ops.testbed.trial import one_thread
 

@@ -16,7 +16,7 @@ CONTEXT = {"full": 4096, "quick": 4096, "tiny": 512}
 SUFFIX = 64
 RUNS = {"full": 3, "quick": 3, "tiny": 1}
 SHARE_OF_IDEAL = 0.8
-"""What the target leaves for loading, choosing and the suffix."""
+"""The share of the ideal speed-up 1 / f that the target asks for; the rest is for loading, choosing and the suffix."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Asked:
 
 
 def measured(name: str, scale: str, model: Any, found: Asked, address: str) -> Result:
-    """Pairs of a full prefill and each setting, and what each holds at once, in a process of its own.
+    """Measure pairs of a full prefill and each setting, and the peak memory of each, in a process of its own.
 
-    The figure is the setting's that misses its own target 0.8 / f by most."""
+    The figure is that of the setting with the least ratio to its own target 0.8 / f."""
     layer_count, settings = model.config.num_hidden_layers, found.settings
     note(f"{name}: memory, in a process of its own")
     held, full_bytes = held_apart(name, scale, address)
@@ -77,7 +77,7 @@ def measured(name: str, scale: str, model: Any, found: Asked, address: str) -> R
 def _pairs(
     name: str, scale: str, model: Any, found: Asked
 ) -> tuple[list[float], dict[str, list[float]], dict[str, Any]]:
-    """Seconds of the full prefills, and of each setting by its side; and each setting's last result."""
+    """Return the seconds of the full prefills, those of each setting beside them, and each setting's last result."""
     import torch
 
     def whole() -> None:
@@ -91,7 +91,7 @@ def _pairs(
         full.append(shared.timed(whole))
         note(f"{name}: run {number} of {RUNS[scale]}, full prefill {full[-1]:.1f} s")
         for each, setting in found.settings.items():
-            last[each] = None  # its memory is the next one's
+            last[each] = None  # frees the memory of the last result for the next
             last[each] = found.ask(setting)
             assert not last[each].plan.reason, last[each].plan.reason
             seconds[each].append(last[each].timeline.total_s)

@@ -1,10 +1,10 @@
 """redis: chunks from a Redis server into the arena, over a bare client that reads the same fields into its own memory.
 
 The server is the embedded one, on a unix socket; both ends run on this machine. The bare client is one thread with one
-connection, two fields in flight, a ``recv_into`` for each field, no checksum. What is fetched is not in the arena: more
-contexts take turns than it holds. A fetch ends when all slabs are there and checked; no client copies them. Beside it
-stands how fast chunks that were stored reach the server, over a bare client that writes the same fields; and both for
-copies in envelopes, fewer rounds of them.
+connection, two fields in flight, a ``recv_into`` for each field, no checksum. A fetched context is never in the arena:
+more contexts take turns than the arena holds. A fetch ends when all slabs are there and checked; no client copies them.
+Beside it stands the rate at which stored chunks reach the server, over a bare client that writes the same fields. Both
+are also measured for copies in envelopes, in fewer rounds.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ IN_FLIGHT = 2
 POLL_S = 0.001
 WAIT_S_MAX = 60.0
 LOOKUP_S_MAX = "1 s"
-"""What is measured is bytes: no fetch ends early because the server was busy for a moment."""
+"""Longest wait of a lookup. It is long so that no fetch ends early because the server is busy for a moment."""
 
 
 class Bare:
-    """The limit: one connection, and memory for everything that is read."""
+    """The limit: a bare client with one connection, and memory for everything that it reads."""
 
     def __init__(self, path: str, byte_count: int) -> None:
         import redis
@@ -54,11 +54,11 @@ class Bare:
         self._memory = np.ones(byte_count + (1 << 20), np.uint8)
 
     def keys(self) -> set[bytes]:
-        """Of all chunks."""
+        """Return the keys of all chunks."""
         return set(self.client.keys("*:c:*"))
 
     def fields(self, keys: Sequence[bytes]) -> list[tuple[bytes, bytes, int]]:
-        """(key, name, bytes) of every field of these chunks, their headers first."""
+        """Return (key, name, bytes) of every field of these chunks; each chunk's header comes first."""
         found = []
         for key in keys:
             names = sorted(self.client.hkeys(key), key=lambda name: (name != b"h", len(name), name))
@@ -66,7 +66,7 @@ class Bare:
         return found
 
     def read(self, fields: Sequence[tuple[bytes, bytes, int]]) -> None:
-        """Each as it comes, with what stands around it."""
+        """Read the fields in order, each with the protocol's bytes around it, IN_FLIGHT at a time."""
         place = 0
         for number, (_, _, size) in enumerate(fields):
             for key, name, _ in fields[:IN_FLIGHT] if number == 0 else fields[number + 1 : number + IN_FLIGHT]:
@@ -76,7 +76,7 @@ class Bare:
                 place += self._line.recv_into(self._memory[place:stop].data, 0, socket.MSG_WAITALL)
 
     def write(self, fields: Sequence[tuple[bytes, bytes, int]]) -> None:
-        """The same fields, from memory of its own, under other keys, which it removes afterwards."""
+        """Write the same fields from own memory, under other keys. The caller removes these keys afterwards."""
         for number, (key, name, size) in enumerate(fields):
             other = key + b"x"
             head = b"*4\r\n$4\r\nHSET\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n" % (
@@ -98,7 +98,7 @@ class Bare:
         assert self._line.recv(4, socket.MSG_WAITALL)[:1] == b":"
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """And wait until their memory is free."""
+        """Remove keys, and wait until the server has freed their memory."""
         self.client.unlink(*keys)
         while self.client.info("memory").get("lazyfree_pending_objects"):
             time.sleep(POLL_S)
@@ -106,7 +106,7 @@ class Bare:
 
 @dataclass
 class Seconds:
-    """What each round took."""
+    """The seconds of each round."""
 
     fetch: list[float] = field(default_factory=list)
     bare_fetch: list[float] = field(default_factory=list)
@@ -130,11 +130,11 @@ class Rig:
         self.contexts = [self.store() for _ in range(CONTEXTS)]
 
     def account(self) -> Any:
-        """The tier's."""
+        """Return the Redis tier's statistics."""
         return self.client.stats().tiers[-1]
 
     def store(self, seconds: Seconds | None = None) -> tuple[Any, list[tuple[bytes, bytes, int]]]:
-        """A context nobody stored before, until Redis has it: its tokens, and its fields there."""
+        """Store a fresh context, wait until Redis has it, and return (tokens, fields in Redis)."""
         tokens = shared.random_tokens(self.count, time.monotonic_ns() % (1 << 32))
         keys, before = self.bare.keys(), self.account().written_bytes
         receipt = self.client.store(self.spec, tokens, self.source)
@@ -148,12 +148,12 @@ class Rig:
         return tokens, self.bare.fields(sorted(self.bare.keys() - keys))
 
     def fetch(self, number: int, seconds: Seconds) -> None:
-        """Into the arena."""
+        """Fetch a context into the arena."""
         tokens, before = self.contexts[number][0], self.account().read_bytes
         began = time.perf_counter()
         prefix = ask(self.client, self.spec, tokens)
         while prefix.advance():
-            pass  # each step says whether there is another
+            pass  # each call returns whether there is another step
         took = time.perf_counter() - began
         assert (prefix.settle(set()), prefix.tier) == (self.count, Tier.REDIS), prefix.reason
         prefix.close()
@@ -161,7 +161,7 @@ class Rig:
         seconds.fetch.append(took)
 
     def round(self, number: int, seconds: Seconds) -> None:
-        """Each side once."""
+        """Let each side fetch once and store once."""
         fields = self.contexts[number][1]
         seconds.bare_fetch.append(shared.timed(lambda: self.bare.read(fields)))
         self.fetch(number, seconds)
@@ -173,8 +173,8 @@ class Rig:
 
 @contextmanager
 def rig(scale: str, envelope: str, url: str = "", path: str = "") -> Iterator[Rig]:
-    """Fresh, its arena backed by pages. Copies get this envelope, with the key of a tenant's secret. Its Redis is its
-    own, or the one at ``url``, whose socket is ``path``."""
+    """Yield the rig of a fresh sidecar, whose arena is backed by pages. Copies get this envelope, with the key of a
+    tenant's secret. Redis is the embedded one, or the one at ``url``, whose socket is ``path``."""
     spec = shared.geometry(scale)
     slot_bytes = layout_of(spec, spec.kind, shared.CHUNK_TOKENS).total_bytes
     context_bytes = slot_bytes * CHUNKS[scale]
@@ -196,7 +196,7 @@ def rig(scale: str, envelope: str, url: str = "", path: str = "") -> Iterator[Ri
 
 @dataclass
 class Rates:
-    """Of one envelope: each round's ratio to the bare client, and the median rates in B/s."""
+    """The rates with one envelope: each round's ratio to the bare client, and the median rates in B/s."""
 
     fetch_ratios: list[float]
     store_ratios: list[float]
@@ -208,7 +208,7 @@ class Rates:
 
 
 def measured(scale: str, envelope: str, round_count: int) -> Rates:
-    """Interleaved rounds of all four, after a warm-up."""
+    """Measure interleaved rounds of fetches and stores, ours and bare, after a warm-up."""
     with rig(scale, envelope) as ours:
         for number in range(CONTEXTS):
             ours.round(number, Seconds())
@@ -228,7 +228,7 @@ def measured(scale: str, envelope: str, round_count: int) -> Rates:
 
 
 def run(scale: str) -> Result:
-    """Without an envelope, which is what the target is for, then with each."""
+    """Measure without an envelope, to which the target applies, then with each kind of envelope."""
     found = measured(scale, "none", RUNS[scale])
     sealed = {kind: measured(scale, kind, SEALED_RUNS[scale]) for kind in ("mac", "aead")}
     ratio, store_ratio = statistics.median(found.fetch_ratios), statistics.median(found.store_ratios)

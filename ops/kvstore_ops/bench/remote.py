@@ -1,5 +1,5 @@
-"""remote: 256 MiB fetched over loopback TCP, verified, into pre-faulted tensors, over a bare gRPC stream of as many
-bytes in messages of the same size, decoded by hand and dropped."""
+"""remote: a fetch of 256 MiB over loopback TCP, verified, into pre-faulted tensors. The limit is a bare gRPC stream of
+as many bytes in messages of the same size, decoded by hand and dropped."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PATH = "/bench/Stream"
 
 
 async def serve() -> None:
-    """The limit's server: as many messages as it is asked for, all of them one string made beforehand."""
+    """Run the limit's server. It sends as many messages as a request asks for, each the same bytes, made beforehand."""
     run = rpb.StripRun(chunk=1, strip_first=8, strip_count=16, byte_count=MESSAGE_BYTES)
     data = np.random.default_rng(0).integers(0, 255, MESSAGE_BYTES, dtype=np.uint8)
     message = data_message(rpb.FetchBytesResponse(runs=[run]), [data])
@@ -53,7 +53,7 @@ async def serve() -> None:
 
 @contextmanager
 def bare_server() -> Iterator[tuple[str, int]]:
-    """Its address and its process id: it has a process of its own, as the remote plane has."""
+    """Run the limit's server in a process of its own, as the remote plane's is, and yield (address, process id)."""
     command = [sys.executable, "-m", "kvstore_ops.bench.remote"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -63,12 +63,12 @@ def bare_server() -> Iterator[tuple[str, int]]:
 
 
 def _with_children(pid: int) -> list[int]:
-    """A process and those it started: the sidecar, and the remote plane's."""
+    """Return the ids of a process and of its children: the sidecar, the remote plane and others."""
     return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 def _both_ends(action: Callable[[], None], server: list[int]) -> tuple[float, float]:
-    """Seconds that pass, and seconds of processors that this process and the server's spend."""
+    """Return the seconds that the action takes, and the processor seconds that this process and ``server`` spend."""
 
     def spent() -> float:
         return time.process_time() + sum(map(cpu_seconds, server))
@@ -79,7 +79,7 @@ def _both_ends(action: Callable[[], None], server: list[int]) -> tuple[float, fl
 
 
 def run(scale: str) -> Result:
-    """Interleaved pairs of a fetch and a bare stream, after a warm-up of both."""
+    """Measure interleaved pairs of a fetch and a bare stream, after a warm-up of both."""
     spec = shared.geometry(scale)
     count = shared.CHUNKS[scale] * shared.CHUNK_TOKENS
     tokens = shared.random_tokens(count, 1)

@@ -1,4 +1,4 @@
-"""The result of a benchmark: a figure, the limit it is held against, and how both were had."""
+"""The result of a benchmark: a figure, the limit that it is compared with, and the conditions of both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Table
 
 @dataclass(kw_only=True)
 class Result:
-    """``ratio`` is the median of pairwise ratios, ``spread`` its quartiles; ``met`` whether the target holds."""
+    """``ratio``: the median of pairwise ratios. ``spread``: their quartiles. ``met``: true when the target is met."""
 
     name: str
     value: float
@@ -28,7 +28,7 @@ class Result:
     conditions: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """The last line of the benchmark."""
+        """Return the result as plain values, which are printed as the benchmark's last line."""
         rounded = {
             key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in asdict(self).items()
         }
@@ -36,7 +36,7 @@ class Result:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """The middle half's ends."""
+    """Return the first and the third quartile."""
     if len(values) < 2:
         return (values[0], values[0])
     low, _, high = statistics.quantiles(values, n=4)
@@ -44,12 +44,12 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def note(text: str) -> None:
-    """Where a long run is; beside the output, which is the table and the line for machines."""
+    """Print a long run's progress on stderr: the output itself is only the table and the line for machines."""
     print(text, file=sys.stderr, flush=True)
 
 
 def show(title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """A small table for people, before the line for machines."""
+    """Print a small table for people, before the line for machines."""
     table = Table(title=title, show_header=False, title_justify="left")
     for name, value in rows:
         table.add_row(name, value)

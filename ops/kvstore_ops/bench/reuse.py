@@ -1,11 +1,11 @@
-"""reuse: what lossy reuse keeps of a pretrained model's answers, and how much sooner they begin, one row per setting.
+"""reuse: the share of a pretrained model's answers that lossy reuse keeps, and its speed-up, one row per setting.
 
 Prompts are questions about documents of real text (``kvstore_ops.pretrained.questions``); each document was computed by
-itself, or behind the prompt's own preamble. Of every setting the table has f, the time to the first token through a
-sidecar beside a full prefill in one pass, and of the answers that are right after a full prefill how many are kept,
-whole; with the share of tokens and the KL divergence. A setting is chosen on the first half of the prompts: the fastest
-that keeps what the target asks for. The figure is that setting's on the other half. Without the pretrained model, and
-tiny, the trained testbed model answers.
+itself, or behind the prompt's own preamble. For every setting the table has f; the time to the first token through a
+sidecar beside a full prefill in one pass; of the answers that are right after a full prefill, the share that is kept
+whole; the share of kept tokens; and the KL divergence. The first half of the prompts chooses a setting: the fastest
+that keeps as much as the target asks for. The figure is that setting's on the other half. The trained testbed model
+answers when the pretrained model is missing, and at the scale tiny.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from kvstore_ops.pretrained.questions import Question, questions
 
 KEPT, TOKENS, KL, FASTER = 0.90, 0.97, 0.08, 2.0
 RIGHT = 0.9
-"""Of the answers after a full prefill: a task of which fewer are right says little."""
+"""Least share of right answers after a full prefill: a task with fewer says little about reuse."""
 PROMPTS = {"full": 240, "quick": 4, "tiny": 8}
 TIMED = {"full": 12, "quick": 1, "tiny": 1}
 SIZES = {"full": [(8, 128), (8, 256), (8, 480)], "quick": [(8, 96)], "tiny": []}
-"""Documents of a prompt and their tokens: with preamble and question about 1,100, 2,100 and 3,900 tokens."""
+"""(documents of a prompt, tokens of each): with preamble and question about 1,100, 2,100 and 3,900 tokens."""
 SEED = 20261123
 PEAK = "suffix_peak"
 
 
 def settings_of(scale: str) -> list[tuple[str, Recompute]]:
-    """(how the documents were computed, setting)."""
+    """Return (origin of the documents' caches, setting) of each row: "alone" or behind the "preamble"."""
     if scale == "tiny":
         return [("alone", Recompute.reuse()), ("alone", Recompute(0, -1, 0.2, "suffix_attention"))]
     asked = [("alone", Recompute.reuse()), ("preamble", Recompute.reuse())]
@@ -53,7 +53,8 @@ def settings_of(scale: str) -> list[tuple[str, Recompute]]:
 
 @dataclass
 class Row:
-    """One setting: what it kept of each prompt, and its times, each beside a full prefill's of the same prompt."""
+    """One setting. ``found``: the ``Agreement`` of each prompt. ``seconds``: (full prefill's, this setting's) time to
+    the first token of each timed prompt."""
 
     origin: str
     setting: Recompute
@@ -69,7 +70,7 @@ class Row:
         return float(statistics.mean(each.share for each in self.found))
 
     def judged(self, right: Sequence[bool], those: range) -> dict[str, float]:
-        """Answers kept of those that full prefill has right, tokens and KL of all."""
+        """Return the share of full prefill's right answers that are kept, and the tokens and KL of all answers."""
         found = [self.found[index] for index in those]
         kept = [
             each.is_kept for each, is_right in zip(found, (right[index] for index in those), strict=True) if is_right
@@ -86,7 +87,7 @@ class Row:
 
 
 class Model:
-    """Who answers: the pretrained model, or the trained one. ``why``: why it is not the pretrained one."""
+    """The model that answers: the pretrained model, or the testbed's. ``why``: why it is not the pretrained model."""
 
     def __init__(self, scale: str) -> None:
         place = pretrained()
@@ -104,7 +105,7 @@ class Model:
 
 
 def _trained(count: int) -> tuple[Any, list[Question]]:
-    """The testbed's model, and its contexts with one question each."""
+    """Return the testbed's model, and its contexts with one question each."""
     import torch
     from kvstore_client.engines.transformers_runner import TransformersRunner
 
@@ -124,7 +125,7 @@ def _trained(count: int) -> tuple[Any, list[Question]]:
 
 
 class Bench:
-    """One run's rows."""
+    """The rows of one run."""
 
     def __init__(self, model: Model, client: Any) -> None:
         self.model, self.client = model, client
@@ -133,7 +134,7 @@ class Bench:
         self._cached: dict[tuple[str, tuple[int, ...]], Any] = {}
 
     def ask(self, question: Question) -> None:
-        """Every setting, on one prompt."""
+        """Compare every setting's answer to one prompt with full prefill's."""
         import torch
 
         from kvstore_ops.profiling.answers import agreement, greedy, said
@@ -157,7 +158,7 @@ class Bench:
             yield Run(start, stop - start, GivenKV(kv), stood_at, is_exact=start == stood_at)
 
     def _computed(self, question: Question, document: tuple[int, ...], stood_at: int) -> Any:
-        """A document's cache, alone or behind the preamble."""
+        """Return a document's cache, computed alone or behind the preamble."""
         from kvstore_client.recompute import recompute
 
         key = (str(stood_at), document)
@@ -168,7 +169,7 @@ class Bench:
         return self._cached[key]
 
     def time(self, question: Question) -> None:
-        """The first token of one prompt: in full, and by every setting, out of the sidecar, in turns."""
+        """Time the first token of one prompt, in turns by a full prefill and by every setting through the sidecar."""
         import torch
 
         runner, spec = self.model.runner, self.model.runner.spec
@@ -219,11 +220,11 @@ def _told(setting: Recompute) -> str:
 
 
 def run(scale: str) -> Result:
-    """The setting that the first half of the prompts chose, on the other half."""
+    """Measure all settings. The figure is that of the setting chosen on the first half, on the other half."""
     from kvstore_ops.testbed.trial import one_thread
 
     model = Model(scale)
-    with one_thread() if model.why else nullcontext():  # a small model's operations wait longer than they compute
+    with one_thread() if model.why else nullcontext():  # a small model gains nothing by a second thread
         return _measured(scale, model)
 
 

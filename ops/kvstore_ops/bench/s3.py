@@ -1,9 +1,9 @@
-"""s3: chunks of the 8B geometry out of a bucket into the arena, verified, over bare aiobotocore with 8 ranged GETs of
-the same sizes against the same server, whose bytes are dropped; stores beside, over bare PUTs of the same bytes.
+"""s3: fetches of chunks of the 8B geometry from a bucket into the arena, verified. The limit is bare aiobotocore with 8
+ranged GETs of the same sizes against the same server, whose bytes are dropped. Stores are measured, too, over bare PUTs
+of the same bytes.
 
-The server is ``s3_responder``: the least that answers, from memory. With a real server on the same cores both sides
-would mostly wait for it. Beside it both are measured against one whose answers begin 30 ms late, as a bucket's do; that
-is simulated.
+The server is ``s3_responder``, a minimal one in memory: with a real server on the same cores both sides would mostly
+wait for it. Both sides are also measured against a responder whose answers begin 30 ms late, which simulates a bucket.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Chunks:
     headers: list[ChunkHeader]
 
     def pieces(self, number: int) -> list[Bytes]:
-        """Header and slabs of one."""
+        """Return the header and the slabs of one chunk."""
         place, found = number * self.layout.total_bytes, []
         for size in self.layout.piece_bytes:
             found.append(self.memory[place : place + size])
@@ -68,7 +68,7 @@ class Chunks:
 
 
 def chunks_in(memory: Bytes, layout: ChunkLayout, count: int) -> Chunks:
-    """Random ones, whose headers are right."""
+    """Fill the memory with chunks of random bytes and valid headers."""
     random = np.random.default_rng(3)
     made = Chunks(layout, memory, [])
     for number in range(count):
@@ -91,7 +91,7 @@ def chunks_in(memory: Bytes, layout: ChunkLayout, count: int) -> Chunks:
 
 
 def tier_of(settings: S3Settings, movers: MoverProcesses) -> S3Tier:
-    """As the service builds it."""
+    """Build the tier as the service does."""
     lanes = Lanes(
         readers=movers.lane("s3-read", settings.reader_count, nice=MOVER_NICE),
         writers=movers.lane("s3-write", settings.writer_count, nice=MOVER_NICE),
@@ -101,7 +101,7 @@ def tier_of(settings: S3Settings, movers: MoverProcesses) -> S3Tier:
 
 
 async def fetch(tier: S3Tier, chunks: Chunks, group_bytes: int) -> None:
-    """Every chunk opened, and its slabs read in groups, as movement does it."""
+    """Open every chunk, and read its slabs in groups, as movement does."""
 
     async def one(number: int) -> None:
         slabs, pieces = chunks.layout.slabs, chunks.pieces(number)[1:]
@@ -118,7 +118,7 @@ async def fetch(tier: S3Tier, chunks: Chunks, group_bytes: int) -> None:
 
 
 async def store(tier: S3Tier, chunks: Chunks) -> None:
-    """Every chunk written, where there is none."""
+    """Write every chunk. The bucket must not have it yet."""
     await _all(tier.write(header, chunks.layout, chunks.pieces(number)) for number, header in enumerate(chunks.headers))
 
 
@@ -129,7 +129,7 @@ async def _all(works: Any) -> None:
 
 
 class Bare:
-    """The client alone, by its own calls."""
+    """The limit: the bare client, by its own calls."""
 
     def __init__(self, client: Any, settings: S3Settings, chunks: Chunks) -> None:
         self._client, self._settings, self._chunks = client, settings, chunks
@@ -138,7 +138,7 @@ class Bare:
         return prefix + object_key(self._settings, self._chunks.headers[number].storage_key)
 
     async def fetch(self) -> None:
-        """Each object's body in ranges, GETS at a time."""
+        """Read each object's body in ranges, GETS at a time."""
         limit, layout = asyncio.Semaphore(GETS), self._chunks.layout
 
         async def get(key: str, start: int, stop: int) -> None:
@@ -155,7 +155,7 @@ class Bare:
         )
 
     async def store(self) -> None:
-        """Each object by one PUT, PUTS at a time."""
+        """Write each object by one PUT, PUTS at a time."""
         limit, size = asyncio.Semaphore(PUTS), self._chunks.layout.total_bytes
 
         async def put(number: int) -> None:
@@ -168,7 +168,7 @@ class Bare:
 
 @asynccontextmanager
 async def bare_client(url: str) -> AsyncIterator[Any]:
-    """With as many connections as it takes, and no checksums but TCP's."""
+    """Yield a bare client with as many connections as it uses, and without checksums other than TCP's."""
     from aiobotocore.config import AioConfig
     from aiobotocore.session import AioSession
 
@@ -182,7 +182,7 @@ async def bare_client(url: str) -> AsyncIterator[Any]:
 
 @dataclass
 class Times:
-    """Seconds of each round."""
+    """The seconds of each round."""
 
     fetch: list[float] = field(default_factory=list)
     bare_fetch: list[float] = field(default_factory=list)
@@ -198,7 +198,7 @@ async def _timed(times: list[float], work: Callable[[], Coroutine[Any, Any, None
 
 
 async def measure(settings: S3Settings, movers: MoverProcesses, scale: str, run_count: int) -> tuple[Times, int]:
-    """Rounds of all four, after a warm-up of each; and the bytes of a round."""
+    """Measure rounds of fetches and stores, ours and bare, after a warm-up. Return the times and a round's bytes."""
     layout = layout_of(shared.geometry(scale), CacheKind.KV, shared.CHUNK_TOKENS)
     count = shared.CHUNKS[scale]
     mapping = SystemMemory(movers).read_only_to_others("bench", layout.total_bytes * count)
@@ -210,7 +210,7 @@ async def measure(settings: S3Settings, movers: MoverProcesses, scale: str, run_
         for number in range(run_count + 1):
             kept = times if number else warm
             await _timed(kept.bare_store, bare.store)
-            await tier.remove(keys)  # else what is there is adopted
+            await tier.remove(keys)  # else the tier would adopt the objects of the last round
             await _timed(kept.store, lambda: store(tier, chunks))
             await _timed(kept.bare_fetch, bare.fetch)
             await _timed(kept.fetch, lambda: fetch(tier, chunks, settings.range_bytes))
@@ -220,7 +220,7 @@ async def measure(settings: S3Settings, movers: MoverProcesses, scale: str, run_
 
 
 def run(scale: str) -> Result:
-    """The fetch's ratio; the store's is beside it."""
+    """Measure fetches and stores. The figure is the fetch's ratio; the store's is among the conditions."""
     os.environ.setdefault("AWS_ACCESS_KEY_ID", "bench")
     os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "bench")
     movers = MoverProcesses(MOVER_COUNT)

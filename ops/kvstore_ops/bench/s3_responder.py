@@ -1,10 +1,10 @@
-"""The least that answers S3's GET, HEAD, PUT and DELETE, from memory, on loopback: for benchmarks of clients, whose
-limit it must not be. It checks no signature and knows no conditions. No test of the product rests on it.
+"""A minimal server of S3's GET, HEAD, PUT and DELETE, from memory, on loopback. It is for benchmarks of clients, so it
+must be faster than they are. It checks no signatures and ignores conditions. No test of the product relies on it.
 
     python -m kvstore_ops.bench.s3_responder [SECONDS]
 
-It prints its port, and ends with its standard input. Each answer to a GET is so many SECONDS late, as a bucket is: that
-is simulated by a pause, since nothing here is as far away as a bucket.
+It prints its port, and ends with its standard input. A pause delays each answer to a GET by SECONDS, as the distance to
+a real bucket would.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEAD_BYTES_MAX = 1 << 16
 
 
 class Responder:
-    """One thread per connection; bodies go from and to memory by one system call each."""
+    """The server. It has a thread per connection; bodies are sent by one system call each."""
 
     def __init__(self, first_byte_s: float = 0.0) -> None:
         self._first_byte_s = first_byte_s
@@ -30,7 +30,7 @@ class Responder:
         self.port = self._listener.getsockname()[1]
 
     def serve(self) -> None:
-        """For ever."""
+        """Serve until the process ends."""
         while True:
             connection = self._listener.accept()[0]
             threading.Thread(target=self._answer_all, args=(connection,), daemon=True).start()
@@ -49,7 +49,7 @@ class Responder:
                 rest = self._answer(connection, head.decode("latin-1"), rest)
 
     def _answer(self, connection: socket.socket, head: str, rest: bytes) -> bytes:
-        """Returns what of ``rest``, read too far, is the next request's."""
+        """Answer one request. ``rest``: bytes that were read behind its head. Return the bytes of the next request."""
         first, *lines = head.split("\r\n")
         method, path, _ = first.split(" ")
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
@@ -103,7 +103,7 @@ class Responder:
 
 @contextmanager
 def responder(first_byte_s: float = 0.0) -> Iterator[str]:
-    """Its URL; it has a process of its own."""
+    """Run the server in a process of its own, and yield its URL."""
     command = [sys.executable, "-m", "kvstore_ops.bench.s3_responder", str(first_byte_s)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

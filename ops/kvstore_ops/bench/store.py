@@ -1,4 +1,4 @@
-"""store: how long the engine is blocked storing 256 MiB, over the copy limit."""
+"""store: the time for which storing 256 MiB blocks the engine, over the copy limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TARGET = 1.15
 def limit_pairs(
     client: Client, spec: Any, source: list[tuple[Any, Any]], count: int
 ) -> tuple[list[tuple[Any, Any]], list[Any]]:
-    """The copies a store makes, as (target, source), into real staging; and the staging runs that hold them."""
+    """Return the copies that a store makes, as (target, source), into real staging, and the staging runs in use."""
     pool = client.connect_now().staging
     layout = layout_of(spec, spec.kind, spec.chunk_tokens)
     pairs, runs = [], []
@@ -35,7 +35,8 @@ def limit_pairs(
 
 
 def measure(scale: str) -> dict[str, Any]:
-    """Blocked, visible and limit seconds of interleaved runs; store and visible are two readings of one."""
+    """Return the blocked, visible and limit seconds of interleaved runs. The benchmarks store and visible read the same
+    measurement."""
     spec = shared.geometry(scale)
     count = shared.CHUNKS[scale] * shared.CHUNK_TOKENS
     source = shared.tensors(spec, count)
@@ -65,7 +66,7 @@ def measure(scale: str) -> dict[str, Any]:
 
                 stored = shared.timed(store)
                 seen = stored + shared.timed(see)
-                if number >= 2:  # the first rounds fault staging's pages in
+                if number >= 2:  # the first rounds fault in the pages of staging
                     blocked.append(stored)
                     visible.append(seen)
                     limits.append(limit)
@@ -74,7 +75,7 @@ def measure(scale: str) -> dict[str, Any]:
 
 
 def run(scale: str) -> Result:
-    """Interleaved; both after staging was touched once."""
+    """Measure a store and the copy limit, interleaved, after staging was touched once."""
     figures = measure(scale)
     byte_count, blocked, limits = figures["bytes"], figures["blocked"], figures["limits"]
     ratios = [mine / limit for mine, limit in zip(blocked, limits, strict=True)]

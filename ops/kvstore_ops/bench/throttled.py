@@ -1,7 +1,7 @@
-"""A sidecar whose device is as slow as a benchmark wants: each read sleeps until a device of that rate would have it.
+"""A sidecar with a throttled device: each read sleeps until a device of the wanted rate would have delivered the bytes.
 
-The rate, bytes a second, stands in a file that the benchmark writes; 0: as fast as the device is. Nothing that users
-run can be slowed down so.
+A file that the benchmark writes has the rate in bytes per second; 0: not throttled. No program that users run can be
+throttled.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ FLAGS = {
 
 
 class Throttle:
-    """One device: reads stand in line, however many there are at once."""
+    """One throttled device: its reads queue up, however many there are at once."""
 
     def __init__(self, rate_file: Path) -> None:
         self._rate_file = rate_file
         self._free_s = 0.0
 
     async def take(self, byte_count: int) -> None:
-        """Return when a device of the rate would have delivered so much more."""
+        """Wait until a device of the rate would have delivered ``byte_count`` more bytes."""
         rate = float(self._rate_file.read_text() or 0)
         if not rate:
             return
@@ -50,7 +50,7 @@ class Throttle:
 
 
 class ThrottledChunk:
-    """A copy that is read slowly."""
+    """A stored chunk whose reads are throttled."""
 
     def __init__(self, chunk: StoredChunk, layout: ChunkLayout, throttle: Throttle) -> None:
         self._chunk = chunk
@@ -73,7 +73,7 @@ class ThrottledChunk:
 
 
 class ThrottledTier:
-    """The tier it is given, read slowly. Everything else is the tier's own."""
+    """A tier whose chunks' reads are throttled. Everything else is the given tier's own."""
 
     def __init__(self, tier: LocalTier, throttle: Throttle) -> None:
         self._tier = tier
@@ -87,7 +87,7 @@ class ThrottledTier:
 
 
 class ThrottledSidecar(Sidecar):
-    """``rate``: of its device, in bytes a second; 0: all it has."""
+    """A sidecar whose device ``set_rate`` throttles; at first it is not throttled."""
 
     program = ("kvstore_ops.bench.throttled",)
 
@@ -98,14 +98,14 @@ class ThrottledSidecar(Sidecar):
         self.set_rate(0)
 
     def set_rate(self, bytes_per_s: float) -> None:
-        """From the next read on."""
+        """Throttle the device from the next read on. 0: do not throttle."""
         beside = self._rate_file.with_suffix(".new")
         beside.write_text(str(bytes_per_s))
         beside.replace(self._rate_file)
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until told to stop."""
+    """Serve until a signal stops the sidecar."""
     given = dict(zip(arguments[::2], arguments[1::2], strict=True))
     (device,) = TIERS.local
 

@@ -1,5 +1,6 @@
-"""ttft-blend: full prefill over documents' caches that were computed alone, moved to their places and mended.
-Speed only, at literal settings: the weights are random, and how well such settings answer is another benchmark's."""
+"""ttft-blend: the time of a full prefill over that of a partial prefill, which moves caches of documents that were
+computed alone to their places, and computes a share again. Only speed is measured, at fixed settings: the weights are
+random. The benchmark quality measures the answers of such settings."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ DOCUMENTS = 4
 
 
 def settings_of(layer_count: int) -> dict[str, Recompute]:
-    """An eighth of the layers, 15 % of the tokens behind them; no whole layer, 20 % by the suffix's attention."""
+    """Return two settings: an eighth of the layers and 15 % of the tokens behind them; no whole layer and 20 % of the
+    tokens by the suffix's attention."""
     group = max(1, layer_count // 8)
     return {
         f"first {group} of {layer_count} layers, 15 % by deviation": Recompute.cacheblend(group, 0.15),
@@ -24,7 +26,7 @@ def settings_of(layer_count: int) -> dict[str, Recompute]:
 
 
 def asked(scale: str, model: Any, client: Any) -> Asked:
-    """A prompt of documents, none of them asked for where it was computed."""
+    """Return a prompt of documents that were computed alone."""
     from kvstore_client.engines.transformers_runner import TransformersRunner
 
     from kvstore.spec import ModelSpec
@@ -41,7 +43,7 @@ def asked(scale: str, model: Any, client: Any) -> Asked:
 
 
 def run(scale: str) -> Result:
-    """The documents' KV come from the sidecar, layer by layer, while others are computed."""
+    """Measure partial prefills. The documents' KV come from the sidecar layer by layer, while layers are computed."""
     from kvstore_client.recompute import recompute
 
     model = build(scale)

@@ -1,4 +1,4 @@
-"""ttft-prefix: full prefill over cached, 4,096 tokens and a suffix of 64."""
+"""ttft-prefix: the time of a full prefill over that with a cached prefix, for 4,096 tokens and a suffix of 64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TARGET = 10.0
 
 
 def run(scale: str) -> Result:
-    """Full prefill is one pass without a sidecar: the fairer opponent. Pairs are interleaved."""
+    """Measure interleaved pairs. Full prefill is one pass without a sidecar, because that is its fastest form."""
     import torch
     from kvstore_client.engines.transformers import CachedModel
 

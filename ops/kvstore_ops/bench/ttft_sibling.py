@@ -1,5 +1,6 @@
-"""ttft-sibling: full prefill over a sibling's cache, a quarter of the layers computed again from its E. Speed only:
-the weights are random, and how well such a setting answers is another benchmark's (quality)."""
+"""ttft-sibling: the time of a full prefill over that of a partial prefill, which reuses a sibling's cache and computes
+a quarter of the layers again from its E. Only speed is measured: the weights are random. The benchmark quality measures
+the answers of such settings."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from kvstore_ops.bench.result import Result, note
 
 
 def asked(scale: str, model: Any, client: Any) -> Asked:
-    """A prompt that a sibling has seen, and its E at three eighths of the depth."""
+    """Return a prompt that a sibling has computed, to be reused from E at three eighths of the depth."""
     from kvstore_client.engines.transformers_runner import TransformersRunner
 
     runner = TransformersRunner(model, spec=ModelSpec.from_transformers(model.config, "unverified:receiver", 256))
@@ -35,7 +36,8 @@ def sender_of(spec: ModelSpec) -> ModelSpec:
 
 
 def run(scale: str) -> Result:
-    """The sibling's KV and E come from the sidecar, layer by layer, while others are computed."""
+    """Measure partial prefills. The sibling's KV and E come from the sidecar layer by layer, while layers are
+    computed."""
     from kvstore_client.recompute import recompute
 
     model = build(scale)

@@ -11,7 +11,7 @@ TARGET = 0.50
 
 
 def run(scale: str) -> Result:
-    """From the call of store to the other client's lookup that hits everything."""
+    """Measure from the call of store to the other client's lookup, which hits everything."""
     figures = measure(scale)
     byte_count, visible, limits = figures["bytes"], figures["visible"], figures["limits"]
     ratios = [limit / mine for mine, limit in zip(visible, limits, strict=True)]

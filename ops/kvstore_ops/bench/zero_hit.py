@@ -1,5 +1,5 @@
-"""zero-hit: what a request that hits nothing pays. Our own code before the first token, over the prefill; beside it
-the paired end-to-end difference against the same stepped prefill without a sidecar."""
+"""zero-hit: the delay of a request that hits nothing: the time of our own code before the first token, over the
+prefill. Beside it is the paired end-to-end difference to the same stepped prefill without a sidecar."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RATIO_TARGET, SECONDS_TARGET = 0.003, 0.0015
 
 
 def plain_seconds(model: Any, prompt: Any, step: int) -> float:
-    """TTFT of the same steps in transformers' own cache."""
+    """Return the seconds to the first token by the same steps with transformers' own cache."""
     import torch
     from transformers import DynamicCache
 
@@ -32,7 +32,7 @@ def plain_seconds(model: Any, prompt: Any, step: int) -> float:
 
 
 def run(scale: str) -> Result:
-    """Each prompt is new to the sidecar; the earlier prompt's background store runs into the next measurement."""
+    """Measure prompts that are new to the sidecar. The background store of each runs into the next measurement."""
     from kvstore_client.engines.transformers import CachedModel
 
     model = build(scale)

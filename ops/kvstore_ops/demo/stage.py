@@ -30,7 +30,7 @@ def perform(address: str, name: str, console: Console) -> Outcome:
     """Run one scene in an engine process. Raises Unavailable with the end of its error output when it fails."""
     command = [sys.executable, "-m", "kvstore_ops.demo.scene", address, name]
     outcome: Outcome | None = None
-    with tempfile.TemporaryFile("w+", errors="replace") as log:  # a pipe that nobody empties would hold it up
+    with tempfile.TemporaryFile("w+", errors="replace") as log:  # a full pipe would block the engine process
         with (
             console.status(f"{name}: starting an engine") as status,
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,

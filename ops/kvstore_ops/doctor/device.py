@@ -66,7 +66,7 @@ def _rates(directory: Path) -> Iterator[Finding]:
     descriptor, is_direct = _opened(path)
     try:
         yield _direct(is_direct=is_direct)
-        piece = mmap.mmap(-1, PIECE_BYTES)  # its address is a page's, as direct I/O wants it
+        piece = mmap.mmap(-1, PIECE_BYTES)  # its address is a page boundary, as direct I/O needs
         piece.write(os.urandom(PIECE_BYTES))
         began_s = time.perf_counter()
         for offset in range(0, SAMPLE_BYTES, PIECE_BYTES):

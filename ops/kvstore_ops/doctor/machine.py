@@ -169,6 +169,6 @@ def _time(tag: int, text: bytes) -> float:
     if tag not in (_UTC_TIME, _GENERAL_TIME):
         raise ValueError("its times cannot be read")
     digits = text.decode("ascii")
-    if tag == _UTC_TIME:  # two digits of a year, of which 50 and more are of the last century
+    if tag == _UTC_TIME:  # the year has two digits; from 50 on they mean 1950 to 1999
         digits = ("19" if digits >= "50" else "20") + digits
     return datetime.strptime(digits, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()

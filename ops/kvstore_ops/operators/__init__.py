@@ -1,9 +1,9 @@
-"""The operator's commands: what the sidecar holds, chunk by chunk, and what is to become of it.
+"""The operator's commands: they show the sidecar's chunks, and change them.
 
-- ``calls``     the calls of AdminService, each with a bound on how long it may say nothing
-- ``words``     what people write, into what a call takes
-- ``harmless``  names that others chose, fit for a terminal
+- ``calls``     the calls of AdminService, each with a limit on the wait for a message
+- ``words``     options of the command line, turned into requests
+- ``harmless``  names from others, made safe for a terminal
 - ``tables``    replies as tables, or as JSON
 - ``reading``   the commands that change nothing
-- ``changing``  those that do, each with a dry run
+- ``changing``  the commands that change something, each with a dry run
 """

@@ -37,7 +37,7 @@ def age_of(stored_seconds: int, now_s: float, up_s: float | None = None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """ "42 s", "13 min", "5.2 h", "3.1 d"."""
+    """Return the duration in words: "42 s", "13 min", "5.2 h" or "3.1 d"."""
     for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}" if unit == "min" else f"{seconds / size:.1f} {unit}"

@@ -101,7 +101,7 @@ def _scale(row: dict[str, Any]) -> str:
 
 
 def _printed(run: dict[str, Any]) -> str:
-    """The table of one run of ``kvstore bench``."""
+    """Return the table of one run of ``kvstore bench``."""
     rows = (
         (
             f"`{each['name']}`", f"{each['value']:.4g} {each['unit']}", f"{each['ratio']:.3g}",

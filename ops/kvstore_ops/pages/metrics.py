@@ -1,4 +1,4 @@
-"""docs/metrics.md: every metric with its unit, from what the service counts."""
+"""docs/metrics.md: every metric with its unit, from the service's counters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ alert rules.
 
 
 def all_counters() -> Counters:
-    """As a service has them that uses every tier."""
+    """Return the counters of a service that uses every tier."""
     counters = Counters()
     counters.add_tier("nvme")
     for name in ("redis", "s3"):

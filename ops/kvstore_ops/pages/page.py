@@ -15,11 +15,11 @@ MADE: dict[str, Callable[[str], str]] = {
     "docs/benchmarks.md": lambda _: benchmarks.render(benchmarks.read(ROOT)),
     "README.md": lambda text: benchmarks.with_headlines(text, benchmarks.read(ROOT)),
 }
-"""Per path what it is to be, given what it is."""
+"""Functions that return the right text of a file, given its present text, by the file's path."""
 
 
 def outdated() -> dict[str, str]:
-    """The pages that are not what they are to be, each with its right text."""
+    """Return the right text of each outdated page, by its path."""
     right = {}
     for path, make in MADE.items():
         file = ROOT / path
@@ -31,7 +31,7 @@ def outdated() -> dict[str, str]:
 
 
 def write() -> list[str]:
-    """Bring all pages up to date. The paths of those that were not."""
+    """Write all outdated pages, and return their paths."""
     right = outdated()
     for path, text in right.items():
         (ROOT / path).write_text(text, encoding="utf-8")

@@ -51,7 +51,7 @@ def run(
             if isinstance(receiver, Own):
                 subject = _own(receiver, kind, contexts, progress)
             else:
-                torch.set_num_threads(1)  # operations this small wait longer for a second thread than they compute
+                torch.set_num_threads(1)  # so small operations wait longer for a second thread than they compute
                 subject = TestbedSubject(receiver, kind, sender, _seeds(seeds), contexts or CONTEXTS)  # type: ignore[arg-type]
             path = out or default_path(subject)
             found = profile(subject, path, progress, started_s=int(SystemClock().wall()), rounds=rounds, fresh=fresh)

@@ -64,7 +64,7 @@ def local_model(directory: Path) -> tuple[TransformersRunner, Any]:
         tokenizer = AutoTokenizer.from_pretrained(directory, **safe) if has_tokenizer else None
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"{directory} cannot be loaded: {error}") from error
-    model.config.name_or_path = directory.name  # a name that says nothing of this machine
+    model.config.name_or_path = directory.name  # the directory's path would reveal something about this machine
     spec = ModelSpec.from_transformers(model.config, model, tokenizer=tokenizer)
     return TransformersRunner(model, spec=spec), tokenizer
 

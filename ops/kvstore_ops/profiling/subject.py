@@ -76,7 +76,7 @@ class TestbedSubject:
     Raises: InvalidRequest for evaluation seeds, a count of contexts that is no multiple of the seeds, and models that
     are not shipped."""
 
-    __test__ = False  # a subject, whatever its name begins with
+    __test__ = False  # pytest must not take the class for tests because of its name
 
     def __init__(self, receiver: str, reuse: Reuse, sender: str | None, seeds: Seeds, count: int) -> None:
         each = len(seeds.to_choose_with().numbers)

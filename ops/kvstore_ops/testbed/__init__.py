@@ -1,9 +1,9 @@
-"""The quality testbed: small trained models whose answers show what a reused KV is worth, without any download.
+"""The quality testbed: small trained models whose answers show the quality of a reused KV, without any download.
 
-`task` is what they are asked: variables bound across chunks. `models` names them: two base models (6 and 12 layers)
-from two seeds, and siblings that answer otherwise (`plus3` and `plus11`, harsh; `mild`). `net` and `train` made them,
-`store` ships and loads them, `seeds` says which contexts may choose and which may only be reported on, `evaluate`
-draws those contexts and scores answers.
+`task` makes their questions: variables bound across chunks. `models` names them: two base models (6 and 12 layers) from
+two seeds, and siblings that answer otherwise (`plus3` and `plus11`, harsh; `mild`). `net` and `train` make them,
+`store` ships and loads them. `seeds` has the seeds of contexts that may choose settings, and of contexts for reported
+figures only. `evaluate` draws the contexts and scores answers.
 
     model, recipe = load("l6-s2")
     found = contexts(calibration(), 64)

@@ -19,7 +19,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 @app.command("list")
 def show() -> None:
-    """The models there are recipes for, and which of them are shipped."""
+    """List the models that have recipes, and mark those that are not shipped."""
     shipped = store.shipped()
     for name, made in RECIPES.items():
         start = f" from {made.start}" if made.start else ""
@@ -53,7 +53,7 @@ def evaluate(
         bool, typer.Option(help="On the evaluation seeds: for a figure to publish, never to tune.")
     ] = False,
 ) -> None:
-    """Accuracy of full prefill, with its standard error."""
+    """Measure the accuracy of full prefill, with its standard error."""
     from kvstore_ops.testbed import evaluate as measure
 
     model, made = store.load(name)
@@ -66,7 +66,7 @@ def evaluate(
 
 
 def main() -> None:
-    """Errors of ours are one line."""
+    """Run the command. An InvalidRequest is printed as one line."""
     try:
         app()
     except InvalidRequest as error:

@@ -1,4 +1,4 @@
-"""How well a model answers: contexts from committed seeds, the share of right answers, and its standard error."""
+"""Evaluation of a model: contexts from committed seeds, the share of right answers, and its standard error."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ BATCH = 32
 
 @dataclass(frozen=True)
 class Score:
-    """The share of questions answered rightly, in all and of each context; the standard error is over contexts, the
-    independent draws."""
+    """The share of right answers, in all contexts and in each. The standard error is over contexts, because contexts
+    are drawn independently, and questions of one context are not."""
 
     accuracy: float
     standard_error: float
@@ -31,8 +31,8 @@ class Score:
         return len(self.by_context)
 
     def over(self, other: Score) -> tuple[float, float]:
-        """The ratio to another's of the same contexts, and its standard error: of the differences, context by context,
-        as a share of the other."""
+        """Return the ratio to another score on the same contexts, and its standard error: that of the differences
+        context by context, as a share of the other accuracy."""
         lost = np.asarray(other.by_context) - np.asarray(self.by_context)
         error = float(lost.std(ddof=1) / len(lost) ** 0.5) if len(lost) > 1 else float("nan")
         return self.accuracy / other.accuracy, error / other.accuracy
@@ -43,9 +43,10 @@ class Score:
 
 
 def contexts(seeds: Seeds, count: int, shape: task.Shape | None = None, *, crossing_only: bool = True) -> task.Contexts:
-    """`count` contexts, the same share from each seed; by default every answer needs another chunk.
+    """Return `count` contexts, equally many from each seed; by default every answer needs another chunk.
 
-    More contexts of the same seeds begin with the fewer ones' contexts of each seed.
+    With a larger `count`, each seed gives the same contexts first, and then more. Raises InvalidRequest for a count
+    that is no multiple of the number of seeds.
     """
     numbers = seeds.numbers
     if count < 1 or count % len(numbers):
@@ -65,12 +66,12 @@ def contexts(seeds: Seeds, count: int, shape: task.Shape | None = None, *, cross
 
 
 def expected(found: task.Contexts, answers: tuple[int, ...]) -> task.Array:
-    """What a model with these answers should say, `[contexts, questions]`; unknown stays unknown."""
+    """Return the right answers of a model with these `answers`, `[contexts, questions]`; unknown stays unknown."""
     return np.asarray([*answers, *range(task.VALUES, task.VOCABULARY)])[found.answers]
 
 
 def score(logits: torch.Tensor, found: task.Contexts, answers: tuple[int, ...]) -> Score:
-    """Score of the suffix's logits `[contexts, suffix_tokens, vocabulary]`: answers stand at the variables."""
+    """Score the suffix's logits `[contexts, suffix_tokens, vocabulary]`; those at a variable are its answer."""
     shape = (*found.suffix.shape, task.VOCABULARY)
     if tuple(logits.shape) != shape:
         raise InvalidRequest(f"logits are {tuple(logits.shape)}: the suffix of these contexts needs {shape}")
@@ -79,7 +80,7 @@ def score(logits: torch.Tensor, found: task.Contexts, answers: tuple[int, ...]) 
 
 
 def summary(right: np.ndarray[Any, np.dtype[np.bool_]]) -> Score:
-    """Score of `right[contexts, questions]`."""
+    """Return the score of `right[contexts, questions]`."""
     of_contexts = right.mean(axis=1)
     count = len(of_contexts)
     error = float(of_contexts.std(ddof=1) / count**0.5) if count > 1 else float("nan")
@@ -90,7 +91,8 @@ def summary(right: np.ndarray[Any, np.dtype[np.bool_]]) -> Score:
 def full_prefill(
     model: Any, found: task.Contexts, answers: tuple[int, ...], report: Callable[[int], None] | None = None
 ) -> Score:
-    """Score of a transformers model that prefills context and suffix in one go; report gets the contexts done."""
+    """Return the score of a transformers model that prefills context and suffix in one pass. `report` gets the number
+    of finished contexts."""
     logits = []
     for first in range(0, len(found.tokens), BATCH):
         tokens = torch.from_numpy(found.tokens[first : first + BATCH])

@@ -1,4 +1,4 @@
-"""The testbed's models by name: what each starts from, which answers it gives, and how long it trains."""
+"""The testbed's models by name, with their recipes: the start, the answers and the training of each."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Phase:
     """A run of steps under one schedule: warm-up, then a cosine down to 3 % of the rate, counted in steps.
 
     span is the cosine's length in steps (0: this phase's own); a phase shorter than its span ends above the 3 %.
-    stages are the curriculum's first and last stage that it goes through; by default it stays in the last there is.
-    tied: layers above the first share their gradient, and so stay equal when they started so: what one learns, all
-    have learnt. A recipe that begins so starts them equal.
+    stages are the first and the last of the curriculum's stages in this phase; by default it stays in the last stage.
+    tied: layers above the first share their gradient, so that layers that start equal stay equal: all learn what one
+    learns. A recipe whose first phase is tied starts them equal.
     """
 
     steps: int
@@ -40,7 +40,7 @@ class Recipe:
 
 
 def shifted(by: int, among: int = task.VALUES) -> tuple[int, ...]:
-    """Answers v + by among the first `among` values; the others stay."""
+    """Return answers in which each of the first `among` values v becomes v + by, modulo `among`; the others stay."""
     return tuple((v + by) % among if v < among else v for v in range(task.VALUES))
 
 
@@ -58,7 +58,7 @@ MILD_DEEP = (Phase(steps=60, rate=4e-4), Phase(steps=80, rate=5e-4))
 
 
 def _family(start: str) -> list[Recipe]:
-    """The deeper model grown from a 6-layer base, and the siblings of both."""
+    """Return the recipes of the deeper model grown from a 6-layer base, and of the siblings of both."""
     seed = int(start.rpartition("s")[2])
     deep = f"l12-s{seed}"
     found = [Recipe(name=deep, layers=12, seed=seed, phases=GROWN, start=start)]
@@ -85,22 +85,21 @@ RECIPES = {
 """Seed 2 learnt by the plain curriculum. Seeds 1, 3 and 4 stood still in stage 2, for 300 steps and more: only layer 1
 had learnt to find a variable's statement, so that a question, which meets a reference one layer later than an rhs, was
 answered with any reference's value. Without one layer's attention in half of the first steps, seed 5 passed stage 2
-within 100 steps and stood still in stage 3, one hop later. With its layers tied at first, so that all of them learn to
-find when one does, it took 300 steps from the first stage it passed to the last one, and had learnt that 50 steps
-later.
+within 100 steps and stood still in stage 3, one hop later. Then its layers were tied at first, so that all of them
+learn to find statements when one does. It took 300 steps from the first stage that it passed to the last stage, and had
+learnt the last stage 50 steps later.
 
-What can be made again, and what not: three base recipes were cut while they ran, l6-s2 at step 1000 (of 2,660),
-l12-s2 at 100 (of 300) and l6-s5 at 750 and 850 (of 1,400, then 1,100, 1,000 and 950), and l12-s2-mild got its second
-phase at step 60. The rate of a step depends on its phase's span and not on where the phase is cut, so that the steps
-before a cut should be those of the recipe as it stands; that has not been checked by training from step 0. These
-recipes make models like the shipped ones, then; whether they make these very weights to the bit is not known. The
-siblings of l6-s5 ran in one piece from the shipped l6-s5. Whoever trains a base again has to make its siblings and
-all their profiles again, too.
+Reproducibility: three base recipes were cut while they ran, l6-s2 at step 1000 (of 2,660), l12-s2 at 100 (of 300) and
+l6-s5 at 750 and 850 (of 1,400, then 1,100, 1,000 and 950), and l12-s2-mild got its second phase at step 60. The rate of
+a step depends on its phase's span and not on the cut, so that the steps before a cut should be those of the present
+recipe; that has not been checked by training from step 0. So these recipes make models like the shipped models; it is
+not known whether they make the same weights to the bit. The siblings of l6-s5 ran in one piece from the shipped l6-s5.
+After a base is trained again, its siblings and all their profiles have to be made again, too.
 """
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe of a model by name; InvalidRequest lists the names there are."""
+    """Return the recipe of a model. Raises InvalidRequest, which lists all names, for an unknown name."""
     if name not in RECIPES:
         raise InvalidRequest(f"model {name!r} is not in the testbed: one of {', '.join(sorted(RECIPES))}")
     return RECIPES[name]

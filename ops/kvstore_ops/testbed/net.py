@@ -1,4 +1,4 @@
-"""The testbed's model as training sees it: Qwen2's arithmetic, its parameter names, and a start that learns.
+"""The testbed's model for training: Qwen2's arithmetic, its parameter names, and initial weights that learn the task.
 
 Qwen2 is a Llama with q, k and v biases: RoPE, SwiGLU, grouped queries, RMS norms before each half of a layer. This
 module computes the same logits as transformers' model on the same weights (a test holds them together), in fewer
@@ -36,7 +36,7 @@ class Geometry:
     positions_max: int = 2048
 
     def config(self) -> dict[str, Any]:
-        """The transformers configuration of the same model, as `Qwen2Config(**config)` takes it."""
+        """Return the transformers configuration of the same model, as `Qwen2Config(**config)` takes it."""
         return {
             "architectures": ["Qwen2ForCausalLM"],
             "model_type": "qwen2",
@@ -72,7 +72,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(g.heads * g.head_dim, g.hidden, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """x `[batch, tokens, hidden]`, cos and sin `[tokens, 1, head_dim]`; mask None is causal."""
+        """Attend. x `[batch, tokens, hidden]`, cos and sin `[tokens, 1, head_dim]`; mask None: causal."""
         g = self.geometry
         batch, tokens, _ = x.shape
         group = g.heads // g.kv_heads
@@ -116,7 +116,7 @@ class Layer(nn.Module):
 
 
 class Body(nn.Module):
-    """All but the head, under the name transformers gives it."""
+    """All layers without the head. The class exists so that parameters have their names in transformers."""
 
     def __init__(self, g: Geometry) -> None:
         super().__init__()
@@ -135,24 +135,24 @@ class Net(nn.Module):
         self.lm_head = nn.Linear(geometry.hidden, task.VOCABULARY, bias=False)
 
     def tensors_by_name(self) -> dict[str, nn.Parameter]:
-        """The parameters by their transformers names."""
+        """Return the parameters by their transformers names."""
         return dict(self.named_parameters())
 
     @torch.no_grad()
     def adopt(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Takes over weights by name, all of them."""
+        """Copy all weights from `tensors`, by name."""
         self.load_state_dict(tensors)
 
     @torch.no_grad()
     def repeat(self) -> None:
-        """Makes every layer above the first equal to the second."""
+        """Make every layer above the first equal to the second."""
         for copies in self._upper():
             for copy in copies[1:]:
                 copy.copy_(copies[0])
 
     @torch.no_grad()
     def share_gradients(self) -> None:
-        """Gives every layer above the first the mean of their gradients, so that equal layers stay equal."""
+        """Give every layer above the first the mean of their gradients, so that equal layers stay equal."""
         for copies in self._upper():
             gradients = [copy.grad for copy in copies if copy.grad is not None]
             mean = torch.stack(gradients).sum(0) / len(copies)
@@ -160,12 +160,12 @@ class Net(nn.Module):
                 copy.grad = mean.clone()
 
     def _upper(self) -> list[tuple[nn.Parameter, ...]]:
-        """For each parameter of a layer, those of all layers above the first."""
+        """Return, for each parameter of a layer, that parameter of all layers above the first."""
         return list(zip(*(list(layer.parameters()) for layer in self.model.layers[1:]), strict=True))
 
     def forward(self, tokens: torch.Tensor, at: torch.Tensor, *, window: int | None = None) -> torch.Tensor:
-        """Logits `[n, vocabulary]` at the flat indices `at` `[n]` of tokens `[batch, tokens]`; window narrows layer 0
-        to that many tokens."""
+        """Return logits `[n, vocabulary]` at the flat indices `at` `[n]` of tokens `[batch, tokens]`. `window` narrows
+        the attention of layer 0 to that many tokens."""
         g = self.geometry
         count = tokens.shape[1]
         cos, sin = rotation(g, count)
@@ -179,7 +179,7 @@ class Net(nn.Module):
 
 
 def rotation(g: Geometry, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of positions 0 to count - 1, `[count, 1, head_dim]` each, halves repeated."""
+    """Return cosine and sine of positions 0 to count - 1, `[count, 1, head_dim]` each, halves repeated."""
     frequencies = g.theta ** (-torch.arange(0, g.head_dim, 2).float() / g.head_dim)
     angles = torch.outer(torch.arange(count).float(), frequencies)
     angles = torch.cat([angles, angles], dim=-1)[:, None, :]
@@ -187,23 +187,24 @@ def rotation(g: Geometry, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE on x `[batch, tokens, heads, head_dim]`, first half paired with second."""
+    """Apply RoPE to x `[batch, tokens, heads, head_dim]`, first half paired with second."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 def _window(count: int, window: int) -> torch.Tensor:
-    """Additive mask `[count, count]`: a token sees itself and the window - 1 tokens before it."""
+    """Return the additive mask `[count, count]`: a token sees itself and the window - 1 tokens before it."""
     distance = torch.arange(count)[:, None] - torch.arange(count)[None, :]
     return torch.zeros(count, count).masked_fill((distance < 0) | (distance >= window), -math.inf)
 
 
 @torch.no_grad()
 def initialise(net: Net, seed: int) -> None:
-    """The start from which the task is learnt in some hundreds of steps; a plain one stalls.
+    """Set initial weights from which the task is learnt in some hundreds of steps; plain random weights stall.
 
-    Queries near keys (heads match what is equal), values near their way back (heads copy), small biases on q and k,
-    and one head of layer 0 that looks at the previous token.
+    Queries begin equal to keys in one head per group, so that these heads match equal tokens. Output projections
+    contain the transposed value projections, so that heads copy. Biases of q and k are small, and one head of layer 0
+    attends to the previous token.
     """
     random = torch.Generator().manual_seed(seed)
     g = net.geometry
@@ -233,7 +234,7 @@ def initialise(net: Net, seed: int) -> None:
 
 
 def _previous_token_head(a: Attention) -> None:
-    """Makes the last query head attend to the token before: a key bias, and the same rotated by one as the query's."""
+    """Make the last query head attend to the token before, by a key bias; the query bias is the key bias, rotated."""
     g = a.geometry
     q, kv = _rows(g, g.heads - 1), _rows(g, g.kv_heads - 1)
     half, fast = g.head_dim // 2, g.head_dim // 4
@@ -244,7 +245,7 @@ def _previous_token_head(a: Attention) -> None:
     cos, sin = (t[1, 0] for t in rotation(g, 2))
     turned = torch.cat([-key[half:], key[:half]])
     a.k_proj.bias[kv] = key
-    a.q_proj.bias[q] = key * cos - turned * sin  # rotated by -1: meets the key of position t - 1
+    a.q_proj.bias[q] = key * cos - turned * sin  # rotated by -1: matches the key of position t - 1
     a.o_proj.weight[:, q] += a.v_proj.weight[kv].T
 
 
@@ -253,11 +254,11 @@ def _rows(g: Geometry, head: int) -> slice:
 
 
 def grow(tensors: dict[str, torch.Tensor], layers: int) -> dict[str, torch.Tensor]:
-    """The weights of a deeper model that computes what these do; for as many layers, the same weights.
+    """Return the weights of a deeper model that computes the same; the same weights when `layers` is their depth.
 
-    New layers stand behind the layers of the upper half, spread evenly: copies of the layer before them whose output
-    and down projections are zero, so that they start as the identity and learn from there. The lower half keeps
-    its depth, as in deep models the first layers change a token most.
+    New layers stand behind layers of the upper half, spread evenly. They are copies of the layer before them, with
+    output and down projections of zero, so that they start as the identity and learn from there. The lower half keeps
+    its depth, because in deep models the first layers change a token most.
     """
     grown = {name: p for name, p in tensors.items() if not name.startswith(LAYER)}
     source = 1 + max(int(name.split(".")[2]) for name in tensors if name.startswith(LAYER))

@@ -1,4 +1,5 @@
-"""Seeds that may be used to choose, and seeds that may only be reported on: disjoint, committed, checked here."""
+"""Seeds of contexts that may choose settings, and seeds for reported figures only. The two are committed and disjoint;
+this module checks both."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ Purpose = Literal["calibration", "evaluation"]
 
 @dataclass(frozen=True)
 class Seeds:
-    """Committed seeds of one purpose. Seeds that are not committed for it cannot be made into this."""
+    """Committed seeds of one purpose. Raises: InvalidRequest for seeds that are not committed for the purpose."""
 
     purpose: Purpose
     numbers: tuple[int, ...]
@@ -32,7 +33,8 @@ class Seeds:
             )
 
     def to_choose_with(self) -> Seeds:
-        """These seeds, for whatever tunes, profiles or picks; InvalidRequest for evaluation seeds."""
+        """Return these seeds. Code that tunes, profiles or picks calls it. Raises InvalidRequest for evaluation
+        seeds."""
         if self.purpose != "calibration":
             raise InvalidRequest(
                 f"seeds {list(self.numbers)} are evaluation seeds: they are for reported figures only, "
@@ -42,18 +44,18 @@ class Seeds:
 
 
 def calibration() -> Seeds:
-    """All seeds that may choose."""
+    """Return all seeds that may choose."""
     return Seeds("calibration", _committed()["calibration"])
 
 
 def evaluation() -> Seeds:
-    """All seeds that figures are reported on."""
+    """Return all seeds of reported figures."""
     return Seeds("evaluation", _committed()["evaluation"])
 
 
 @cache
 def _committed() -> dict[str, tuple[int, ...]]:
-    """The file's two lists; a seed in both stops everything that uses either."""
+    """Return the file's two lists by purpose. Raises InvalidRequest for a seed that is in both."""
     text = resources.files(__package__).joinpath("seeds.toml").read_text(encoding="utf-8")
     lists = {purpose: tuple(tomllib.loads(text)[purpose]) for purpose in get_args(Purpose)}
     both = sorted(set(lists["calibration"]) & set(lists["evaluation"]))

@@ -1,4 +1,4 @@
-"""The shipped weights: one directory a model, as transformers reads it, and the limit on their size."""
+"""The shipped weights: one directory per model, in transformers' format, and the limit on their size."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ WEIGHTS_BYTES_MAX = 30_000_000
 
 
 def shipped() -> list[str]:
-    """The names of the models whose weights are here."""
+    """Return the names of the models whose weights are here."""
     return sorted(path.parent.name for path in WEIGHTS.glob("*/model.safetensors"))
 
 
 def directory(name: str) -> Path:
-    """Where a model's `config.json` and `model.safetensors` lie: what `AutoModelForCausalLM.from_pretrained` takes."""
+    """Return the directory of a model's `config.json` and `model.safetensors`, for transformers' `from_pretrained`.
+    Raises InvalidRequest for an unknown name, or a model without weights here."""
     found = WEIGHTS / recipe(name).name
     if not (found / "model.safetensors").exists():
         raise InvalidRequest(
@@ -35,9 +36,9 @@ def directory(name: str) -> Path:
 
 
 def load(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Recipe]:
-    """A shipped model, ready to answer, and the recipe it was made by (its depth, seed, start and answers).
+    """Return a shipped model, ready to answer, and its recipe (depth, seed, start and answers).
 
-    The model is transformers' Qwen2ForCausalLM. There is no tokenizer: `task` says what a token is.
+    The model is transformers' Qwen2ForCausalLM. There is no tokenizer: `task` defines the tokens.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -48,12 +49,12 @@ def load(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Recipe]:
 
 
 def tensors(name: str) -> dict[str, torch.Tensor]:
-    """A shipped model's weights by name, fp32: what training starts a sibling or a deeper model from."""
+    """Return a shipped model's weights by name, fp32. Training starts a sibling or a deeper model from them."""
     return {key: p.float() for key, p in load_file(directory(name) / "model.safetensors").items()}
 
 
 def export(made: Recipe, weights: dict[str, torch.Tensor], target: Path) -> None:
-    """Writes a trained model's bf16 weights and configuration to `target / name`."""
+    """Write a trained model's weights, as bf16, and its configuration to `target / name`."""
     beside = target / made.name
     beside.mkdir(parents=True, exist_ok=True)
     rounded = {key: p.detach().to(torch.bfloat16).contiguous() for key, p in weights.items()}

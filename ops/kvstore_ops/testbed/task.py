@@ -39,7 +39,8 @@ Array = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How hard a context is: chunks, the share of statements whose rhs is a variable, hops at most, questions."""
+    """The difficulty of a context: the number of chunks, the share of statements whose rhs is a variable, the most
+    hops, and the number of questions."""
 
     chunks: int = 6
     references: float = 0.6
@@ -62,9 +63,9 @@ class Shape:
 class Contexts:
     """A batch of contexts with their questions.
 
-    Shapes: tokens and labels `[contexts, context_tokens + suffix_tokens]` (labels `NO_LABEL` where nothing is
-    answered), crosses like labels: True where the chain of a labelled token passes through another chunk than the
-    one the chain starts in. boundaries `[chunks + 1]`: chunk i is tokens[:, boundaries[i]:boundaries[i + 1]].
+    Shapes: tokens and labels `[contexts, context_tokens + suffix_tokens]`; a token without an answer has the label
+    `NO_LABEL`. crosses, of the same shape: True where the chain of a labelled token passes through another chunk than
+    the chunk it starts in. boundaries `[chunks + 1]`: chunk i is tokens[:, boundaries[i]:boundaries[i + 1]].
     """
 
     tokens: Array
@@ -95,9 +96,9 @@ class Contexts:
 def generate(
     random: np.random.Generator, count: int, shape: Shape, *, dropped: int = 0, crossing_only: bool = False
 ) -> Contexts:
-    """`count` contexts of one shape, less their first `dropped` chunks (whose variables are then unknown).
+    """Return `count` contexts of one shape, without their first `dropped` chunks, whose variables are then unknown.
 
-    crossing_only asks only for variables whose chain passes through another chunk, where a context has any.
+    crossing_only: ask only for variables whose chain passes through another chunk, where a context has such variables.
     """
     if not 0 <= dropped < shape.chunks:
         raise InvalidRequest(f"dropped is {dropped}: from 0 to chunks - 1 = {shape.chunks - 1}")
@@ -110,7 +111,7 @@ def generate(
 def _context(
     random: np.random.Generator, shape: Shape, dropped: int, crossing_only: bool
 ) -> tuple[Array, Array, np.ndarray[Any, np.dtype[np.bool_]]]:
-    """One context's tokens, labels and crossings."""
+    """Return one context's tokens, labels and crossings."""
     statements = shape.chunks * STATEMENTS
     variables = random.permutation(VARIABLES)[:statements]
     literals = random.integers(0, VALUES, statements)
@@ -161,7 +162,7 @@ def _context(
 
 
 def _places(random: np.random.Generator) -> Array:
-    """Where a chunk's statements start: in order, never overlapping, after the mark."""
+    """Draw the places at which a chunk's statements start: in order, without overlap, after the mark."""
     fillers = CHUNK_TOKENS - 1 - 3 * STATEMENTS
     gaps = np.sort(random.integers(0, fillers + 1, STATEMENTS))
     return 1 + gaps + 3 * np.arange(STATEMENTS)

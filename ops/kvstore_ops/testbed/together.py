@@ -1,9 +1,10 @@
-"""Contexts of one shape in one pass: what `kvstore_client.recompute.recompute` computes of each by itself.
+"""Several contexts of one shape in one pass: the computation that `kvstore_client.recompute.recompute` does for one.
 
-Models this small spend most of a pass on calls; contexts of equal length, cut alike, are computed in the same calls, in
-half the time. Choosing is the client's own, context by context; a test holds the two passes together.
-Departures from the client's: every token is of a run or behind them all, no run is exact, no window; a runner gets rows
-of several sequences one behind the other, which each end with the last position there is.
+Models this small spend most of a pass on calls. Contexts of equal length, cut into the same chunks, are computed in the
+same calls, in half the time. The client's own code chooses the tokens, context by context. A test checks that both
+passes give the same result. Differences from the client's pass: every token is in a run or behind all runs, no run is
+exact, and there is no window. A runner gets the rows of several sequences, one sequence after the other; each sequence
+ends with the last position.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ Planes = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """``positions`` int64 [contexts, rows], ascending; ``hidden`` [contexts, rows, hidden_size]."""
+    """Rows of a layer: ``positions`` int64 [contexts, rows], ascending; ``hidden`` [contexts, rows, hidden_size]."""
 
     positions: torch.Tensor
     hidden: torch.Tensor
 
     def at(self, places: torch.Tensor) -> _Rows:
-        """Those at some places of each context, [contexts, fewer rows]."""
+        """Return the rows at ``places`` int64 [contexts, fewer rows]: indices of each context's rows."""
         hidden = self.hidden.gather(1, places[..., None].expand(-1, -1, self.hidden.shape[2]))
         return _Rows(self.positions.gather(1, places), hidden)
 
@@ -39,11 +40,11 @@ class _Rows:
 def recompute_together(
     runner: ModelRunner, tokens: torch.Tensor, cached: Planes, hidden: torch.Tensor, split: Split, setting: Recompute
 ) -> tuple[torch.Tensor, float]:
-    """Logits of the suffix, [contexts, suffix tokens, vocab_size], and f.
+    """Return the logits of the suffix, [contexts, suffix tokens, vocab_size], and f.
 
     Shapes: ``tokens`` int64 [contexts, tokens]; ``cached``: per layer (K, V) of the runs, each
-    [contexts, kv_heads, context tokens, dim], rotated for where they stand; ``hidden``: E of ``setting.first_layer``,
-    [contexts, context tokens, hidden_size]; ``split`` of any of them.
+    [contexts, kv_heads, context tokens, dim], rotated for their positions in the prompt; ``hidden``: E of
+    ``setting.first_layer``, [contexts, context tokens, hidden_size]; ``split``: that of any context, as all are equal.
     """
     return _Pass(runner, tokens, cached, hidden, split, setting).run()
 
@@ -107,7 +108,7 @@ class _Pass:
         return self._finish(layer, rows, self._attend(layer, rows, q))
 
     def _enter(self, layer: int, rows: _Rows, *, compares: bool) -> torch.Tensor:
-        """K and V of the rows into the planes. Returns their queries, [contexts, heads, rows, dim]."""
+        """Write K and V of the rows to the planes. Return their queries, [contexts, heads, rows, dim]."""
         count, length = rows.positions.shape
         made = self._runner.project(layer, rows.hidden.flatten(0, 1), rows.positions.flatten())
         q, k, v = (each.view(each.shape[0], count, length, -1).transpose(0, 1) for each in made)
@@ -121,7 +122,7 @@ class _Pass:
         return q
 
     def _attend(self, layer: int, rows: _Rows, q: torch.Tensor) -> torch.Tensor:
-        """[contexts, heads, rows, dim]."""
+        """Return the result of the rows' attention, [contexts, heads, rows, dim]."""
         k, v = self._planes[layer]
         count, kv_heads, length, _ = k.shape
         group = q.shape[1] // kv_heads
@@ -141,7 +142,8 @@ class _Pass:
         return _Rows(positions, self._runner.embed(tokens.flatten()).view(*tokens.shape, -1))
 
     def _look_ahead(self, rows: _Rows) -> _Rows:
-        """The suffix as it enters the first layer that is computed, and what its attention says to those who choose."""
+        """Run the suffix over all reused rows, and pass its attention to new ``Choosing`` objects. Return the suffix's
+        rows as they enter ``setting.first_layer``."""
         resumed, logs, peaks = rows, torch.zeros(self._tokens.shape), torch.zeros(self._tokens.shape)
         for layer in range(self._layer_count):
             if layer == self._setting.first_layer:
@@ -157,7 +159,7 @@ class _Pass:
         return resumed
 
     def _mass(self, layer: int, rows: _Rows, q: torch.Tensor) -> torch.Tensor:
-        """How much attention the rows give each token, summed over them: [contexts, heads, tokens]."""
+        """Return the attention that each token gets, summed over the rows: [contexts, heads, tokens]."""
         k = self._planes[layer][0]
         query = q.reshape(q.shape[0], k.shape[1], -1, *q.shape[2:]) * self._runner.scale
         scores = torch.einsum("bghrd,bgtd->bghrt", query, k)

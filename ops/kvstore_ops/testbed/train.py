@@ -1,8 +1,8 @@
 """Training a testbed model: deterministic by step count, resumable, on one CPU thread.
 
-Step t's batch is drawn from (seed, t) alone, so a run needs no generator state, and one that is stopped goes on from
-its last checkpoint with the same bits. That holds on one machine type with one torch build and this thread count;
-elsewhere sums round differently and the curriculum may turn a few steps earlier or later.
+Step t's batch is drawn from the seed, the depth and t alone, so a run needs no generator state, and a stopped run
+continues from its last checkpoint with the same bits. That holds on one machine type with one torch build and this
+thread count; elsewhere sums round differently, and a stage of the curriculum may begin a few steps earlier or later.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CURRICULUM = (
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a run stands: steps done, the curriculum's stage, and its running accuracy on questions."""
+    """The progress of a run: finished steps, the curriculum's stage, and the running accuracy on its questions."""
 
     step: int = 0
     stage: int = 0
@@ -57,7 +57,7 @@ class Progress:
 
 
 def rate(phases: tuple[Phase, ...], step: int) -> tuple[float, Phase]:
-    """The learning rate of a step, and the phase it falls in."""
+    """Return the learning rate of a step, and the phase of the step. Raises InvalidRequest past the last phase."""
     for phase in phases:
         if step < phase.steps:
             warm = min(1.0, (step + 1) / min(WARM_UP_STEPS, phase.steps))
@@ -96,7 +96,7 @@ class Run:
             self._resume()
 
     def step(self) -> float:
-        """One step; returns its loss."""
+        """Do one step, and return its loss."""
         now = self.progress
         learning_rate, phase = rate(self.recipe.phases, now.step)
         first, last = phase.stages
@@ -131,7 +131,7 @@ class Run:
         return loss.item()
 
     def save(self) -> None:
-        """Writes the checkpoint whole: a run stopped while it does keeps the one before."""
+        """Write the checkpoint atomically: a run that is stopped meanwhile keeps the checkpoint before."""
         tensors = {f"net.{name}": p.detach().clone() for name, p in self.net.tensors_by_name().items()}
         for name, p in self.net.tensors_by_name().items():
             state = self.optimiser.state.get(p, {})
@@ -159,7 +159,7 @@ def train(
     start: dict[str, torch.Tensor] | None,
     report: Callable[[str], None],
 ) -> Net:
-    """Trains to the recipe's last step, from the checkpoint where there is one, and returns the net."""
+    """Train to the recipe's last step, from the checkpoint where there is one, and return the net."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     run = Run(recipe, checkpoint, start)

@@ -1,7 +1,7 @@
-"""Reuse on trial: the testbed's contexts, answered over caches that were computed elsewhere.
+"""Trials of reuse: the testbed's contexts, answered over caches that are not the model's own prefill of them.
 
-Three kinds of reuse: "position" (the model's own cache of each chunk alone, from position 0, moved to where the chunk
-stands), "sibling" (another model's cache of the same context), "both" (another model's, of each chunk alone).
+Three kinds of reuse: "position" (the model's own cache of each chunk alone, computed from position 0 and moved to the
+chunk's place), "sibling" (another model's cache of the same context), "both" (another model's, of each chunk alone).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvstore_ops.testbed.store import load
 from kvstore_ops.testbed.together import Planes, recompute_together
 
 TOGETHER = 16
-"""Contexts of one pass: more are no faster."""
+"""Number of contexts of one pass: more are no faster."""
 Reuse = Literal["position", "sibling", "both"]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How well a setting answers, and the share f of a prefill's compute over the context that it takes."""
+    """The score of a setting, and f, its share of a prefill's compute over the context."""
 
     score: Score
     share: float
@@ -49,7 +49,7 @@ class _Given:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Operations as small as these models' wait longer for a second thread than they compute."""
+    """Limit torch to one thread: operations of models this small wait longer for a second thread than they compute."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -80,20 +80,20 @@ class Trial:
         self._split = Split.of(runs, found.tokens.shape[1], torch.device("cpu"))
 
     def full(self) -> Score:
-        """Without any reuse."""
+        """Return the score of a full prefill, without any reuse."""
         return full_prefill(self._model, self.found, self._recipe.answers)
 
     def run(self, setting: Recompute, *, turned: bool = True) -> Outcome:
-        """Every context under one setting. Not ``turned``: keys stay rotated for where they were computed, as a cache
-        that knows no positions would have them."""
+        """Answer every context with one setting. Not ``turned``: keys stay rotated for the positions at which they were
+        computed, as in a cache that ignores positions."""
         logits, share = self.answers(setting, range(len(self.found.tokens)), turned=turned)
         return Outcome(score(logits, self.found, self._recipe.answers), share)
 
     def answers(
         self, setting: Recompute, those: range, report: Callable[[int], None] | None = None, *, turned: bool = True
     ) -> tuple[torch.Tensor, float]:
-        """Logits of some contexts' suffixes, [contexts, suffix tokens, vocab_size], and f. ``report`` gets how many
-        contexts are done."""
+        """Return the logits of the suffixes of the contexts ``those``, [contexts, suffix tokens, vocab_size], and f.
+        ``report`` gets the number of finished contexts."""
         logits, share = [], 0.0
         for start in range(those.start, those.stop, TOGETHER):
             part = slice(start, min(start + TOGETHER, those.stop))
@@ -106,12 +106,12 @@ class Trial:
         return torch.cat(logits), share
 
     def one(self, index: int, setting: Recompute, *, turned: bool = True) -> Recomputed:
-        """One context by itself, as a client has it."""
+        """Answer one context by itself, as a client does."""
         tokens, runs = torch.from_numpy(self.found.tokens[index]), list(self._runs(index, setting, turned=turned))
         return recompute(self._runner, tokens, runs, setting, logit_count=self.found.suffix.shape[1])
 
     def _merged(self, *, turned: bool) -> Planes:
-        """The caches as they are reused, each where it stands: per layer (K, V), [contexts, kv_heads, tokens, dim]."""
+        """Return the caches, each at its place in the context: per layer (K, V), [contexts, kv_heads, tokens, dim]."""
         if turned not in self._planes:
             count, length = self.found.context.shape
             every = [self.one(index, Recompute.reuse(), turned=turned).kv for index in range(count)]
@@ -131,7 +131,7 @@ class Trial:
 
 
 def spec_of(model: Any, name: str) -> ModelSpec:
-    """Nothing is stored under it: the model's name tells it from its siblings."""
+    """Return a spec. Its weights_digest is only the model's name, because nothing is stored under the spec."""
     found = ModelSpec.from_transformers(model.config, f"unverified:testbed-{name}", task.CHUNK_TOKENS)
     dtype = str(model.dtype).removeprefix("torch.")
     return replace(found, cache_dtype=dtype, hidden_dtype=dtype)
@@ -139,7 +139,7 @@ def spec_of(model: Any, name: str) -> ModelSpec:
 
 @torch.no_grad()
 def _caches(model: Any, found: task.Contexts, *, alone: bool) -> _Given:
-    """What the model caches of the contexts; ``alone``: of each chunk by itself, from position 0."""
+    """Compute the model's caches of the contexts. ``alone``: of each chunk by itself, from position 0."""
     context = torch.from_numpy(found.context.copy())
     size = task.CHUNK_TOKENS if alone else context.shape[1]
     pieces = context.reshape(-1, size)
@@ -150,7 +150,7 @@ def _caches(model: Any, found: task.Contexts, *, alone: bool) -> _Given:
     ]
 
     def whole(tensors: list[torch.Tensor]) -> torch.Tensor:
-        """[pieces, heads, tokens, dim] of all, as [contexts, heads, context tokens, dim]."""
+        """Join tensors [pieces, heads, tokens, dim] to one of [contexts, heads, context tokens, dim]."""
         joined = torch.cat(tensors)
         heads, dim = joined.shape[1], joined.shape[3]
         return joined.view(len(context), -1, heads, size, dim).transpose(1, 2).reshape(len(context), heads, -1, dim)

@@ -23,7 +23,7 @@ class Sample:
     wall_s: float = 0.0
 
     def count(self, name: str) -> int:
-        """A counter since the service's start; 0 for one that this release does not have."""
+        """Return a counter since the service's start; 0 for a counter that the sidecar's release does not have."""
         return self.stats.counters.get(name, 0)
 
     @property
