@@ -230,10 +230,7 @@ class Client:
         there. Brings as much of the document's beginning as is stored; everything else as in ``fetch``."""
         prompt = Prompt.segment(spec, tokens, extras, exactness, preamble)
         wanted = Wanted.of(prompt.spec, layers, heads, hidden_layers, verify)
-        found = fetches.fetch(self._context, prompt, wanted, into)
-        if prompt.digests and found.token_count == prompt.token_count:
-            self._known.learn(prompt)
-        return found
+        return self._known.seen(prompt, fetches.fetch(self._context, prompt, wanted, into))
 
     def fetch_segment_layers(
         self, spec: ModelSpec, tokens: GivenTokens, *, layers: Sequence[int] | None = None, heads: Heads | None = None,
@@ -242,7 +239,8 @@ class Client:
     ) -> LayerStream:  # fmt: skip
         """Like ``fetch_segment``, layer by layer; ``token_count`` says at once how much of the document is stored."""
         prompt = Prompt.segment(spec, tokens, extras, exactness, preamble)
-        return fetches.stream(self._context, prompt, Wanted.of(prompt.spec, layers, heads, (), verify), into)
+        wanted = Wanted.of(prompt.spec, layers, heads, (), verify)
+        return self._known.seen(prompt, fetches.stream(self._context, prompt, wanted, into))
 
     def start_fetch_segment(
         self, spec: ModelSpec, tokens: GivenTokens, *, into: Into = None, layers: Sequence[int] | None = None,
@@ -251,7 +249,8 @@ class Client:
     ) -> Transfer:  # fmt: skip
         """Begin to fetch a document's cache: ``start_fetch_prefix`` with the document of ``fetch_segment``."""
         prompt = Prompt.segment(spec, tokens, extras, exactness, preamble)
-        return fetches.start(self._context, prompt, Wanted.of(prompt.spec, layers, heads, hidden_layers, verify), into)
+        wanted = Wanted.of(prompt.spec, layers, heads, hidden_layers, verify)
+        return self._known.seen(prompt, fetches.start(self._context, prompt, wanted, into))
 
     def find_segments(self, spec: ModelSpec, tokens: GivenTokens, *, preamble: GivenTokens = ()) -> list[range]:
         """Return the places in a text of documents that this client stored, fetched or looked up, alone or behind this

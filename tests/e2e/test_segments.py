@@ -152,6 +152,18 @@ def test_documents_are_found_in_text_that_nobody_cut(sidecar: Sidecar, client: C
         assert other.find_segments(SPEC, prompt) == [range(3, 103), range(109, 149)]
 
 
+@pytest.mark.parametrize("way", ["fetch_segment", "fetch_segment_layers", "start_fetch_segment"])
+def test_a_client_learns_a_document_whichever_way_it_fetches_it(sidecar: Sidecar, client: Client, way: str) -> None:
+    whole, _ = store(client, 40, 61)
+    longer = joined(whole, tokens_of(60, 62))
+    with connect(sidecar.address) as other:
+        getattr(other, way)(SPEC, longer)  # of which only the beginning is stored
+        assert other.find_segments(SPEC, joined([1], longer)) == []
+        found = getattr(other, way)(SPEC, whole)
+        assert found.token_count == len(whole)
+        assert other.find_segments(SPEC, joined([1], longer)) == [range(1, 41)]
+
+
 @pytest.mark.parametrize(
     ("segments", "named"),
     [

@@ -15,7 +15,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import replace
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,15 @@ from kvstore.seams import Random, SystemRandom
 from kvstore_client.forks import in_children
 from kvstore_client.prompt import Prompt, check_preamble
 
+
+class _Counted(Protocol):
+    """What a fetch gives: it knows how many tokens it found."""
+
+    @property
+    def token_count(self) -> int: ...
+
+
+Found = TypeVar("Found", bound=_Counted)
 ANCHOR_TOKENS = 32
 """Number of first tokens that are hashed: a power of two. Shorter documents are not found."""
 COUNT_MAX = 8192
@@ -111,6 +120,12 @@ class KnownSegments:
         """Remember a prompt that is a document, if it can be found again by its tokens."""
         if not prompt.extras and prompt.tokens is not None:
             self.add(_name_of(prompt), prompt.tokens)
+
+    def seen(self, prompt: Prompt, found: Found) -> Found:
+        """Remember a document if all of it was found, and return what was found."""
+        if prompt.digests and found.token_count == prompt.token_count:
+            self.learn(prompt)
+        return found
 
     def _forget(self, name: bytes, entry: _Entry) -> None:
         del self._entries[name, entry.digest]
