@@ -97,8 +97,8 @@ async def _run(
     _claim(tenants)
     publisher = open_publisher(settings.events, tenants[0].controller, clock)
     controllers = {tenant.name: tenant.controller for tenant in tenants}
-    doors = ((tenant.controller, tenant.operators) for tenant in tenants)
-    overview = Overview(doors, clock, shows_digests=bool(settings.server.metrics_token_file))
+    watched = ((tenant.controller, tenant.operators, tenant.prefills) for tenant in tenants)
+    overview = Overview(watched, clock, shows_digests=bool(settings.server.metrics_token_file))
     site = Site(controllers, overview, loop, clock)
     page = start_web(loaded, site)
     door = RemoteDoor(settings, {tenant.name: tenant.settings for tenant in tenants}, clock)

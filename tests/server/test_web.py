@@ -17,11 +17,14 @@ from typing import Any
 
 import pytest
 from kvstore_client import connect
+from kvstore_client.loading import call as calls
+from kvstore_client.prompt import Prompt
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.config import load
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.movement.accounts import TierAccount
+from kvstore.planning.loading import Prefill, Way
 from kvstore.seams import SystemClock
 from kvstore.server.web.facts import NAME_CHARACTERS_MAX
 from kvstore.server.web.history import EVENT_COUNT_MAX, SAMPLE_COUNT_MAX, History
@@ -105,6 +108,47 @@ def test_what_it_shows_is_what_the_service_has(port: int) -> None:
     assert (hot["above"], hot["token_count"], hot["heat"], hot["tier"]) == (-1, 32, pytest.approx(1, rel=0.1), "dram")
     assert hot["digest"] == "", "whoever guesses a prompt would learn that it was fetched"
     assert len(re.findall("<(?!/?script>)", text)) == 0
+
+
+def test_it_shows_what_was_planned_and_what_came_of_it() -> None:
+    spec, tokens = small_spec(model_id=HOSTILE), tokens_of(65)
+    with Sidecar("--capacity", "16 MiB", "--metrics-port", "0") as sidecar:
+        port = port_of(sidecar)
+        with connect(sidecar.address, planning="on") as client:
+            client.store(spec, tokens, random_cache(spec, 65)).wait(10)
+            for _ in range(20):
+                client.planner.computed(spec, 0, Prefill(1000, 0, 1.0))
+            prompt = Prompt.of(spec, tokens, (), None)
+            with given(client.planner.begin(prompt, calls.Asked(64, 0, frozenset(Way), "on"))) as call:
+                (plan,) = plans_of(port)
+                assert (plan["state"], plan["took"], plan["stored_token_count"]) == ("on its way", None, 64)
+                call.end(0.5, 0.125, is_given_up=False, computed=None)
+                eventually(lambda: plans_of(port)[0]["state"] == "done")
+            with given(client.planner.begin(prompt, calls.Asked(64, 0, (), "off"))):
+                pass
+            eventually(lambda: len(plans_of(port)) == 2 and plans_of(port)[0]["state"] == "gone")
+            gone, done = plans_of(port)
+    assert gone["planned"] is None
+    assert done["took"] == {"ttft_s": 0.5, "wait_s": 0.125}
+    planned = done["planned"]
+    assert (planned["way"], planned["load_start"], planned["load_stop"]) == ("load", 0, 64)
+    assert call.plan is not None
+    assert (planned["ttft_s"], planned["prefill_s"]) == (call.plan.chosen.ttft_s, call.plan.prefill.ttft_s)
+    assert {what for what, _, _ in planned["bars"]} == {"load", "compute the rest"}
+    assert done["model_id"] == HOSTILE[:NAME_CHARACTERS_MAX]
+
+
+def given(call: calls.PrefillCall | None) -> calls.PrefillCall:
+    assert call is not None
+    return call
+
+
+def plans_of(port: int) -> list[dict[str, Any]]:
+    def refuse(name: str) -> float:
+        raise AssertionError(f"a browser cannot read {name}")
+
+    (tenant,) = json.loads(ask(port, "/page.json")[2], parse_constant=refuse)["tenants"]
+    return list(tenant["plans"])
 
 
 def test_probes_and_metrics_have_their_paths(port: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterable
+from dataclasses import astuple
 from heapq import nlargest
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvstore import __version__
 from kvstore.controller import Controller
 from kvstore.controller.benefit import Saving
 from kvstore.controller.operators import HotEntry, Operators
+from kvstore.controller.prefills import PartialPrefills, PlanRecord
 from kvstore.controller.values import ModelCount
 from kvstore.movement import TierAccount
 from kvstore.seams import Clock
@@ -25,16 +27,22 @@ MODEL_COUNT_MAX = 50
 """Models of a tenant that the page lists: those with the most bytes."""
 TENANT_COUNT_MAX = 32
 NAME_CHARACTERS_MAX = 200
+PLAN_COUNT = 24
+"""Partial prefills that the page shows: the last ones."""
 
 
 class Watched:
     """One tenant on the page. Runs on the event loop's thread."""
 
-    def __init__(self, controller: Controller, operators: Operators, clock: Clock, *, shows_digests: bool) -> None:
+    def __init__(
+        self, controller: Controller, operators: Operators, prefills: PartialPrefills, clock: Clock, *,
+        shows_digests: bool,
+    ) -> None:  # fmt: skip
         """``shows_digests``: True to show prefixes' digests. A reader of digests can tell whether a prompt that he
         guesses was fetched."""
         self._controller = controller
         self._operators = operators
+        self._prefills = prefills
         self._clock = clock
         self._shows_digests = shows_digests
         self._history = History()
@@ -61,6 +69,7 @@ class Watched:
             "absent": [each[:NAME_CHARACTERS_MAX] for each in self._operators.absent],
             "models": [_model(each) for each in largest], "model_count": len(stats.models),
             "served_hours": _together(stats.models), "hot": self._hot,
+            "plans": [_plan(each) for each in self._prefills.records(PLAN_COUNT)],
             "flows": self._history.flows(), "events": [_event(each) for each in self._history.events],
         }  # fmt: skip
 
@@ -86,8 +95,9 @@ class Overview:
     """All tenants on the page."""
 
     def __init__(
-        self, tenants: Iterable[tuple[Controller, Operators]], clock: Clock, *, shows_digests: bool = False
-    ) -> None:
+        self, tenants: Iterable[tuple[Controller, Operators, PartialPrefills]], clock: Clock, *,
+        shows_digests: bool = False,
+    ) -> None:  # fmt: skip
         self._clock = clock
         self._started_s = clock.monotonic()
         self._shows_digests = shows_digests
@@ -130,6 +140,23 @@ def _model(model: ModelCount) -> dict[str, Any]:
         "saved_seconds": sum(hour.saving.seconds for hour in model.served.hours),
         "model_id": model.model_id[:NAME_CHARACTERS_MAX], "fingerprint": model.fingerprint.hex()[:16],
         "chunk_count": model.chunk_count, "byte_count": model.byte_count,
+    }  # fmt: skip
+
+
+def _plan(record: PlanRecord) -> dict[str, Any]:
+    """Return a partial prefill: what was planned (None: nothing), and what came of it (None: nobody has told). Seconds
+    of a plan for an engine that nobody measured mean nothing."""
+    plan, end = record.plan, record.end
+    return {
+        "number": record.number, "at_s": record.began, "model_id": record.model_id[:NAME_CHARACTERS_MAX],
+        "stored_token_count": record.stored_token_count, "state": record.state, "mode": record.mode,
+        "planned": None if plan is None else {
+            "token_count": plan.token_count, "way": plan.chosen.way, "why": plan.why[:NAME_CHARACTERS_MAX],
+            "load_start": plan.chosen.load_start, "load_stop": plan.chosen.load_stop, "is_measured": plan.is_measured,
+            "ttft_s": plan.chosen.ttft_s, "high_s": plan.chosen.ttft_high_s, "prefill_s": plan.prefill.ttft_s,
+            "bars": [astuple(each) for each in plan.chosen.bars] if plan.is_measured else [],
+        },
+        "took": None if end is None else {"ttft_s": end.ttft_s, "wait_s": end.wait_s},
     }  # fmt: skip
 
 

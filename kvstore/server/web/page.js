@@ -123,6 +123,66 @@ function hour(tenant, interval, id) {
   return found;
 }
 
+function drawn(name, attributes) {
+  const made = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  return made;
+}
+
+function brief(seconds) {
+  return seconds < 1 ? (1e3 * seconds).toFixed(seconds < 0.1 ? 1 : 0) + " ms" : seconds.toFixed(2) + " s";
+}
+
+function timeline(plan, took) {
+  // Above: what the engine computes. Below: the load. The stroke: when the first token came.
+  const most = Math.max(plan.prefill_s, plan.ttft_s, took ? took.ttft_s : 0) || 1, at = (s) => (100 * s) / most;
+  const words = plan.bars.map(([what, begin, end]) => `${what} from ${brief(begin)} to ${brief(end)}`);
+  words.push(`a plain prefill would take ${brief(plan.prefill_s)}`);
+  const svg = drawn("svg", { class: "plan", viewBox: "0 0 100 20", preserveAspectRatio: "none", role: "img",
+    "aria-label": `Planned: ${words.join(", ")}.` + (took ? ` First token after ${brief(took.ttft_s)}.` : "") });
+  svg.append(drawn("rect", { class: "plain", x: 0, width: at(plan.prefill_s), y: 9, height: 2 }));
+  for (const [what, begin, end] of plan.bars) {
+    const isLoad = what === "load";
+    svg.append(drawn("rect", { class: isLoad ? "load" : "compute", x: at(begin), y: isLoad ? 12 : 2,
+      width: Math.max(0.5, at(end - begin)), height: 6 }));
+  }
+  if (took) svg.append(drawn("line", { x1: at(took.ttft_s), x2: at(took.ttft_s), y1: 0, y2: 20 }));
+  return svg;
+}
+
+function accuracy(plans) {
+  const compared = plans.filter((each) => each.state === "done" && each.planned && each.planned.is_measured
+    && each.took && each.took.ttft_s);
+  if (!compared.length) return "None of these ended with a measured engine: nothing to compare.";
+  const off = compared.map((each) => Math.abs(each.took.ttft_s - each.planned.ttft_s) / each.took.ttft_s)
+    .sort((one, other) => one - other);
+  const loads = compared.filter((each) => each.planned.load_stop > each.planned.load_start);
+  const gain = loads.reduce((sum, each) => sum + each.planned.prefill_s - each.took.ttft_s, 0);
+  const words = `Of ${compared.length} that ended, half were off by ${Math.round(100 * off[off.length >> 1])} % or less.`;
+  return loads.length ? `${words} Loading saved ${gain.toFixed(2)} s before first tokens.` : words;
+}
+
+function plans(tenant, now, id) {
+  if (!tenant.plans.length) return el("p", { class: "note" },
+    "No partial prefill was begun since the start: engines begin them with client.partial_prefill.");
+  const rows = tenant.plans.map((each) => {
+    const plan = each.planned, took = each.took, isTold = plan && plan.is_measured;
+    const loads = !plan ? "no plan asked for" : plan.load_stop > plan.load_start
+      ? `${plain(plan.way)}: ${whole(plan.load_start)} to ${whole(plan.load_stop)}` : plain(plan.way);
+    return [whole(each.number), isTold ? timeline(plan, took) : "engine not measured", loads,
+      isTold ? brief(plan.ttft_s) : "-", took ? brief(took.ttft_s) : "-", took ? brief(took.wait_s) : "-",
+      el("span", { class: each.state === "given up" ? "bad" : "" }, each.state), plan ? whole(plan.token_count) : "-",
+      whole(each.stored_token_count), plain(each.model_id), span(Math.max(0, now - each.at_s)) + " ago"];
+  });
+  return el("div", {}, el("p", {}, accuracy(tenant.plans)),
+    el("p", { class: "note" }, "In each timeline: ", el("span", { class: "key compute" }, "computed"), " above, ",
+      el("span", { class: "key load" }, "loaded"), " below, the thin bar is a plain prefill, and the stroke is the "
+      + "measured first token. kvstore plans --number has every candidate."),
+    table(`The last ${rows.length} plans of ${id}`, [["Plan"], ["Timeline"], ["Loads", "name"], ["Planned", "n"],
+      ["Took", "n"], ["Waited", "n"], ["Became"], ["Tokens", "n"], ["Stored", "n"], ["Model", "name"], ["Began", "n"]],
+      rows, ""));
+}
+
 function saved(seconds) { return seconds ? span(seconds) : "not known"; }
 
 function served(tenant, now, id) {
@@ -217,6 +277,7 @@ function section(tenant, facts) {
     el("h3", {}, "Tiers"), tiers(tenant, id),
     el("h3", {}, "Hits over the last hour"), hour(tenant, facts.interval_s, id),
     el("h3", {}, "Tokens that were not computed"), served(tenant, facts.now_s, id),
+    el("h3", {}, "Recent plans"), plans(tenant, facts.now_s, id),
     el("h3", {}, "Hottest prefixes"), heat(tenant, id, facts.shows_digests),
     el("h3", {}, "Models"), models(tenant, id));
 }
