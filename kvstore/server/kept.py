@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvstore.controller import Parts
+from kvstore.controller.prefills import Engines
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.movement import TierMeters
 from kvstore.planning.loading.kept import pack_rates, unpack_rates
@@ -93,10 +94,11 @@ class KeptFile:
             _log.warning(f"{self._said} are not kept", extra={"path": str(self.path), "reason": str(error)})
 
 
-def kept_files(directory: Path, disk: Disk, parts: Parts) -> list[KeptFile]:
+def kept_files(directory: Path, disk: Disk, parts: Parts, engines: Engines) -> list[KeptFile]:
     """Return all files of one tenant. ``directory``: the state directory of the service."""
     name = f"{parts.keys.tenant}.json"
     return [
         KeptFile(directory / "rates" / name, disk, KeptRates(parts.meters), "rates of tiers"),
         KeptFile(directory / "served" / name, disk, parts.served, "hours of fetched tokens"),
+        KeptFile(directory / "engines" / name, disk, engines, "speeds of engines"),
     ]

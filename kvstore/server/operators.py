@@ -72,7 +72,7 @@ class AdminService:
         reply = render_stats(
             self._controller.stats(), self._controller.tenant, uptime, self._server_pid, descriptor_count()
         )
-        reply.engines.extend(map(render_engine, self._prefills.engine_rates))
+        reply.engines.extend(map(render_engine, self._prefills.engines.rates))
         return reply
 
     async def Tiers(self, request: admin_pb2.TiersRequest, context: Context) -> admin_pb2.TiersResponse:

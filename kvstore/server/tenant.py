@@ -66,7 +66,6 @@ class Tenant:
         self._owner = TierOwner(_owner(keys), ring)
         directory = tiers.directory(settings, world, self._owner.name)
         self._parts = _parts(settings, keys, world, directory)
-        self._kept = kept_files(settings.server.state_directory, world.disk, self._parts)
         self.controller = TracedController(self._parts) if world.tracing.is_on else Controller(self._parts)
         self.sockets = SocketDirectory(
             settings.server.socket_directory, world.disk, tenant=self.name, uid=self.uid,
@@ -77,6 +76,8 @@ class Tenant:
             self._announcer = Announcer(self.controller, directory, self._parts.storage_key, world.clock)
         self.operators = Operators(self._parts, self.controller)
         self.prefills = PartialPrefills(self._parts, self.controller.lookups, self.controller.tickets)
+        state = settings.server.state_directory
+        self._kept = kept_files(state, world.disk, self._parts, self.prefills.engines)
         self._server, self._health = _grpc_server(self.controller, self.operators, self.prefills, self._parts, world)
         self._listener: Any = None
         self.tasks: list[asyncio.Task[None]] = []

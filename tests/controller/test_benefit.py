@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from kvstore.controller import UsedChain
 from kvstore.controller.benefit import HotPrefix, Saving, Served
 from kvstore.controller.benefit.heat import HALVED_S, PREFIX_COUNT_MAX, WALKED_CHUNKS_MAX, Heat
-from kvstore.controller.benefit.served import COUNT_MAX, HOUR_COUNT_MAX, HOUR_S, MODEL_COUNT_MAX, digest_of
+from kvstore.controller.benefit.served import COUNT_MAX, HOUR_COUNT_MAX, HOUR_S, MODEL_COUNT_MAX
 from kvstore.errors import InvalidRequest
+from kvstore.planning.kept import digest_of
 from kvstore.planning.loading import ComputeRate, saved_seconds
 from kvstore.simulated import ManualClock
 from kvstore.spec import CacheKind

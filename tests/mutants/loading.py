@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-KEPT = "kvstore/planning/loading/kept.py"
+KEPT = "kvstore/planning/kept.py"
 METERS = "kvstore/movement/meters.py"
 PLANNER = "kvstore/planning/loading/planner.py"
 RATES = "kvstore/planning/loading/rates.py"
@@ -85,7 +85,7 @@ MUTANTS = [
     Mutant(
         "rates-of-any-digest",
         KEPT,
-        ' or found.get("digest") != _digest(tiers):\n',
+        ' or found.get("digest") != digest_of(content):\n',
         ":\n",
         "a damaged file decides what is loaded",
         (f"{T_METERS}::test_every_changed_byte_is_seen",),

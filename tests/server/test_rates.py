@@ -9,11 +9,14 @@ from typing import NoReturn
 
 import pytest
 from kvstore_client import connect
+from kvstore_client.loading.call import Asked
+from kvstore_client.prompt import Prompt
 from kvstore_ops.sidecar import Sidecar
 from kvstore_ops.status import render
 from rich.console import Console
 
 from kvstore.movement import TierMeters
+from kvstore.planning.loading import Prefill
 from kvstore.seams import SystemDisk
 from kvstore.server.kept import KeptFile, KeptRates
 from kvstore.simulated import InlineWorkers
@@ -95,3 +98,22 @@ def test_rates_are_measured_shown_and_kept() -> None:
         sidecar.start()
         (anew,) = stats_of(sidecar).rates
         assert (anew.tier, anew.sample_count) == ("nvme", 0)
+
+
+def test_speeds_of_engines_are_kept() -> None:
+    with Sidecar("--capacity", "16 MiB") as sidecar:
+        with connect(sidecar.address, planning="on") as client:
+            prompt = Prompt.of(SPEC, tokens_of(65), (), None)
+            call = client.planner.begin(prompt, Asked(64, 256, (), "observe"))
+            assert call is not None
+            call.end(0.02, 0.0, is_given_up=False, computed=Prefill(65, 0, 1e-4))
+            eventually(lambda: len(stats_of(sidecar).engines) == 1)
+            (told,) = stats_of(sidecar).engines
+        sidecar.stop()
+        sidecar.start()
+        assert not stats_of(sidecar).engines, "nobody has registered the model since"
+        with connect(sidecar.address) as client:
+            client.lookup(SPEC, tokens_of(64))
+            (again,) = stats_of(sidecar).engines
+        assert again == told
+        assert (again.model_id, again.step_tokens, again.rate.sample_count) == (SPEC.model_id, 256, 1)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from typing import Any, NamedTuple
-
-from blake3 import blake3
 
 from kvstore.catalog import Namespace
 from kvstore.errors import InvalidRequest
 from kvstore.keys import DIGEST_BYTES
+from kvstore.planning.kept import KeptForm
 from kvstore.planning.loading import ComputeRate, saved_seconds
-from kvstore.planning.profile import parsed
 from kvstore.seams import Clock
 from kvstore.spec import CacheKind
 
@@ -23,7 +19,7 @@ MODEL_COUNT_MAX = 64
 """Models whose hours are kept: those that were fetched last."""
 COUNT_MAX = 1 << 53
 """The largest token count of one hour: a JSON number is exact up to here."""
-FORMAT, VERSION = "kvstore-served", 1
+_FORM = KeptForm("kvstore-served", 1, "models", "hours")
 UNKNOWN = ComputeRate()
 NOT_COMPUTED = (CacheKind.OPAQUE, CacheKind.ENCODER)
 """Caches of these kinds stand for no tokens of a prefill."""
@@ -114,24 +110,14 @@ class Served:
     def pack(self) -> bytes:
         """Return the hours as ``unpack`` reads them."""
         self.is_changed = False
-        models = {
-            name.hex(): [[hour, *each] for hour, each in sorted(hours.items())] for name, hours in self._hours.items()
-        }
-        whole = {"format": FORMAT, "version": VERSION, "models": models, "digest": digest_of(models)}
-        return json.dumps(whole).encode() + b"\n"
+        return _FORM.pack(
+            {name.hex(): [[hour, *each] for hour, each in sorted(hours.items())] for name, hours in self._hours.items()}
+        )
 
     def unpack(self, data: bytes) -> None:
         """Take over the hours that an earlier start packed. Raises InvalidRequest saying what is wrong with ``data``,
         and then takes none."""
-        try:
-            found = parsed(data.decode(), "the file of hours")
-        except UnicodeDecodeError as error:
-            raise InvalidRequest("it is no text") from error
-        if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("version") != VERSION:
-            raise InvalidRequest(f"it is no {FORMAT} of version {VERSION}")
-        models = found.get("models")
-        if not isinstance(models, dict) or found.get("digest") != digest_of(models):
-            raise InvalidRequest("its digest is not that of its hours")
+        models = _FORM.unpack(data)
         if len(models) > MODEL_COUNT_MAX:
             raise InvalidRequest(f"it has more than {MODEL_COUNT_MAX} models")
         self._hours = dict(_hours_of(name, rows) for name, rows in models.items())
@@ -149,8 +135,3 @@ def _hours_of(name: str, rows: Any) -> tuple[bytes, dict[int, Saving]]:
     if len(fingerprint) != DIGEST_BYTES or len(hours) > HOUR_COUNT_MAX or not sound:
         raise InvalidRequest("a model's hours are not what fetches bring")
     return fingerprint, hours
-
-
-def digest_of(models: Mapping[str, Any]) -> str:
-    """Return the hexadecimal checksum of the file's hours, which shows a byte that changed."""
-    return blake3(json.dumps(models, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvstore.catalog import Catalog
+from kvstore.controller.benefit import Served
 from kvstore.planning.loading import ComputeRate, Operations, Prefill, Prefills
-
-ENGINES_MAX = 64
-"""Pairs of model and step size that are remembered: those that computed last."""
+from kvstore.planning.loading.kept import ENGINES_MAX, pack_prefills, unpack_prefills
 
 
 class EngineRate(NamedTuple):
@@ -21,14 +20,20 @@ class EngineRate(NamedTuple):
 
 
 class Engines:
-    """The engines' speeds of one tenant. Bounded. They are lost at a restart, and learned again from new prefills."""
+    """The engines' speeds of one tenant, those that computed last. Bounded. ``served`` counts by them what fetches
+    save."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, served: Served) -> None:
         self._catalog = catalog
+        self._served = served
         self._seen: dict[tuple[bytes, int], Prefills] = {}
+        self.is_changed = False
+        """True when an engine told a prefill since ``pack`` was last called."""
 
     def computed(self, fingerprint: bytes, step_tokens: int, prefill: Prefill) -> None:
         """Take note of a prefill's time, as an engine measured it. Implausible times are ignored."""
+        if not prefill.is_sound:
+            return
         key = fingerprint, step_tokens
         known = self._seen.pop(key, None)
         if known is None:
@@ -36,6 +41,20 @@ class Engines:
         self._seen[key] = known.observed(prefill)
         if len(self._seen) > ENGINES_MAX:
             del self._seen[next(iter(self._seen))]
+        self._served.learn(fingerprint, self._seen[key].rate)
+        self.is_changed = True
+
+    def pack(self) -> bytes:
+        """Return the prefills as ``unpack`` reads them."""
+        self.is_changed = False
+        return pack_prefills(self._seen)
+
+    def unpack(self, data: bytes) -> None:
+        """Begin with the prefills that an earlier start packed. Raises InvalidRequest saying what is wrong with
+        ``data``, and then begins with none."""
+        self._seen = unpack_prefills(data)
+        for (fingerprint, _), known in self._seen.items():
+            self._served.learn(fingerprint, known.rate)
 
     def rate(self, fingerprint: bytes, step_tokens: int) -> ComputeRate:
         """Return the rate of a model at a step size; an unknown rate where no engine has told one."""

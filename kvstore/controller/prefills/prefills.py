@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvstore.controller.fetches import Lookups, Tickets, namespaces_of
 from kvstore.controller.parts import Parts
-from kvstore.controller.prefills.engines import EngineRate, Engines
+from kvstore.controller.prefills.engines import Engines
 from kvstore.controller.prefills.records import MODES, PlanRecord, PlanState, PrefillEnd, Records
 from kvstore.controller.values import ChainQuery, LookupResult
 from kvstore.errors import Exhausted, InvalidRequest
@@ -63,7 +63,7 @@ class PartialPrefills:
         self._parts = parts
         self._lookups = lookups
         self._tickets = tickets
-        self._engines = Engines(parts.catalog)
+        self.engines = Engines(parts.catalog, parts.served)
         self._records = Records()
 
     async def begin(self, request: PrefillRequest, deadline: Deadline) -> PlannedPrefill:
@@ -102,8 +102,7 @@ class PartialPrefills:
             computed = None  # it reports more time than has passed
         record.end = replace(end, computed=computed)
         if computed is not None:
-            self._engines.computed(record.fingerprint, record.step_tokens, computed)
-            self._parts.served.learn(record.fingerprint, self._engines.rate(record.fingerprint, record.step_tokens))
+            self.engines.computed(record.fingerprint, record.step_tokens, computed)
         self._count(record, end)
 
     def drop(self, planned: PlannedPrefill) -> None:
@@ -115,11 +114,6 @@ class PartialPrefills:
     def records(self, count: int) -> Sequence[PlanRecord]:
         """Return the last ``count`` records, the newest first; 0: all that are kept."""
         return self._records.last(count)
-
-    @property
-    def engine_rates(self) -> tuple[EngineRate, ...]:
-        """The known speeds of engines."""
-        return self._engines.rates
 
     def _check(self, request: PrefillRequest, spec: ModelSpec) -> None:
         most = self._parts.limits.token_count_max
@@ -144,7 +138,7 @@ class PartialPrefills:
         ways = request.ways | {Way.PREFILL}
         if self._parts.movement.shared_tiers.tiers and self._here(request.query, found) < found.hit_count:
             ways -= {Way.MEET}  # chunks after a part that only shared tiers have cannot be brought without that part
-        known = self._engines.rate(request.query.fingerprint, request.step_tokens)
+        known = self.engines.rate(request.query.fingerprint, request.step_tokens)
         return prompt_facts(
             spec, _stored(found, spec.chunk_tokens), token_count=request.token_count,
             reusable_tokens=request.reusable_tokens, compute=request.compute or known,

@@ -1,21 +1,27 @@
-"""The file that keeps rates over restarts: one JSON object with a version and a digest of the rates."""
+"""Measurements as files keep them over restarts: how fast tiers are read, and how fast engines compute."""
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from blake3 import blake3
-
 from kvstore.errors import InvalidRequest
-from kvstore.planning.loading.rates import WINDOW, BusyTime, BusyTimes
-from kvstore.planning.profile import parsed
+from kvstore.keys import DIGEST_BYTES
+from kvstore.planning.kept import KeptForm
+from kvstore.planning.loading.compute import TOKENS_MAX, Prefill, Prefills
+from kvstore.planning.loading.compute import WINDOW as PREFILLS_MAX
+from kvstore.planning.loading.rates import WINDOW as TIMES_MAX
+from kvstore.planning.loading.rates import BusyTime, BusyTimes
 from kvstore.spec import Tier
 
-FORMAT, VERSION = "kvstore-rates", 1
 TIERS_MAX = 64
+ENGINES_MAX = 64
+"""Pairs of model and step size whose prefills are remembered."""
+VERSION = 1
+_RATES = KeptForm("kvstore-rates", VERSION, "tiers", "rates")
+_ENGINES = KeptForm("kvstore-engines", VERSION, "engines", "prefills")
 
 
 @dataclass(frozen=True)
@@ -27,30 +33,24 @@ class KeptTier:
 
 
 def pack_rates(tiers: Mapping[str, KeptTier]) -> bytes:
-    """Return the JSON that ``unpack_rates`` reads."""
-    found = {
-        name: {
-            "kind": int(each.kind),
-            "times": [[time.byte_count, time.busy_s, time.is_cut] for time in each.times.times],
+    """Return the bytes that ``unpack_rates`` reads."""
+    return _RATES.pack(
+        {
+            name: {
+                "kind": int(each.kind),
+                "times": [[time.byte_count, time.busy_s, time.is_cut] for time in each.times.times],
+            }
+            for name, each in sorted(tiers.items())
         }
-        for name, each in sorted(tiers.items())
-    }
-    whole = {"format": FORMAT, "version": VERSION, "tiers": found, "digest": _digest(found)}
-    return json.dumps(whole, indent=1).encode() + b"\n"
+    )
 
 
 def unpack_rates(data: bytes) -> dict[str, KeptTier]:
     """Return the tiers by name. Raises: InvalidRequest for a changed byte, another version, or a value that no tier can
     have."""
-    try:
-        found = parsed(data.decode(), "the file of rates")
-    except UnicodeDecodeError as error:
-        raise InvalidRequest("it is no text") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("version") != VERSION:
-        raise InvalidRequest(f"it is no {FORMAT} of version {VERSION}")
-    tiers = found.get("tiers")
-    if not isinstance(tiers, dict) or len(tiers) > TIERS_MAX or found.get("digest") != _digest(tiers):
-        raise InvalidRequest("its digest is not that of its rates")
+    tiers = _RATES.unpack(data)
+    if len(tiers) > TIERS_MAX:
+        raise InvalidRequest(f"it has more than {TIERS_MAX} tiers")
     return {name: _tier_of(each) for name, each in tiers.items()}
 
 
@@ -58,12 +58,48 @@ def _tier_of(value: Any) -> KeptTier:
     try:
         times = [BusyTime(int(size), float(busy_s), bool(is_cut)) for size, busy_s, is_cut in value["times"]]
         kind = Tier(value["kind"])
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise InvalidRequest(f"a tier's rates cannot be read: {error!r}") from error
-    if len(times) > WINDOW or not all(each.is_sound for each in times):
+    if len(times) > TIMES_MAX or not all(each.is_sound for each in times):
         raise InvalidRequest("a tier's busy times are not what a tier has")
     return KeptTier(kind, BusyTimes(tuple(times)))
 
 
-def _digest(tiers: Mapping[str, Any]) -> str:
-    return blake3(json.dumps(tiers, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+def pack_prefills(engines: Mapping[tuple[bytes, int], Prefills]) -> bytes:
+    """Return the bytes that ``unpack_prefills`` reads. The engines' keys: a model's fingerprint, and the tokens of one
+    forward pass."""
+    return _ENGINES.pack(
+        {
+            f"{name.hex()} {step_tokens}": {
+                "pair_share": each.pair_share,
+                "prefills": [[one.new_tokens, one.context_tokens, one.seconds, one.passes] for one in each.prefills],
+            }
+            for (name, step_tokens), each in engines.items()
+        }
+    )
+
+
+def unpack_prefills(data: bytes) -> dict[tuple[bytes, int], Prefills]:
+    """Return the engines' prefills in the order in which they were packed. Raises: InvalidRequest for a changed byte,
+    another version, or a value that no engine can have."""
+    engines = _ENGINES.unpack(data)
+    if len(engines) > ENGINES_MAX:
+        raise InvalidRequest(f"it has more than {ENGINES_MAX} engines")
+    return dict(_engine_of(name, each) for name, each in engines.items())
+
+
+def _engine_of(key: str, value: Any) -> tuple[tuple[bytes, int], Prefills]:
+    try:
+        name, step = key.split(" ")
+        fingerprint, step_tokens, pair_share = bytes.fromhex(name), int(step), float(value["pair_share"])
+        done = [
+            Prefill(int(new), int(context), float(seconds), int(passes))
+            for new, context, seconds, passes in value["prefills"]
+        ]
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        raise InvalidRequest(f"an engine's prefills cannot be read: {error!r}") from error
+    is_key = len(fingerprint) == DIGEST_BYTES and 0 <= step_tokens <= TOKENS_MAX
+    is_share = math.isfinite(pair_share) and pair_share >= 0
+    if not is_key or not is_share or not 0 < len(done) <= PREFILLS_MAX or not all(each.is_sound for each in done):
+        raise InvalidRequest("an engine's prefills are not what an engine computes")
+    return (fingerprint, step_tokens), Prefills(pair_share, tuple(done))
