@@ -139,4 +139,4 @@ def test_what_a_plan_leaves_out_is_measured_on_the_side(client: Client) -> None:
     before = len(client.planner._link.times)
     assert prefilled(client, tokens).plan.reused_token_count == 0
     eventually(lambda: len(client.planner._link.times) == before + 1)
-    assert held(client).lease_count == 0
+    eventually(lambda: held(client).lease_count == 0)  # it is released behind the measurement
