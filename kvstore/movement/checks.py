@@ -141,17 +141,18 @@ class Checks:
                 self._proving[copies.tier.name, row] = future
                 self._table.hold(row)
                 self._doubtful.put_nowait((copies, row, future))
-        late = await self.proofs_end([row for _, row in doubtful], timeout_s)
+        late = await self._ended(((copies.tier.name, row) for copies, row in doubtful), timeout_s)
         if late:
             _log.warning("recovered chunks were not read in time", extra={"chunks": late})
 
-    async def proofs_end(self, rows: Iterable[int], timeout_s: float) -> int:
-        """Wait until those of these chunks that are being proven have passed or failed, at most ``timeout_s`` seconds.
-        Returns how many copies are still being proven."""
-        if not self._proving:
-            return 0
-        wanted = set(rows)
-        futures = [future for (_, row), future in self._proving.items() if row in wanted]
+    async def proofs_end(self, tier: str, rows: Iterable[int], timeout_s: float) -> bool:
+        """Wait until a tier's copies of these chunks that are being proven have passed or failed, at most ``timeout_s``
+        seconds. Returns True when all of them have."""
+        return not await self._ended(((tier, row) for row in rows), timeout_s)
+
+    async def _ended(self, asked: Iterable[tuple[str, int]], timeout_s: float) -> int:
+        """Wait for the proofs of these copies, at most ``timeout_s`` seconds, and return how many have not ended."""
+        futures = [future for each in asked if (future := self._proving.get(each)) is not None]
         return len((await asyncio.wait(futures, timeout=timeout_s))[1]) if futures else 0
 
     async def _proofs(self) -> None:

@@ -86,7 +86,7 @@ class Levels:
     def __init__(
         self, catalog: Catalog, names: ChunkNames, clock: Clock, writes: Sequence[Writes],
         shared: Sequence[SharedWrites], absent: Sequence[str],
-        proofs_end: Callable[[Iterable[int], float], Awaitable[int]],
+        proofs_end: Callable[[str, Iterable[int], float], Awaitable[bool]],
     ) -> None:  # fmt: skip
         self._catalog = catalog
         self._table = catalog.table
@@ -162,12 +162,10 @@ class Levels:
         the reason why it is no higher; and whether it will stay so."""
         if not self._writes:
             return Durability.MEMORY, self._not_configured(Durability.LOCAL), True
-        until = Deadline.of(self._clock, timeout_s, timeout_s)
-        late = await self._proofs_end(chunks, timeout_s)
         found: list[tuple[Durability, str, bool]] = []
         highest = max(writes.target.durability for writes in self._writes)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(writes.settle(chunks, until.left_s)) for writes in self._writes]
+            tasks = [group.create_task(self._through(writes, chunks, timeout_s)) for writes in self._writes]
             for ended in asyncio.as_completed(tasks):
                 found.append(await ended)
                 if found[-1][0] == highest:  # do not wait for the other tiers: one may stall
@@ -175,7 +173,16 @@ class Levels:
             for task in tasks:
                 task.cancel()
         level, reason, _ = max(found, key=lambda each: each[0])
-        return level, reason, level == highest or (not late and all(is_settled for _, _, is_settled in found))
+        return level, reason, level == highest or all(is_settled for _, _, is_settled in found)
+
+    async def _through(
+        self, writes: Writes, chunks: Mapping[int, Identity], timeout_s: float
+    ) -> tuple[Durability, str, bool]:
+        """Return the same for one tier, once it is through with its proofs and writes of these chunks."""
+        until = Deadline.of(self._clock, timeout_s, timeout_s)
+        is_proven = await self._proofs_end(writes.target.name, chunks, timeout_s)
+        level, reason, is_through = await writes.settle(chunks, until.left_s)
+        return level, reason, is_proven and is_through
 
     def _local_now(self, chunks: Mapping[int, Identity]) -> tuple[Durability, str]:
         return max((writes.level(chunks) for writes in self._writes), key=lambda each: each[0])

@@ -25,9 +25,10 @@ class KeptForm:
     said: str
 
     def pack(self, content: Mapping[str, Any]) -> bytes:
-        """Return the bytes that ``unpack`` reads. ``content``: plain values without NaN and infinities."""
+        """Return the bytes that ``unpack`` reads. ``content``: plain values. A NaN or an infinity among them makes
+        ``unpack`` refuse the file: knowledge is lost then, but the service that keeps it goes on."""
         whole = {"format": self.name, "version": self.version, self.field: content, "digest": digest_of(content)}
-        return json.dumps(whole, allow_nan=False).encode() + b"\n"
+        return json.dumps(whole).encode() + b"\n"
 
     def unpack(self, data: bytes) -> dict[str, Any]:
         """Return the content. Its values are what a file said: check them. Raises InvalidRequest for a changed byte,

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from kvstore.planning.loading import LoadPlan, Way
 from kvstore.v1alpha import admin_pb2
-from kvstore.wire.plans import plan_from_message
+from kvstore.wire.plans import MODES, plan_from_message
 from kvstore_ops.door import door_of
 from kvstore_ops.operators.calls import Operator
 from kvstore_ops.operators.harmless import plain
@@ -86,15 +86,17 @@ def whole(entry: admin_pb2.PlanEntry) -> Group:
 
 
 def summary(found: Sequence[admin_pb2.PlanEntry]) -> str:
-    """Return the median error of plans and the time that they saved, over plans that ended and whose engine was
-    measured."""
+    """Return the median error of plans and the time that they saved, over plans of measured engines that were carried
+    out and ended. Who only observes loads all that is stored, whatever was planned."""
     pairs = []
     for each in found:
         plan = plan_from_message(each.plan) if each.HasField("plan") else None
-        if plan is not None and plan.is_measured and each.HasField("end") and each.state == "done":
+        if plan is None or not plan.is_measured or not each.HasField("end") or each.state != "done":
+            continue
+        if MODES.get(each.mode) == "on" or plan.chosen.way is Way.LOAD:
             pairs.append((plan, each.end.ttft_seconds))
     if not pairs:
-        return "None of them was planned with a known engine and ended: nothing to compare."
+        return "None of them was planned with a known engine, carried out and ended: nothing to compare."
     off = median(abs(took_s - plan.chosen.ttft_s) / took_s for plan, took_s in pairs if took_s)
     loads = [(plan, took_s) for plan, took_s in pairs if plan.chosen.way is not Way.PREFILL]
     saved_s = sum(plan.prefill.ttft_s - took_s for plan, took_s in loads)

@@ -159,7 +159,7 @@ def test_it_is_computed_where_that_is_fastest_and_nothing_is_held(client: Client
 
 
 def test_a_client_that_only_observes_loads_all_and_says_what_it_would_have_done(
-    client: Client, operator: Operator
+    client: Client, operator: Operator, sidecar: Sidecar
 ) -> None:
     tokens = prompt(COUNT, 56)
     keep(client, RECEIVER, tokens)
@@ -169,6 +169,9 @@ def test_a_client_that_only_observes_loads_all_and_says_what_it_would_have_done(
     assert found.plan.loading is not None
     assert found.plan.loading.chosen.way is Way.PREFILL
     assert found.plan.reused_token_count >= STORED
+    assert operator.last().state == "done"
+    drawn = shown("--limit", "1", "--address", sidecar.socket_address)
+    assert "nothing to compare" in " ".join(drawn.split()), "what was planned was not carried out"
     client.planner.mode = "off"
     found = client.partial_prefill(RECEIVER, tokens)
     assert found.plan.loading is None

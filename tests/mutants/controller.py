@@ -297,8 +297,8 @@ MUTANTS = [
     Mutant(
         "late-proof-not-waited-for",
         "kvstore/movement/levels.py",
-        "        late = await self._proofs_end(chunks, timeout_s)\n",
-        "        late = 0\n",
+        "        is_proven = await self._proofs_end(writes.target.name, chunks, timeout_s)\n",
+        "        is_proven = True\n",
         "a store that waits for LOCAL hears MEMORY while a busy device still proves what a crash left",
         (f"{T_RECOVERED}::test_a_store_that_waits_hears_of_a_proof_that_a_slow_device_gives_late",),
     ),

@@ -22,6 +22,7 @@ T_VLLM = "tests/engines/vllm/test_planned.py"
 T_PATIENCE = "tests/engines/test_patience.py"
 T_PLANNED = "tests/engines/test_planned_loads.py"
 T_LOADING = "tests/planning/test_loading.py"
+T_KEPT = "tests/planning/test_kept.py"
 T_METERS = "tests/tiers/test_meters.py"
 T_RATES = "tests/planning/test_rates.py"
 
@@ -88,7 +89,7 @@ MUTANTS = [
         ' or found.get("digest") != digest_of(content):\n',
         ":\n",
         "a damaged file decides what is loaded",
-        (f"{T_METERS}::test_every_changed_byte_is_seen",),
+        (f"{T_KEPT}::test_what_is_kept_is_what_was_known_and_every_changed_byte_is_seen",),
     ),
     Mutant(
         "reads-given-up-take-the-time-of-others",

@@ -6,10 +6,7 @@ import asyncio
 
 import pytest
 
-from kvstore.errors import InvalidRequest
 from kvstore.movement import TierMeters
-from kvstore.planning.loading import BusyTime, BusyTimes
-from kvstore.planning.loading.kept import KeptTier, pack_rates, unpack_rates
 from kvstore.simulated.clock import ManualClock
 from kvstore.spec import Tier
 from tests.tiers.service import DeviceService
@@ -104,37 +101,3 @@ def test_a_device_is_measured_as_it_is_read() -> None:
         assert meters.is_changed
 
     service.run(scenario)
-
-
-# ------------------------------------------------------------ what is kept of it
-
-
-def kept() -> dict[str, KeptTier]:
-    times = BusyTimes().observed(BusyTime(MIB, 0.1)).observed(BusyTime(2 * MIB, 0.3, is_cut=True))
-    return {"nvme": KeptTier(Tier.NVME, times), "s3": KeptTier(Tier.S3, BusyTimes())}
-
-
-def test_what_is_kept_is_what_was_measured() -> None:
-    assert unpack_rates(pack_rates(kept())) == kept()
-
-
-def test_every_changed_byte_is_seen() -> None:
-    data = pack_rates(kept())
-    for place in range(len(data)):
-        wrong = bytearray(data)
-        wrong[place] ^= 1
-        try:
-            assert unpack_rates(bytes(wrong)) == kept(), "white space may change, a rate may not"
-        except InvalidRequest:
-            pass  # refused: as good as the same
-    for length in range(0, len(data) - 2, 7):
-        with pytest.raises(InvalidRequest):
-            unpack_rates(data[:length])
-
-
-def test_rates_that_no_tier_has_are_refused_though_their_digest_is_right() -> None:
-    odd = {"nvme": KeptTier(Tier.NVME, BusyTimes((BusyTime(MIB, -1.0),)))}
-    with pytest.raises(InvalidRequest, match="busy times"):
-        unpack_rates(pack_rates(odd))
-    with pytest.raises(InvalidRequest, match="version"):
-        unpack_rates(pack_rates(kept()).replace(b'"version": 1', b'"version": 2'))

@@ -27,14 +27,14 @@ from kvstore_client.forks import in_children
 from kvstore_client.prompt import Prompt, check_preamble
 
 
-class _Counted(Protocol):
-    """What a fetch gives: it knows how many tokens it found."""
+class _HasCount(Protocol):
+    """The result of a fetch, which has a token count."""
 
     @property
     def token_count(self) -> int: ...
 
 
-Found = TypeVar("Found", bound=_Counted)
+Counted = TypeVar("Counted", bound=_HasCount)
 ANCHOR_TOKENS = 32
 """Number of first tokens that are hashed: a power of two. Shorter documents are not found."""
 COUNT_MAX = 8192
@@ -121,7 +121,7 @@ class KnownSegments:
         if not prompt.extras and prompt.tokens is not None:
             self.add(_name_of(prompt), prompt.tokens)
 
-    def seen(self, prompt: Prompt, found: Found) -> Found:
+    def seen(self, prompt: Prompt, found: Counted) -> Counted:
         """Remember a document if all of it was found, and return what was found."""
         if prompt.digests and found.token_count == prompt.token_count:
             self.learn(prompt)

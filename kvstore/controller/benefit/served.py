@@ -19,7 +19,8 @@ MODEL_COUNT_MAX = 64
 """Models whose hours are kept: those that were fetched last."""
 COUNT_MAX = 1 << 53
 """The largest token count of one hour: a JSON number is exact up to here."""
-_FORM = KeptForm("kvstore-served", 1, "models", "hours")
+VERSION = 1
+_FORM = KeptForm("kvstore-served", VERSION, "models", "hours")
 UNKNOWN = ComputeRate()
 NOT_COMPUTED = (CacheKind.OPAQUE, CacheKind.ENCODER)
 """Caches of these kinds stand for no tokens of a prefill."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,8 @@ from kvstore.spec import Tier
 TIERS_MAX = 64
 ENGINES_MAX = 64
 """Pairs of model and step size whose prefills are remembered."""
+PAIR_SHARE_MAX = 1e3
+"""No model's attention costs more per pair than this times all else per token; a larger number could overflow."""
 VERSION = 1
 _RATES = KeptForm("kvstore-rates", VERSION, "tiers", "rates")
 _ENGINES = KeptForm("kvstore-engines", VERSION, "engines", "prefills")
@@ -99,7 +100,7 @@ def _engine_of(key: str, value: Any) -> tuple[tuple[bytes, int], Prefills]:
     except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise InvalidRequest(f"an engine's prefills cannot be read: {error!r}") from error
     is_key = len(fingerprint) == DIGEST_BYTES and 0 <= step_tokens <= TOKENS_MAX
-    is_share = math.isfinite(pair_share) and pair_share >= 0
+    is_share = 0 <= pair_share <= PAIR_SHARE_MAX
     if not is_key or not is_share or not 0 < len(done) <= PREFILLS_MAX or not all(each.is_sound for each in done):
         raise InvalidRequest("an engine's prefills are not what an engine computes")
     return (fingerprint, step_tokens), Prefills(pair_share, tuple(done))

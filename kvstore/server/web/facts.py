@@ -151,9 +151,9 @@ def _plan(record: PlanRecord) -> dict[str, Any]:
         "number": record.number, "at_s": record.began, "model_id": record.model_id[:NAME_CHARACTERS_MAX],
         "stored_token_count": record.stored_token_count, "state": record.state, "mode": record.mode,
         "planned": None if plan is None else {
-            "token_count": plan.token_count, "way": plan.chosen.way, "why": plan.why[:NAME_CHARACTERS_MAX],
+            "token_count": plan.token_count, "way": plan.chosen.way,
             "load_start": plan.chosen.load_start, "load_stop": plan.chosen.load_stop, "is_measured": plan.is_measured,
-            "ttft_s": plan.chosen.ttft_s, "high_s": plan.chosen.ttft_high_s, "prefill_s": plan.prefill.ttft_s,
+            "ttft_s": plan.chosen.ttft_s, "prefill_s": plan.prefill.ttft_s,
             "bars": [astuple(each) for each in plan.chosen.bars] if plan.is_measured else [],
         },
         "took": None if end is None else {"ttft_s": end.ttft_s, "wait_s": end.wait_s},

@@ -15,6 +15,12 @@ function el(name, attributes, ...children) {
   return made;
 }
 
+function drawn(name, attributes) {
+  const made = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  return made;
+}
+
 function plain(text) {
   // What does not show, or turns the direction of what follows, is written as its number.
   return String(text).replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}]/gu,
@@ -87,16 +93,9 @@ function hour(tenant, interval, id) {
   const found = el("div", {}, el("p", {}, `The last ${told}: ${words} ${bytes(all(went))} were handed out, `
     + `${bytes(all(came))} stored.`));
   if (asked) {
-    const svg = document.createElementNS(SVG, "svg");
-    svg.setAttribute("class", "hour"); svg.setAttribute("viewBox", "0 0 60 100");
-    svg.setAttribute("preserveAspectRatio", "none"); svg.setAttribute("role", "img");
-    svg.setAttribute("aria-label", `Hit rate of ${id} over the last ${told}. The table below has the numbers.`);
-    for (const height of [25, 50, 75]) {
-      const line = document.createElementNS(SVG, "line");
-      for (const [key, value] of [["x1", 0], ["x2", 60], ["y1", height], ["y2", height]])
-        line.setAttribute(key, value);
-      svg.append(line);
-    }
+    const svg = drawn("svg", { class: "hour", viewBox: "0 0 60 100", preserveAspectRatio: "none", role: "img",
+      "aria-label": `Hit rate of ${id} over the last ${told}. The table below has the numbers.` });
+    for (const height of [25, 50, 75]) svg.append(drawn("line", { x1: 0, x2: 60, y1: height, y2: height }));
     let d = "", was = false;
     hits.forEach((count, place) => {
       const total = count + misses[place], x = POINTS - hits.length + place;
@@ -106,8 +105,7 @@ function hour(tenant, interval, id) {
       }
       was = total > 0;
     });
-    const path = document.createElementNS(SVG, "path");
-    path.setAttribute("d", d); svg.append(path);
+    svg.append(drawn("path", { d }));
     found.append(svg, el("div", { class: "axis", "aria-hidden": "true" }, el("span", {}, "an hour ago"),
       el("span", {}, "hit rate, 0 to 100 %"), el("span", {}, "now")));
   }
@@ -121,12 +119,6 @@ function hour(tenant, interval, id) {
       ["In", "n"]], rows, "Nothing yet."));
   found.append(more);
   return found;
-}
-
-function drawn(name, attributes) {
-  const made = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  return made;
 }
 
 function brief(seconds) {
@@ -151,14 +143,15 @@ function timeline(plan, took) {
 }
 
 function accuracy(plans) {
+  // Who only observes loads all that is stored, whatever was planned.
   const compared = plans.filter((each) => each.state === "done" && each.planned && each.planned.is_measured
-    && each.took && each.took.ttft_s);
-  if (!compared.length) return "None of these ended with a measured engine: nothing to compare.";
+    && (each.mode === "on" || each.planned.way === "load") && each.took && each.took.ttft_s);
+  if (!compared.length) return "None of these was planned with a measured engine, carried out and ended: nothing to compare.";
   const off = compared.map((each) => Math.abs(each.took.ttft_s - each.planned.ttft_s) / each.took.ttft_s)
     .sort((one, other) => one - other);
   const loads = compared.filter((each) => each.planned.load_stop > each.planned.load_start);
   const gain = loads.reduce((sum, each) => sum + each.planned.prefill_s - each.took.ttft_s, 0);
-  const words = `Of ${compared.length} that ended, half were off by ${Math.round(100 * off[off.length >> 1])} % or less.`;
+  const words = `Of ${compared.length} that were carried out, half were off by ${Math.round(100 * off[off.length >> 1])} % or less.`;
   return loads.length ? `${words} Loading saved ${gain.toFixed(2)} s before first tokens.` : words;
 }
 
@@ -196,15 +189,11 @@ function served(tenant, now, id) {
     + (sum(3) ? `, which saved ${span(sum(3))} of prefill.`
       : ". How much prefill that saved is not known: no engine has told how long its prefills take.")));
   const most = Math.max(...hours.map((each) => each[2]));
-  const svg = document.createElementNS(SVG, "svg");
-  svg.setAttribute("class", "hour"); svg.setAttribute("viewBox", "0 0 24 100");
-  svg.setAttribute("preserveAspectRatio", "none"); svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", `Tokens of ${id} that were not computed, by hour. The table below has the numbers.`);
+  const svg = drawn("svg", { class: "hour", viewBox: "0 0 24 100", preserveAspectRatio: "none", role: "img",
+    "aria-label": `Tokens of ${id} that were not computed, by hour. The table below has the numbers.` });
   hours.forEach((each, place) => {
-    const bar = document.createElementNS(SVG, "rect"), height = (94 * each[2]) / most;
-    for (const [key, value] of [["x", place + 0.1], ["width", 0.8], ["y", 97 - height], ["height", height]])
-      bar.setAttribute(key, value);
-    svg.append(bar);
+    const height = (94 * each[2]) / most;
+    svg.append(drawn("rect", { x: place + 0.1, width: 0.8, y: 97 - height, height }));
   });
   found.append(svg, el("div", { class: "axis", "aria-hidden": "true" }, el("span", {}, "23 hours ago"),
     el("span", {}, `tokens by hour, at most ${whole(most)}`), el("span", {}, "this hour")));

@@ -12,8 +12,9 @@ import pytest
 
 from kvstore.config import PolicySettings
 from kvstore.errors import Unavailable
-from kvstore.simulated import SimulatedDisk
+from kvstore.simulated import InlineWorkers, SimulatedDisk
 from kvstore.spec import Durability, Encoding, MissReason, StoreState
+from tests.fakes import FilesSettings, FilesTier
 from tests.tiers.service import DeviceService
 
 ENCODINGS = [Encoding.RAW, Encoding.LZ4]
@@ -194,6 +195,41 @@ def test_a_store_that_waits_hears_of_a_proof_that_a_slow_device_gives_late(monke
         assert (await service.settled(1)).durability is Durability.LOCAL
         assert service.counters()["nvme_proven_chunks"] == 1
         service.balance()
+
+    service.run(scenario)
+
+
+class TwoTiers(DeviceService):
+    """A device, and files behind it."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+
+    async def attach(self) -> None:
+        await super().attach()
+        files = FilesSettings(directory=self.directory, capacity_bytes=1 << 24)
+        await self.controller.attach(FilesTier(files, InlineWorkers()))
+
+
+def test_a_device_that_proves_nothing_delays_no_promise_of_another_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = TwoTiers(tmp_path)
+
+    async def scenario() -> None:
+        await service.keep(1)
+        await service.clock.sleep(5.0)  # the files have it, too
+        await service.restart(kill=True)
+
+        async def stalled(*_: Any) -> Any:
+            await service.clock.sleep(1000.0)
+
+        monkeypatch.setattr(service.nvme, "open", stalled)
+        assert set((await service.store(service.session, 1)).states) == {StoreState.PRESENT}
+        before_s = service.clock.monotonic()
+        assert (await service.settled(1)).durability is Durability.LOCAL
+        assert service.clock.monotonic() - before_s < 1.0
 
     service.run(scenario)
 

@@ -1,4 +1,4 @@
-"""The speeds of engines as a file keeps them."""
+"""The speeds of tiers and engines as files keep them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ import pytest
 
 from kvstore.errors import InvalidRequest
 from kvstore.planning.kept import digest_of
-from kvstore.planning.loading import Prefill, Prefills
+from kvstore.planning.loading import BusyTime, BusyTimes, Prefill, Prefills
 from kvstore.planning.loading.compute import WINDOW
-from kvstore.planning.loading.kept import ENGINES_MAX, pack_prefills, unpack_prefills
+from kvstore.planning.loading.kept import (
+    ENGINES_MAX,
+    TIERS_MAX,
+    KeptTier,
+    pack_prefills,
+    pack_rates,
+    unpack_prefills,
+    unpack_rates,
+)
+from kvstore.spec import Tier
 
 NAME = bytes(range(32))
 
@@ -25,22 +34,47 @@ def learned() -> dict[tuple[bytes, int], Prefills]:
     return {(NAME, 0): one, (NAME[::-1], 512): other}
 
 
-def test_what_is_kept_is_what_engines_told_in_their_order() -> None:
+def test_rates_that_no_tier_has_are_refused_though_their_digest_is_right() -> None:
+    odd = {"nvme": KeptTier(Tier.NVME, BusyTimes((BusyTime(1 << 20, -1.0),)))}
+    with pytest.raises(InvalidRequest, match="busy times"):
+        unpack_rates(pack_rates(odd))
+    with pytest.raises(InvalidRequest, match="more than"):
+        unpack_rates(pack_rates({str(number): measured()["nvme"] for number in range(TIERS_MAX + 1)}))
+    with pytest.raises(InvalidRequest, match="version"):
+        unpack_rates(pack_rates(measured()).replace(b'"version": 1', b'"version": 2'))
+
+
+def test_engines_are_kept_in_the_order_in_which_they_told() -> None:
     again = unpack_prefills(pack_prefills(learned()))
-    assert again == learned()
     assert list(again) == list(learned())
     assert again[NAME, 0].rate == learned()[NAME, 0].rate
 
 
-def test_every_changed_byte_is_seen() -> None:
-    data = pack_prefills(learned())
+def measured() -> dict[str, KeptTier]:
+    times = BusyTimes().observed(BusyTime(1 << 20, 0.1)).observed(BusyTime(2 << 20, 0.3, is_cut=True))
+    return {"nvme": KeptTier(Tier.NVME, times), "redis": KeptTier(Tier.REDIS, BusyTimes())}
+
+
+@pytest.mark.parametrize(
+    ("pack", "unpack", "known"),
+    [(pack_rates, unpack_rates, measured()), (pack_prefills, unpack_prefills, learned())],
+    ids=["rates", "prefills"],
+)
+def test_what_is_kept_is_what_was_known_and_every_changed_byte_is_seen(
+    pack: Callable[[Any], bytes], unpack: Callable[[bytes], Any], known: Any
+) -> None:
+    data = pack(known)
+    assert unpack(data) == known
     for place in range(len(data)):
         wrong = bytearray(data)
         wrong[place] ^= 1
         try:
-            assert unpack_prefills(bytes(wrong)) == learned(), "white space may change, a time may not"
+            assert unpack(bytes(wrong)) == known, "white space may change, a measurement may not"
         except InvalidRequest:
             pass  # refused: as good as the same
+    for length in range(0, len(data) - 2, 7):
+        with pytest.raises(InvalidRequest):
+            unpack(data[:length])
 
 
 KEY = f"{NAME.hex()} 0"
@@ -61,6 +95,7 @@ def packed(change: Callable[[dict[str, Any]], object]) -> bytes:
         lambda engines: engines.update({KEY: {"pair_share": 0.1, "prefills": []}}),
         lambda engines: engines[KEY].update(pair_share=-1.0),
         lambda engines: engines[KEY].update(pair_share=1e999),
+        lambda engines: engines[KEY].update(pair_share=1e300),
         lambda engines: engines[KEY].update(prefills=[[100, 0, -1.0, 1]]),
         lambda engines: engines[KEY].update(prefills=[[100, 0, 1.0]]),
         lambda engines: engines[KEY].update(prefills=[[1e999, 0, 1.0, 1]]),
