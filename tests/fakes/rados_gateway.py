@@ -25,8 +25,8 @@ from types import TracebackType
 from typing import Self
 
 from kvstore.tiers.redis.embedded import dying_with_us
-from tests.fakes.redis_server import free_port
 from tests.fakes.s3_server import ENDPOINT, KEYS, STRANGER
+from tests.ports import free_port
 
 ROOT = "KVSTORE_TEST_CEPH_ROOT"
 PROGRAMS = ("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "monmaptool", "ceph")

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -42,13 +41,6 @@ def other_binary() -> Path | None:
 
 
 NO_OTHER = f"no Redis 7 or Valkey on the PATH beside the server of all tests, which {NAMED} may name"
-
-
-def free_port() -> int:
-    """One that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 class RedisServer:

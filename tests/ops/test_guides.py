@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from kvstore_ops.sidecar import Sidecar
 
 from tests.conftest import EXAMPLES, ROOT
+from tests.ports import free_port
 
 SAID = {
     "events.md": ["STORED watched 256 DRAM", "1 blocks known"],
@@ -37,12 +37,6 @@ SAID = {
 }
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def blocks_of(text: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
@@ -61,7 +55,7 @@ def ran(blocks: list[str], environment: dict[str, str], place: Path) -> list[str
 
 @pytest.mark.parametrize("page", SAID)
 def test_a_guide_runs_as_written(page: str, tmp_path: Path) -> None:
-    ports = {"5557": free_port(), "5558": free_port()}  # the page's own may be taken here
+    ports = {"5557": str(free_port()), "5558": str(free_port())}  # the page's own may be taken here
     text = (ROOT / "docs" / page).read_text()
     for port, other in ports.items():
         text = text.replace(port, other)
@@ -83,7 +77,7 @@ WORDS = {
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="the guides make certificates and secrets with openssl")
 @pytest.mark.parametrize("page", WORDS)
 def test_a_guide_of_commands_runs_as_written(page: str, tmp_path: Path) -> None:
-    text = (ROOT / "docs" / page).read_text().replace("9500", free_port())
+    text = (ROOT / "docs" / page).read_text().replace("9500", str(free_port()))
     script = "set -e\n" + "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL))
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = ["bash", "-c", f"trap 'kill $(jobs -p) 2> /dev/null || true' EXIT\n{script}"]

@@ -16,7 +16,8 @@ from redis.retry import Retry
 from kvstore.errors import Unavailable
 from kvstore.tiers.redis.replies import refusal
 from tests.contracts.chunks import chunk
-from tests.fakes.redis_server import RedisServer, free_port
+from tests.fakes.redis_server import RedisServer
+from tests.ports import free_port
 from tests.tiers.redis.tiers import got, key_of, put, redis_tier, until
 
 

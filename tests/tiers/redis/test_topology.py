@@ -23,8 +23,9 @@ from kvstore.tiers.redis import errands
 from kvstore.tiers.redis.access import Access, Server
 from kvstore.tiers.redis.line import Line
 from tests.contracts.chunks import SMALL, Chunk, chunk
-from tests.fakes.redis_server import KEYS, NO_OTHER, RedisServer, free_port, other_binary
+from tests.fakes.redis_server import KEYS, NO_OTHER, RedisServer, other_binary
 from tests.fakes.tls import encrypted, made_certificates
+from tests.ports import free_port
 from tests.specs import small_spec
 from tests.tiers.redis.tiers import got, put, redis_tier, until
 
@@ -41,9 +42,7 @@ class Cluster:
 
     def __init__(self, stack: ExitStack, program: Path | None) -> None:
         options = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf")
-        self.servers = [
-            stack.enter_context(RedisServer(*options, port=cluster_port(), program=program)) for _ in range(3)
-        ]
+        self.servers = [stack.enter_context(RedisServer(*options, port=free_port(), program=program)) for _ in range(3)]
         for number, server in enumerate(self.servers):
             client = server.client()
             first, stop = (SLOT_COUNT * each // 3 for each in (number, number + 1))
@@ -100,13 +99,6 @@ class Cluster:
         """All nodes know at once where the slot is now."""
         for server in self.servers:
             server.client().execute_command("CLUSTER", "SETSLOT", key_slot(key), "NODE", self.name_of(target))
-
-
-def cluster_port() -> int:
-    """The bus listens 10,000 higher."""
-    while (port := free_port()) > 50_000:
-        continue
-    return port
 
 
 @pytest.fixture(scope="module", params=["of all tests", "another"])
