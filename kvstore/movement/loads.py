@@ -31,11 +31,12 @@ from kvstore.seams.memory import Bytes
 from kvstore.spec import MissReason
 from kvstore.telemetry import NO_TRACING, Counters, Tracing
 from kvstore.tiers import StoredChunk
+from kvstore.tiers.pace import limit_s
 
 STALL_S = 2.0
 """A tier that has left a request unanswered for so many seconds gets no new ones on a reader's behalf."""
 ANSWER_S_MAX = 60.0
-"""A call of a shared tier that takes more seconds than this has failed."""
+"""A shared tier's call has failed after these seconds and those for the chunk's bytes (``limit_s``)."""
 LOAD_COUNT_MAX = 16_384
 """Chunks on their way into memory at once."""
 _log = logging.getLogger("kvstore.movement")
@@ -239,7 +240,7 @@ class Loads:
             return await call
         try:
             with self._patience(loading, loading.source.patience_s):
-                async with asyncio.timeout(ANSWER_S_MAX):
+                async with asyncio.timeout(limit_s(ANSWER_S_MAX, loading.layout.total_bytes)):
                     return await call
         except KVStoreError:
             raise

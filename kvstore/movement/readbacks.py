@@ -11,9 +11,11 @@ from kvstore.movement.loads import Loading, Loads
 from kvstore.movement.removal import Removal
 from kvstore.spec import MissReason
 from kvstore.telemetry import Counters
+from kvstore.tiers.pace import limit_s
 
 READ_BACK_S_MAX = 30.0
-"""A chunk that takes more seconds to come back is written later."""
+"""A chunk that takes more seconds than this, and than the time for its bytes (``limit_s``), to come back is written
+later."""
 
 
 class ReadBacks:
@@ -40,7 +42,7 @@ class ReadBacks:
             self._counters.add("read_back_chunks")
             self._lent.add(row)
             with suppress(TimeoutError):
-                async with asyncio.timeout(READ_BACK_S_MAX):
+                async with asyncio.timeout(limit_s(READ_BACK_S_MAX, loading.layout.total_bytes)):
                     await loading_ended(loading)
         return row in self._memory
 

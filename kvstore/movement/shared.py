@@ -20,11 +20,12 @@ from kvstore.seams.memory import Bytes
 from kvstore.spec import Durability
 from kvstore.telemetry import Counters
 from kvstore.tiers import ChunkName, Residency, SharedUse, TierStatistics, UploadState, WritePolicy
+from kvstore.tiers.pace import limit_s
 
 STALL_S = 2.0
 """A shared tier that has left a request unanswered for so many seconds is asked nothing more until it answers."""
 WRITE_S_MAX = 30.0
-"""A write that takes more seconds than this has failed."""
+"""A write that takes more seconds than this, and than the time for the chunk (``limit_s``), has failed."""
 ASK_S_MAX = 2.0
 """Seconds that a write waits for the answer whether it is needed."""
 ASK_COUNT_MAX = 16
@@ -217,7 +218,7 @@ class SharedTarget:
         """Return True when the copy there is the chunk, by every check that a read makes. Raises Unavailable."""
         name, shared = self._names.of(row), self.shared
         try:
-            async with asyncio.timeout(WRITE_S_MAX):
+            async with asyncio.timeout(limit_s(WRITE_S_MAX, name.layout.total_bytes)):
                 stored = await shared.tier.open(ChunkName(name.storage_key, name.layout))  # any write of it
                 if stored is None:
                     return False
@@ -255,12 +256,13 @@ class SharedTarget:
         too long. An engine's DataLoss becomes Unavailable, too: it must not condemn the copy in memory."""
         shared = self.shared
         self._check_asked()
+        seconds = limit_s(WRITE_S_MAX, layout.total_bytes)
         try:
-            async with asyncio.timeout(WRITE_S_MAX):
+            async with asyncio.timeout(seconds):
                 await shared.tier.write(header, layout, pieces)
         except TimeoutError as error:
             shared.breaker.failed()
-            raise Unavailable(f"tiers.{self.name} took longer than {WRITE_S_MAX:.0f} s for a chunk") from error
+            raise Unavailable(f"tiers.{self.name} took longer than {seconds:.0f} s for a chunk") from error
         except (Exhausted, PermissionDenied):  # it answers, and may well be read
             raise
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Measures how long a tier has kept its callers waiting."""
+"""How long a tier may take, and how long it has kept its callers waiting."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from functools import partial
 from typing import Any
 
 from kvstore.seams import Clock
+
+BYTES_PER_S_MIN = 1e6
+"""A chunk that moves slower than this has failed. A line of 10 MB/s gives each of the readers that share it more."""
+
+
+def limit_s(base_s: float, byte_count: int) -> float:
+    """Return the seconds after which a move of so many bytes has failed; ``base_s``: without any bytes."""
+    return base_s + byte_count / BYTES_PER_S_MIN
 
 
 @dataclass(eq=False, slots=True)

@@ -157,7 +157,7 @@ MUTANTS = [
     Mutant(
         "a-call-that-never-ends",
         LOADS,
-        "                async with asyncio.timeout(ANSWER_S_MAX):\n",
+        "                async with asyncio.timeout(limit_s(ANSWER_S_MAX, loading.layout.total_bytes)):\n",
         "                async with asyncio.timeout(None):\n",
         "memory fills with room that a tier's calls keep for ever",
         (f"{ODD}::test_a_call_that_never_ends_is_given_up",),

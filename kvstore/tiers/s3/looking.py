@@ -10,6 +10,7 @@ import numpy as np
 
 from kvstore.config import S3Settings
 from kvstore.seams.memory import Bytes
+from kvstore.tiers.pace import limit_s
 from kvstore.tiers.s3.bodies import pour
 from kvstore.tiers.s3.connection import Connection, connection_to
 from kvstore.tiers.s3.depth import are_there
@@ -31,7 +32,8 @@ def look(settings: S3Settings, storage_key: bytes, byte_count: int, ahead: Seque
     filled with the bytes that follow, unless the object is shorter. Blocking. Raises PermissionDenied, perhaps because
     the object is not there; Unavailable."""
     work = partial(first_bytes, place_of(settings, storage_key), byte_count, ahead=ahead)
-    return finished(settings, "read", work, READ_S_MAX if ahead else LOOK_S_MAX)
+    deadline_s = limit_s(READ_S_MAX, sum(piece.size for piece in ahead)) if ahead else LOOK_S_MAX
+    return finished(settings, "read", work, deadline_s)
 
 
 async def first_bytes(

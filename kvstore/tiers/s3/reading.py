@@ -22,6 +22,7 @@ from kvstore.config import S3Settings
 from kvstore.errors import DataLoss
 from kvstore.seams.memory import Bytes
 from kvstore.tiers.contract import Buffer, host_memory
+from kvstore.tiers.pace import limit_s
 from kvstore.tiers.s3.bodies import pour, ranges_of
 from kvstore.tiers.s3.connection import Connection, together
 from kvstore.tiers.s3.objects import READ_S_MAX, finished, place_of
@@ -144,7 +145,8 @@ def check_slabs(
 
 def _fill(settings: S3Settings, storage_key: bytes, etag: str, offset: int, target: Sequence[Bytes]) -> None:
     place = place_of(settings, storage_key)
-    finished(settings, "read", partial(_fill_all, settings, place, etag, offset, target), READ_S_MAX)
+    deadline_s = limit_s(READ_S_MAX, sum(piece.size for piece in target))
+    finished(settings, "read", partial(_fill_all, settings, place, etag, offset, target), deadline_s)
 
 
 async def _fill_all(

@@ -13,6 +13,7 @@ from kvstore.chunk import Making
 from kvstore.config import S3Settings
 from kvstore.errors import PermissionDenied, Unavailable
 from kvstore.seams.memory import Bytes, joined
+from kvstore.tiers.pace import limit_s
 from kvstore.tiers.s3.bodies import Body, ranges_of
 from kvstore.tiers.s3.connection import Connection, together
 from kvstore.tiers.s3.depth import HEAD_COUNT_MAX
@@ -47,7 +48,7 @@ def write_object(settings: S3Settings, storage_key: bytes, pieces: Sequence[Byte
     bodies: list[Part] = [(part, _crc32(part)) for part in parts]
     put = _put_whole if len(parts) == 1 else _put_parts
     work = partial(_put, put, settings, place_of(settings, storage_key), bodies, condition)
-    return total if finished(settings, "write", work, WRITE_S_MAX) else 0
+    return total if finished(settings, "write", work, limit_s(WRITE_S_MAX, total)) else 0
 
 
 def condition_of(replaced: str, refused: str) -> Condition:

@@ -11,13 +11,17 @@ import numpy as np
 import pytest
 
 from kvstore.config import S3Settings
-from kvstore.errors import Exhausted
+from kvstore.errors import Exhausted, Unavailable
 from kvstore.seams import SystemClock
+from kvstore.tiers import pace
+from kvstore.tiers.s3 import looking, reading, writing
 from kvstore.tiers.s3 import tier as tier_module
 from kvstore.tiers.s3.allowance import DAY_S, Allowance
 from tests.contracts.chunks import LARGE, SMALL, chunk
 from tests.contracts.shared.s3_stand import S3Stand, tier_of
 from tests.contracts.shared.stands import TIMEOUT_S, found, write
+
+STALL_S = 1.0
 
 
 @pytest.mark.parametrize("limit", ["day_bytes_max", "day_request_count_max"])
@@ -149,6 +153,46 @@ def test_a_large_chunk_on_a_slow_line_is_no_stall(stand: S3Stand, monkeypatch: p
             stand.switches.turn_off()
             await sending
         assert stand.tier.stalled_s() == 0.0
+
+    stand.run(scenario)
+
+
+@pytest.mark.parametrize("way", ["read", "read ahead", "write"])
+@pytest.mark.parametrize("is_slow_line", [True, False])
+def test_a_job_has_time_for_its_bytes(
+    stand: S3Stand, monkeypatch: pytest.MonkeyPatch, way: str, is_slow_line: bool
+) -> None:
+    """A large chunk on a slow line would never arrive within a limit that knows no bytes."""
+    what = chunk(1)
+
+    async def moved() -> None:
+        target = [np.empty(slab.byte_count, np.uint8) for slab in what.layout.slabs]
+        if way == "write":
+            await write(stand.tier, what)
+            return
+        stored = await stand.tier.open(what.name, target if way == "read ahead" else ())
+        assert stored is not None
+        if way == "read":
+            stand.switches.hears("GET")
+        await stored.read(range(len(target)), target)
+
+    async def scenario() -> None:
+        if way != "write":
+            await write(stand.other, what)
+        for module, name in ((reading, "READ_S_MAX"), (looking, "READ_S_MAX"), (writing, "WRITE_S_MAX")):
+            monkeypatch.setattr(module, name, STALL_S / 3)
+        least_bytes = what.layout.slabs[0].byte_count
+        monkeypatch.setattr(pace, "BYTES_PER_S_MIN", least_bytes / (10 * TIMEOUT_S) if is_slow_line else 1e12)
+        if way != "read":
+            stand.switches.hears("PUT" if way == "write" else "GET")
+        moving = asyncio.ensure_future(moved())
+        await asyncio.wait([moving], timeout=STALL_S)
+        stand.switches.turn_off()
+        if is_slow_line:
+            await moving
+        else:
+            with pytest.raises(Unavailable, match="no end after"):
+                await moving
 
     stand.run(scenario)
 
