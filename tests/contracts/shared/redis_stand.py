@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 from collections.abc import Awaitable, Callable
 from functools import cache
@@ -17,6 +16,7 @@ from kvstore.tiers import SharedTier
 from kvstore.tiers.redis.names import HEADER_FIELD, MARK_BYTES, field_name, fields_of
 from kvstore.tiers.redis.tier import RedisTier
 from tests.contracts.chunks import SMALL
+from tests.contracts.shared.real import run_real
 from tests.fakes import Switch
 from tests.fakes.proxy import Proxy
 from tests.fakes.redis_server import KEYS, NO_OTHER, RedisServer, body_fields, other_binary
@@ -111,17 +111,7 @@ class RedisStand:
                 client.hset(at, field_name(write_id, number), piece)
 
     def run(self, scenario: Callable[[], Awaitable[None]]) -> None:
-        async def whole() -> None:
-            try:
-                await scenario()
-            finally:
-                for each in (self.tier, self.other, self.tier):
-                    await each.close()
-
-        try:
-            asyncio.run(whole())
-        finally:
-            self._proxy.close()
+        run_real(self, scenario, self._proxy)
 
 
 class OtherRedisStand(RedisStand):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import itertools
 from collections.abc import Awaitable, Callable
@@ -16,6 +15,7 @@ from kvstore.seams import SystemClock, WorkerThreads
 from kvstore.tiers import SharedTier
 from kvstore.tiers.s3 import Lanes, S3Tier
 from kvstore.tiers.s3.objects import object_key
+from tests.contracts.shared.real import run_real
 from tests.fakes.s3_proxy import S3Proxy
 from tests.fakes.s3_server import S3Server
 
@@ -78,17 +78,7 @@ class S3Stand:
         self.server.put(object_key(self.settings, key), data)
 
     def run(self, scenario: Callable[[], Awaitable[None]]) -> None:
-        async def whole() -> None:
-            try:
-                await scenario()
-            finally:
-                for each in (self.tier, self.other, self.tier):
-                    await each.close()
-
-        try:
-            asyncio.run(whole())
-        finally:
-            self.switches.close()
+        run_real(self, scenario, self.switches)
 
 
 class EncodedS3Stand(S3Stand):
