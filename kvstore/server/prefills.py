@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from kvstore.controller import Controller
+from kvstore.controller import Controller, Session
 from kvstore.controller.prefills import PartialPrefills, PlannedPrefill, PlanRecord, PrefillEnd, PrefillRequest
 from kvstore.controller.prefills.engines import EngineRate
 from kvstore.errors import InvalidRequest
@@ -50,13 +50,25 @@ class PrefillService:
             planned = await self._prefills.begin(parse_begin(first.begin), deadline)
             try:
                 yield _response(planned)
-                last = await _next(began, PREFILL_S_MAX)
+                last = await _last(began, session)
                 if last is not None:
                     if last.WhichOneof("step") != "end":
                         raise InvalidRequest("a partial prefill that has begun can only end")
                     self._prefills.end(planned, _end(last.end))
             finally:
                 self._prefills.drop(planned)
+
+
+async def _last(requests: AsyncIterator[Any], session: Session) -> Any:
+    """Return as ``_next``; None also when the session ends: then nobody is there who could end the call."""
+    told = asyncio.ensure_future(_next(requests, PREFILL_S_MAX))
+    ended = asyncio.ensure_future(session.closed.wait())
+    try:
+        await asyncio.wait((told, ended), return_when=asyncio.FIRST_COMPLETED)
+        return told.result() if told.done() else None
+    finally:
+        told.cancel()
+        ended.cancel()
 
 
 async def _next(requests: AsyncIterator[Any], timeout_s: float) -> Any:

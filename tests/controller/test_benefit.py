@@ -17,7 +17,7 @@ from kvstore.controller.benefit.heat import HALVED_S, PREFIX_COUNT_MAX, WALKED_C
 from kvstore.controller.benefit.served import COUNT_MAX, HOUR_COUNT_MAX, HOUR_S, MODEL_COUNT_MAX
 from kvstore.errors import InvalidRequest
 from kvstore.planning.kept import digest_of
-from kvstore.planning.loading import ComputeRate, saved_seconds
+from kvstore.planning.loading import ComputeRate, Prefill, Prefills, saved_seconds
 from kvstore.simulated import ManualClock
 from kvstore.spec import CacheKind
 from tests.controller.service import CHUNK, Service
@@ -44,6 +44,12 @@ def test_seconds_saved_are_those_of_a_prefill_of_the_prefix() -> None:
     whole = rate.seconds(1000)
     assert saved_seconds(1000, rate) == pytest.approx(whole - rate.load * rate.pass_s)
     assert saved_seconds(1000, ComputeRate()) == 0
+
+
+def test_a_small_pass_does_not_make_a_prefix_look_dear() -> None:
+    """Most of its time is the reading of the weights, which a large pass does once."""
+    rate = Prefills(0.0, (Prefill(1, 30_000, 0.02),)).rate
+    assert saved_seconds(30_000, rate) == pytest.approx(rate.seconds(30_000)) == pytest.approx(2.0)
 
 
 def test_hours_count_what_was_fetched_in_them_and_the_total_what_was_since_the_start() -> None:

@@ -281,6 +281,7 @@ def test_what_does_not_fit_together_is_refused_by_name(client: Client) -> None:
         (InvalidRequest, "more than the prompt", [begin(client, token_count=STEP - 1)]),
         (InvalidRequest, "reusable_token_count", [begin(client, reusable_token_count=STEP + 1)]),
         (InvalidRequest, "mode", [begin(client, mode=77)]),
+        (InvalidRequest, "step_tokens", [begin(client, step_tokens=(1 << 30) + 1)]),
         (Exhausted, "limits.token_count_max", [begin(client, token_count=2**63)]),
     ]
     for kind, word, steps in wrong:
@@ -320,6 +321,34 @@ def test_lies_teach_nothing(client: Client, lie: float) -> None:
     on = prefill_pb2.PLANNING_MODE_ON
     (answer,) = talk(client, begin(client, compute=rate, link=link, mode=on, ways=[2, 3, 4, 99]))
     assert not math.isnan(answer.plan.candidates[0].ttft_seconds)
+
+
+@pytest.mark.parametrize("counts", [(STEP + 1, 0), (STEP, 1), (1 << 30, 0)])
+def test_a_prefill_of_more_than_the_prompt_teaches_nothing(client: Client, counts: tuple[int, int]) -> None:
+    """It would make an engine look fast for all clients that have not measured it."""
+    before = [each.rate.sample_count for each in client.stats().engines]
+    took = prefill_pb2.MeasuredPrefill(new_tokens=counts[0], context_tokens=counts[1], seconds=1e-6, passes=1)
+    talk(client, begin(client), ended(ttft_seconds=0.001, computed=took))
+    assert [each.rate.sample_count for each in client.stats().engines] == before
+
+
+def test_rates_of_no_engine_count_as_no_time_saved(client: Client) -> None:
+    """Each is possible; all together say that a plain prefill takes longer than the age of the earth."""
+    tokens = prompt(COUNT, 63)
+    keep(client, RECEIVER, tokens)
+    speeds(client, 1e12, 1e-3)
+    _, name = client._context.ready(SPEC)
+    digests = b"".join(Prompt.of(SPEC, tokens, (), None).digests[:1])
+    rate = prefill_pb2.ComputeRate(pair_seconds=3600.0, load=16.0, caution=1.0, sample_count=1)
+    many = 1 << 20  # the default limits.token_count_max
+    saved = client.stats().counters["partial_prefill_saved_milliseconds"]
+    asked = begin(
+        client, query=pb.ChainQuery(fingerprint=name, digests=digests), token_count=many, reusable_token_count=many - 1,
+        compute=rate, mode=prefill_pb2.PLANNING_MODE_ON, ways=[2],
+    )  # fmt: skip
+    (answer,) = talk(client, asked, ended(ttft_seconds=0.0))
+    assert answer.plan.candidates[answer.plan.chosen].way == 2
+    assert client.stats().counters["partial_prefill_saved_milliseconds"] == saved
 
 
 def test_a_client_that_goes_in_the_middle_holds_nothing(client: Client, operator: Operator) -> None:

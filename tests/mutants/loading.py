@@ -169,10 +169,26 @@ MUTANTS = [
     Mutant(
         "more-time-than-went-by",
         PREFILLS,
-        "computed.is_sound and computed.seconds <= took_s",
-        "computed.is_sound",
+        " and computed.seconds <= took_s",
+        "",
         "a client that lies makes its sidecar take an engine for slow",
         (f"{T_CALL}::test_lies_teach_nothing",),
+    ),
+    Mutant(
+        "more-tokens-than-the-prompt-has",
+        PREFILLS,
+        "computed.new_tokens + computed.context_tokens <= token_count and ",
+        "",
+        "a client that lies makes its sidecar take an engine for fast",
+        (f"{T_CALL}::test_a_prefill_of_more_than_the_prompt_teaches_nothing",),
+    ),
+    Mutant(
+        "a-stream-outlives-its-session",
+        "kvstore/server/prefills.py",
+        "asyncio.wait((told, ended), ",
+        "asyncio.wait((told,), ",
+        "a client that connects again and again takes all calls of its tenant",
+        ("tests/server/test_abandoned.py::test_a_partial_prefill_ends_with_its_session",),
     ),
     Mutant(
         "a-plan-outlives-its-client",

@@ -8,8 +8,11 @@ from typing import Any, cast
 
 import pytest
 
+from kvstore.controller.prefills import PartialPrefills
+from kvstore.server.prefills import PrefillService
 from kvstore.server.services import CacheService
 from kvstore.v1 import cache_pb2 as pb
+from kvstore.v1alpha import prefill_pb2
 from kvstore.wire import METADATA_SESSION
 from tests.controller.service import Service
 
@@ -73,3 +76,29 @@ async def test_a_lookup_that_is_cancelled_before_its_reply_leaves_no_ticket(monk
     go_on.set()
     reply = await CacheService(controller, b"epoch").Lookup(request, Call(session.secret))
     assert (reply.hit_count, reply.tail_found, controller.stats().ticket_count) == (1, 1, 1)
+
+
+async def test_a_partial_prefill_ends_with_its_session() -> None:
+    """Calls of sessions that are gone would fill the server, and nobody could end them."""
+    service = Service()
+    controller = service.controller
+    session = controller.open_session()
+    await service.store(session, 1)
+    query = service.query(1)
+
+    async def requests() -> AsyncGenerator[Any, None]:
+        chain = pb.ChainQuery(fingerprint=query.fingerprint, digests=b"".join(query.digests), exactness=1)
+        yield prefill_pb2.PartialPrefillRequest(begin=prefill_pb2.BeginPrefill(query=chain, token_count=1 << 10))
+        await asyncio.Event().wait()  # the call stays open
+
+    prefills = PartialPrefills(service.parts, controller.lookups, controller.tickets)
+    calls = PrefillService(controller, prefills)
+    replies = calls.PartialPrefill(requests(), Call(session.secret))
+    assert (await anext(replies)).found.ticket
+    waiting = asyncio.ensure_future(anext(replies, None))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await controller.close_session(session)
+    assert await asyncio.wait_for(waiting, 5.0) is None
+    assert session.stream_count == 0
+    assert not len(controller.tickets)

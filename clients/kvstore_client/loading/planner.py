@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.planning.loading import (
     ASSUMED,
     BusyTime,
@@ -189,13 +190,14 @@ class Planner:
         return is_due
 
     def _ask(self) -> None:
-        """Ask for the sidecar's rates. While it is gone, its last rates hold."""
+        """Ask for the sidecar's rates. While it is gone, or cannot tell them, its last rates hold: a plan is made
+        without."""
         with self._lock:
             now = self.clock.monotonic()
             if now - self._asked_s < RATES_AGE_S_MAX:
                 return
             self._asked_s = now
-        with self._context.or_miss():
+        with suppress(KVStoreError), self._context.or_miss():
             session = self._context.connection.session()
             stats = session.call(session.admin.Stats, admin_pb2.StatsRequest(), min(self.timeout_s, RATES_WAIT_S))
             with self._lock:

@@ -12,6 +12,7 @@ from kvstore.controller.prefills.records import MODES, PlanRecord, PlanState, Pr
 from kvstore.controller.values import ChainQuery, LookupResult
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.planning.loading import ASSUMED, ComputeRate, LoadFacts, LoadPlan, TierFacts, TierRate, Way, plan_loading
+from kvstore.planning.loading.compute import TOKENS_MAX, Prefill
 from kvstore.planning.loading.facts import prompt_facts, slowest_tiers
 from kvstore.seams import Deadline
 from kvstore.spec import ChunkState, ModelSpec, Tier
@@ -43,12 +44,13 @@ class PrefillRequest:
 class PlannedPrefill:
     """A partial prefill that has begun. ``found``: the lookup of the prompt, with a ticket for the ``chunk_count``
     chunks from index ``chunk_first`` on, which are to be loaded. ``plan`` None: the client asked for none.
-    ``began_s``: the monotonic clock's time."""
+    ``token_count``: the prompt's. ``began_s``: the monotonic clock's time."""
 
     record: PlanRecord
     found: LookupResult
     chunk_first: int
     chunk_count: int
+    token_count: int
     began_s: float
 
     @property
@@ -88,7 +90,7 @@ class PartialPrefills:
         )  # fmt: skip
         self._records.keep(record)
         self._parts.counters.add("partial_prefills")
-        return PlannedPrefill(record, found, first, count, began_s)
+        return PlannedPrefill(record, found, first, count, request.token_count, began_s)
 
     def end(self, planned: PlannedPrefill, end: PrefillEnd) -> None:
         """Release the prefill's ticket, and take note of the client's measurements where they are plausible."""
@@ -98,8 +100,8 @@ class PartialPrefills:
             return
         record.state = PlanState.GIVEN_UP if end.is_given_up else PlanState.DONE
         computed = end.computed
-        if computed is not None and not (computed.is_sound and computed.seconds <= took_s):
-            computed = None  # it reports more time than has passed
+        if computed is not None and not (computed.is_sound and _is_possible(computed, planned.token_count, took_s)):
+            computed = None
         record.end = replace(end, computed=computed)
         if computed is not None:
             self.engines.computed(record.fingerprint, record.step_tokens, computed)
@@ -130,6 +132,8 @@ class PartialPrefills:
                 f"{len(request.query.digests)} digests name more than the prompt's {request.token_count} tokens: only "
                 f"whole chunks of {spec.chunk_tokens} are planned"
             )
+        if request.step_tokens > TOKENS_MAX:
+            raise InvalidRequest(f"step_tokens {request.step_tokens} must be at most {TOKENS_MAX}")
         if request.query.hidden_only or request.query.hidden_layers:
             raise InvalidRequest("a partial prefill is of the attention cache: leave out hidden_layers")
 
@@ -176,11 +180,16 @@ class PartialPrefills:
         if end.is_given_up:
             add("partial_prefills_given_up")
             return
-        if plan is None:
-            return
+        if plan is None or plan.prefill.ttft_s > SECONDS_MAX:
+            return  # the client's rates are of no engine
         saved_s = plan.prefill.ttft_s - end.ttft_s
         if plan.is_measured and plan.loaded_tokens and saved_s > 0:
             add("partial_prefill_saved_milliseconds", int(saved_s * 1e3))
+
+
+def _is_possible(computed: Prefill, token_count: int, took_s: float) -> bool:
+    """Return False for a prefill of more tokens than the prompt has, or of more time than has passed."""
+    return computed.new_tokens + computed.context_tokens <= token_count and computed.seconds <= took_s
 
 
 def _stored(found: LookupResult, chunk_tokens: int) -> Iterator[tuple[int, Tier]]:

@@ -46,7 +46,7 @@ class Sessions:
 
     def forget(self, session: Session) -> None:
         """Close a session: its secret is not accepted any more. Idempotent."""
-        session.is_open = False
+        session.closed.set()
         self._by_secret.pop(session.secret, None)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 from kvstore.arena import Staging
@@ -17,8 +18,12 @@ class Session:
     secret: bytes = field(repr=False)
     stagings: dict[int, Staging] = field(default_factory=dict)
     stream_count: int = 0
-    is_open: bool = True
+    closed: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
     watchers: set[Watcher] = field(default_factory=set)
+
+    @property
+    def is_open(self) -> bool:
+        return not self.closed.is_set()
 
     @property
     def staging_bytes(self) -> int:
