@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from kvstore.controller import Controller, Session
@@ -44,13 +45,13 @@ class PrefillService:
         session, began = session_of(self._controller, context), requests.__aiter__()
         deadline = self._controller.deadline(context.time_remaining())
         with self._controller.stream(session):
-            first = await _next(began, deadline.left_s)
+            first = await _next(began, session, deadline.left_s)
             if first is None or first.WhichOneof("step") != "begin":
                 raise InvalidRequest("a partial prefill begins with its begin step")
             planned = await self._prefills.begin(parse_begin(first.begin), deadline)
             try:
                 yield _response(planned)
-                last = await _last(began, session)
+                last = await _next(began, session, PREFILL_S_MAX)
                 if last is not None:
                     if last.WhichOneof("step") != "end":
                         raise InvalidRequest("a partial prefill that has begun can only end")
@@ -59,29 +60,25 @@ class PrefillService:
                 self._prefills.drop(planned)
 
 
-async def _last(requests: AsyncIterator[Any], session: Session) -> Any:
-    """Return as ``_next``; None also when the session ends: then nobody is there who could end the call."""
-    told = asyncio.ensure_future(_next(requests, PREFILL_S_MAX))
-    ended = asyncio.ensure_future(session.closed.wait())
+async def _next(requests: AsyncIterator[Any], session: Session, timeout_s: float) -> Any:
+    """Return the client's next message; None: it sends no more, sent none in time, or its session ended. Raises
+    InvalidRequest for a message that could not be decoded."""
+    if not session.is_open:
+        return None
     try:
-        await asyncio.wait((told, ended), return_when=asyncio.FIRST_COMPLETED)
-        return told.result() if told.done() else None
-    finally:
-        told.cancel()
-        ended.cancel()
-
-
-async def _next(requests: AsyncIterator[Any], timeout_s: float) -> Any:
-    """Return the client's next message; None: it sends no more, or sent none in time. Raises InvalidRequest for a
-    message that could not be decoded."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            message = await anext(requests, None)
+        async with asyncio.timeout(timeout_s) as limit:
+            with session.with_its_end(partial(_expire, limit)):
+                message = await anext(requests, None)
     except TimeoutError:
         return None
     if isinstance(message, InvalidRequest):
         raise message
     return message
+
+
+def _expire(limit: asyncio.Timeout) -> None:
+    if not limit.expired():
+        limit.reschedule(0.0)
 
 
 def parse_begin(message: prefill_pb2.BeginPrefill) -> PrefillRequest:

@@ -184,9 +184,9 @@ MUTANTS = [
     ),
     Mutant(
         "a-stream-outlives-its-session",
-        "kvstore/server/prefills.py",
-        "asyncio.wait((told, ended), ",
-        "asyncio.wait((told,), ",
+        "kvstore/controller/sessions/session.py",
+        "            end()\n",
+        "            pass\n",
         "a client that connects again and again takes all calls of its tenant",
         ("tests/server/test_abandoned.py::test_a_partial_prefill_ends_with_its_session",),
     ),

@@ -46,7 +46,7 @@ class Sessions:
 
     def forget(self, session: Session) -> None:
         """Close a session: its secret is not accepted any more. Idempotent."""
-        session.closed.set()
+        session.close()
         self._by_secret.pop(session.secret, None)
 
     @property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvstore.arena import Staging
@@ -18,12 +19,9 @@ class Session:
     secret: bytes = field(repr=False)
     stagings: dict[int, Staging] = field(default_factory=dict)
     stream_count: int = 0
-    closed: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+    is_open: bool = True
     watchers: set[Watcher] = field(default_factory=set)
-
-    @property
-    def is_open(self) -> bool:
-        return not self.closed.is_set()
+    _waits: list[Callable[[], object]] = field(default_factory=list, repr=False)
 
     @property
     def staging_bytes(self) -> int:
@@ -35,3 +33,18 @@ class Session:
             return self.stagings[staging_id]
         except KeyError:
             raise InvalidRequest(f"this session has no staging {staging_id}") from None
+
+    @contextmanager
+    def with_its_end(self, end: Callable[[], object]) -> Iterator[None]:
+        """Call ``end`` when the session ends meanwhile: it ends a wait for the client."""
+        self._waits.append(end)
+        try:
+            yield
+        finally:
+            self._waits.remove(end)
+
+    def close(self) -> None:
+        """Mark it as ended, and end the waits for its client."""
+        self.is_open = False
+        for end in list(self._waits):
+            end()

@@ -20,7 +20,7 @@ HEAD = """\
 <!-- Made by `python -m kvstore_ops.pages` from docs/benchmarks.json; change that. -->
 
 `kvstore bench list` names the benchmarks; `kvstore bench NAME --quick` runs one in less than 45 s, without `--quick` in
-full, and `make bench` all of them, quick. Each measures a figure and, in the same run, the limit that it is held
+full, and `make bench` all but `peers`, quick. Each measures a figure and, in the same run, the limit that it is held
 against. The last line is JSON. `kvstore bench NAME --quick --json FILE` also writes it to a file, with commit, day and
 machine, and `python -m kvstore_ops.pages FILE` takes that in here.
 

@@ -121,8 +121,10 @@ def _default(field: Field[Any], kind: str) -> str:
     below the field states none."""
     value = field.default
     assert value is not MISSING, f"{field.name}: say below it what its default is, after {DEFAULT!r}"
-    if value is None or value == "":
+    if value is None:
         return "none"
+    if value == "":
+        return "empty"
     if kind == "size" and value:
         return format_bytes(value)
     if kind == "duration":
