@@ -102,6 +102,37 @@ os._exit(0)
 """
 
 
+IN_A_PREFILL = """
+import os, sys, threading, faulthandler
+from kvstore_client import connect
+from kvstore_client.loading.call import Asked
+from kvstore_client.prompt import Prompt
+from tests.e2e.test_given_back import SPEC, TOKENS
+client = connect(sys.argv[1])
+call = client.planner.begin(Prompt.of(SPEC, TOKENS, (), None), Asked(len(TOKENS), 0, (), "off"))
+held, go = threading.Event(), threading.Event()
+
+def hold():  # as gRPC's thread that just receives
+    with call._stream._state.condition:
+        held.set()
+        go.wait()
+
+threading.Thread(target=hold).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    faulthandler.dump_traceback_later(8.0, exit=True)
+    with call:
+        call.end(1.0, 0.0, is_given_up=False, computed=None)
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+go.set()
+assert status == 0
+assert client.stats().sessions.ticket_count == 1
+call.close()
+"""
+
+
 def run(code: str, *arguments: str) -> None:
     done = CLIENTS.run([sys.executable, "-c", code, *arguments], timeout=60)
     assert done.returncode == 0, done.stderr
@@ -126,6 +157,12 @@ def test_a_child_that_closes_everything_closes_nothing_of_its_parents(sidecar: S
     with connect(sidecar.address) as client:
         client.store(SPEC, TOKENS, CACHE).wait(20.0)
     run(CHILD_CLOSES, sidecar.address)
+
+
+def test_a_child_that_leaves_a_prefill_leaves_it_to_its_parent(sidecar: Sidecar) -> None:
+    with connect(sidecar.address) as client:
+        client.store(SPEC, TOKENS, CACHE).wait(20.0)
+    run(IN_A_PREFILL, sidecar.address)
 
 
 def test_a_session_ends_with_its_process_whatever_forks_live_on(local_sidecar: Sidecar) -> None:

@@ -74,6 +74,14 @@ MUTANTS = [
         (CLOSES.replace("local", "remote"),),
     ),
     Mutant(
+        "cancels-its-parents-call",
+        CALLS,
+        "    if not any(each is call for each in _inherited):\n",
+        "    if True:\n",
+        "a forked child waits for ever for a lock whose holder it does not have",
+        ("tests/e2e/test_forks.py::test_a_child_that_leaves_a_prefill_leaves_it_to_its_parent[local]",),
+    ),
+    Mutant(
         "sockets-of-the-parent",
         SESSION,
         "            os.close(session._socket.detach())\n",

@@ -27,7 +27,7 @@ from kvstore_client.context import Context
 from kvstore_client.fetch.ticket import pack_ticket
 from kvstore_client.lookup.calls import with_tail
 from kvstore_client.lookup.match import Match, chunk_matches
-from kvstore_client.planes.session import Session, noted, translated
+from kvstore_client.planes.session import Session, cancel, noted, translated
 from kvstore_client.prompt import Prompt
 
 CALL_S_MAX = 3600.0
@@ -89,11 +89,12 @@ class PrefillCall:
         self._returns.soon(partial(_ended, self._is_over, self._stream, self._timeout_s))
 
     def close(self) -> None:
-        """Take the call back, unless it has ended: the sidecar then holds nothing for it. Idempotent."""
+        """Take the call back, unless it has ended: the sidecar then holds nothing for it. Idempotent. A forked child
+        leaves it to its parent."""
         self._said.put(None)
         stream = getattr(self, "_stream", None)
         if stream is not None:
-            stream.cancel()
+            cancel(stream)
 
     def __enter__(self) -> Self:
         return self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from queue import SimpleQueue
@@ -14,6 +13,7 @@ from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams.scheduler import start_thread
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.planes.returns import Returns
+from kvstore_client.planes.session import cancel
 
 GONE = "the sidecar is stopping, or the session ended: watch again"
 _Asked = SimpleQueue[Future[pb.WatchResponse] | None]
@@ -26,7 +26,6 @@ class Feed:
     def __init__(self, stream: Any, translated: Callable[[grpc.RpcError], KVStoreError], returns: Returns) -> None:
         self._stream = stream
         self._returns = returns
-        self._pid = os.getpid()
         self._is_closed = False
         self._asked: _Asked = SimpleQueue()
         asked = self._asked
@@ -45,8 +44,7 @@ class Feed:
         parent."""
         self._is_closed = True
         self._asked.put(None)
-        if self._pid == os.getpid():
-            self._stream.cancel()
+        cancel(self._stream)
 
     def __del__(self) -> None:
         self._asked.put(None)

@@ -37,6 +37,12 @@ def noted(call: Any) -> Any:
     return call
 
 
+def cancel(call: Any) -> None:
+    """Cancel a call. A forked child leaves its parent's alone: a thread that is not here may hold the call's lock."""
+    if not any(each is call for each in _inherited):
+        call.cancel()
+
+
 def _after_fork_in_child() -> None:
     """Keep gRPC's objects alive in a child: their destructors take locks, and the threads that hold these are not
     here."""

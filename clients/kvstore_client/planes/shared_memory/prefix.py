@@ -22,6 +22,7 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Target, land, nothing
+from kvstore_client.planes.session import cancel
 from kvstore_client.planes.shared_memory.chunk import Chunk
 from kvstore_client.planes.shared_memory.landing import MappedLanding
 from kvstore_client.planes.shared_memory.resident import ResidentPrefix
@@ -255,7 +256,7 @@ class MappedPrefix(ResidentPrefix):
 
     def cancel(self) -> None:
         """Stop waiting for chunks on their way: ``advance`` returns False soon. From any thread."""
-        self._stream.cancel()
+        cancel(self._stream)
 
     def abandon(self) -> None:
         """Cancel from a destructor."""

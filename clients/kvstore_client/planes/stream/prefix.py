@@ -20,7 +20,7 @@ from kvstore.wire.data import split_message
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Target, land, nothing
-from kvstore_client.planes.session import translated
+from kvstore_client.planes.session import cancel, translated
 from kvstore_client.planes.stream.landing import StreamLanding
 from kvstore_client.planes.stream.received import ReceivedPrefix
 from kvstore_client.planes.stream.strips import StreamChunk, Strips, extent_of
@@ -146,7 +146,7 @@ class StreamPrefix:
 
     def cancel(self) -> None:
         """Stop waiting for bytes on their way. From any thread."""
-        self._stream.cancel()
+        cancel(self._stream)
 
     def abandon(self) -> None:
         """Cancel from a destructor."""

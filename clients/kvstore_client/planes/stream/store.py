@@ -18,7 +18,7 @@ from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import ALIGNMENT, data_prefix
 from kvstore_client.arrays import fresh_message
 from kvstore_client.copying import Copier, check
-from kvstore_client.planes.session import noted, translated
+from kvstore_client.planes.session import cancel, noted, translated
 from kvstore_client.planes.store import StagingRun, StoreSource, Unit
 from kvstore_client.planes.stream.staging import stream_timeout_s
 
@@ -125,7 +125,7 @@ class StreamUpload:
         with self._turn:
             self._has_stopped = True
         if self._stream is not None:
-            self._stream.cancel()
+            cancel(self._stream)
         wait(self._builds, self._limit_s)
         return []
 
