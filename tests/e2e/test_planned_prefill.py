@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from kvstore_client.loading import patience
 from kvstore_client.recompute import PartialPrefill
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.planning.loading import BusyTime, BusyTimes, Prefill, Way
+from kvstore.errors import Internal
+from kvstore.planning.loading import BusyTime, BusyTimes, Prefill, Way, plan_loading
+from kvstore.spec import Tier
 from kvstore.v1alpha import admin_pb2
 from tests.e2e.prefills import RECEIVER, SENDER, STEP, keep, same
 from tests.e2e.test_partial_prefill import prompt
@@ -140,3 +144,24 @@ def test_what_a_plan_leaves_out_is_measured_on_the_side(client: Client) -> None:
     assert prefilled(client, tokens).plan.reused_token_count == 0
     eventually(lambda: len(client.planner._link.times) == before + 1)
     eventually(lambda: held(client).lease_count == 0)  # it is released behind the measurement
+
+
+def test_a_sidecar_that_cannot_tell_its_rates_is_planned_without(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(COUNT, 64)
+    keep(client, RECEIVER, tokens)
+    session, asked = client.connect_now(), []
+
+    def broken(_method: Any, request: Any, _timeout_s: float) -> NoReturn:
+        asked.append(request)
+        raise Internal("a figure is out of range")
+
+    match = client.lookup(RECEIVER.spec, tokens)
+    below = replace(match, chunks=tuple(each._replace(tier=Tier.NVME) for each in match.chunks))
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "call", broken)
+        patched.setattr(client.planner, "_asked_s", -math.inf)
+        facts = client.planner.facts(RECEIVER.spec, below, COUNT, COUNT - 1, 0, frozenset(Way))
+    assert asked == [admin_pb2.StatsRequest()]
+    assert plan_loading(facts).chosen

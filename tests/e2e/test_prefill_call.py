@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 import pytest
@@ -21,8 +20,7 @@ from kvstore_ops.sidecar import Sidecar
 from typer.testing import CliRunner
 
 from kvstore.errors import Exhausted, Internal, InvalidRequest, KVStoreError, Unauthenticated, from_status
-from kvstore.planning.loading import BusyTime, BusyTimes, Prefill, Way, plan_loading
-from kvstore.spec import Tier
+from kvstore.planning.loading import BusyTime, BusyTimes, Prefill, Way
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2, prefill_pb2
 from kvstore.wire.plans import plan_from_message
@@ -252,27 +250,6 @@ def test_a_sidecar_that_plans_nothing_is_asked_once(
     for _ in range(2):
         assert client.partial_prefill(RECEIVER, tokens).plan.reused_token_count >= STORED
     assert (len(calls), len(operator.plans())) == (1, count)
-
-
-def test_a_sidecar_that_cannot_tell_its_rates_is_planned_without(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens = prompt(COUNT, 64)
-    keep(client, RECEIVER, tokens)
-    session, asked = client.connect_now(), []
-
-    def broken(_method: Any, request: Any, _timeout_s: float) -> NoReturn:
-        asked.append(request)
-        raise Internal("a figure is out of range")
-
-    match = client.lookup(SPEC, tokens)
-    below = replace(match, chunks=tuple(each._replace(tier=Tier.NVME) for each in match.chunks))
-    with monkeypatch.context() as patched:
-        patched.setattr(session, "call", broken)
-        patched.setattr(client.planner, "_asked_s", -math.inf)
-        facts = client.planner.facts(SPEC, below, COUNT, COUNT - 1, 0, frozenset(Way))
-    assert asked == [admin_pb2.StatsRequest()]
-    assert plan_loading(facts).chosen
 
 
 # ---------------------------------------------------------------- whoever speaks the protocol badly
