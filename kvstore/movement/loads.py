@@ -36,7 +36,7 @@ from kvstore.tiers.pace import limit_s
 STALL_S = 2.0
 """A tier that has left a request unanswered for so many seconds gets no new ones on a reader's behalf."""
 ANSWER_S_MAX = 60.0
-"""A shared tier's call has failed after these seconds and those for the chunk's bytes (``limit_s``)."""
+"""A shared tier's call that takes more seconds than this plus the time for its bytes (``limit_s``) has failed."""
 LOAD_COUNT_MAX = 16_384
 """Chunks on their way into memory at once."""
 _log = logging.getLogger("kvstore.movement")

@@ -14,8 +14,7 @@ from kvstore.telemetry import Counters
 from kvstore.tiers.pace import limit_s
 
 READ_BACK_S_MAX = 30.0
-"""A chunk that takes more seconds than this, and than the time for its bytes (``limit_s``), to come back is written
-later."""
+"""A chunk that takes more seconds than this plus the time for its bytes (``limit_s``) to come back is written later."""
 
 
 class ReadBacks:

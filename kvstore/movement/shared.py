@@ -25,7 +25,7 @@ from kvstore.tiers.pace import limit_s
 STALL_S = 2.0
 """A shared tier that has left a request unanswered for so many seconds is asked nothing more until it answers."""
 WRITE_S_MAX = 30.0
-"""A write that takes more seconds than this, and than the time for the chunk (``limit_s``), has failed."""
+"""A write that takes more seconds than this plus the time for its bytes (``limit_s``) has failed."""
 ASK_S_MAX = 2.0
 """Seconds that a write waits for the answer whether it is needed."""
 ASK_COUNT_MAX = 16

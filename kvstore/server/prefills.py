@@ -77,6 +77,7 @@ async def _next(requests: AsyncIterator[Any], session: Session, timeout_s: float
 
 
 def _expire(limit: asyncio.Timeout) -> None:
+    """End a wait at once, as if its time were up; 0.0 has passed by every loop's clock."""
     if not limit.expired():
         limit.reschedule(0.0)
 

@@ -14,8 +14,8 @@ from kvstore.tiers.s3.refusals import Refused, error_of
 Result = TypeVar("Result")
 VERSION = "v1"
 LOOK_S_MAX, READ_S_MAX, WRITE_S_MAX, REMOVE_S_MAX = 10.0, 20.0, 25.0, 20.0
-"""A job that takes more seconds than this, and than the time for its bytes (``limit_s``), has failed. The limits are
-shorter than those of the callers that wait."""
+"""A job that takes more seconds than this plus the time for its bytes (``limit_s``) has failed. The limits are shorter
+than those of the callers that wait."""
 
 
 def object_key(settings: S3Settings, storage_key: bytes) -> str:

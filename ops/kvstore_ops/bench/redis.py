@@ -37,6 +37,8 @@ CONTEXTS = 3
 ARENA_CONTEXTS = 2
 IN_FLIGHT = 2
 POLL_S = 0.001
+PUSHES_MAX = 100
+"""Contexts that are stored at most to push one out of memory."""
 WAIT_S_MAX = 60.0
 LOOKUP_S_MAX = "1 s"
 """Longest wait of a lookup. It is long so that no fetch ends early because the server is busy for a moment."""
@@ -147,6 +149,11 @@ class Rig:
             seconds.store.append(time.perf_counter() - began)
         return tokens, self.bare.fields(sorted(self.bare.keys() - keys))
 
+    def store_and_drop(self, seconds: Seconds | None = None) -> None:
+        """Store a fresh context, and remove it from Redis."""
+        _, stored = self.store(seconds)
+        self.bare.drop(list(dict.fromkeys(key for key, _, _ in stored)))
+
     def is_in_memory(self, tokens: Any) -> bool:
         match = self.client.peek(self.spec, tokens)
         return match is not None and any(chunk.tier is Tier.DRAM for chunk in match.chunks)
@@ -154,9 +161,10 @@ class Rig:
     def fetch(self, number: int, seconds: Seconds) -> None:
         """Fetch a context into the arena."""
         tokens = self.contexts[number][0]
-        while self.is_in_memory(tokens):  # it was in use when others came, so that one of them left
-            _, stored = self.store()
-            self.bare.drop(list(dict.fromkeys(key for key, _, _ in stored)))
+        for _ in range(PUSHES_MAX):
+            if not self.is_in_memory(tokens):  # it may have been in use when others came, so that one of them left
+                break
+            self.store_and_drop()
         before = self.account().read_bytes
         began = time.perf_counter()
         prefix = ask(self.client, self.spec, tokens)
@@ -176,8 +184,7 @@ class Rig:
         self.fetch(number, seconds)
         seconds.bare_store.append(shared.timed(lambda: self.bare.write(fields)))
         self.bare.drop([key + b"x" for key in dict.fromkeys(key for key, _, _ in fields)])
-        _, stored = self.store(seconds)
-        self.bare.drop(list(dict.fromkeys(key for key, _, _ in stored)))
+        self.store_and_drop(seconds)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from kvstore.chunk import ChunkHeader, pack_header, parse_header
 from kvstore.errors import DataLoss, Exhausted
 from kvstore.movement.shared_tiers import CLOSE_S_MAX
 from kvstore.spec import Exactness, MissReason, Provenance
+from kvstore.tiers import pace
 from tests.tiers.shared.odd import never, odd
 from tests.tiers.shared.world import PATH, World
 
@@ -176,6 +177,39 @@ def test_a_call_that_never_ends_is_given_up(world: World) -> None:
         assert await other.fetch(*PATH) == (0, MissReason.UNAVAILABLE)
         await asyncio.sleep(120.0)
         other.is_empty()
+
+    world.run(scenario)
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+@pytest.mark.parametrize("call", ["open", "write"])
+def test_a_large_chunk_may_take_longer(
+    world: World, monkeypatch: pytest.MonkeyPatch, call: str, is_large: bool
+) -> None:
+    """On a slow line whose tier gets on; a small chunk that takes as long has failed."""
+
+    async def scenario() -> None:
+        one, other = world.one, world.other
+        monkeypatch.setattr(pace, "BYTES_PER_S_MIN", one.layout.total_bytes / (1000.0 if is_large else 1e-3))
+        tier = (other if call == "open" else one).shared[0]
+        real = getattr(tier, call)
+
+        async def slow(*args: Any) -> Any:
+            await asyncio.sleep(100.0)
+            return await real(*args)
+
+        if call == "open":
+            await one.give(1)
+        monkeypatch.setattr(tier, call, slow)
+        monkeypatch.setattr(tier, "stalled_s", lambda: 0.0)
+        if call == "open":
+            await other.fetch(1)  # its own time is up before; the chunk goes on coming
+            await asyncio.sleep(150.0)
+            assert other.lookup_now(1) == is_large
+        else:
+            await one.keep(1)
+            await asyncio.sleep(150.0)
+            assert (one.key(1) in world.engine.values) == is_large
 
     world.run(scenario)
 
