@@ -10,6 +10,9 @@ VLLM_STAMP := $(VLLM)/.installed
 PROCESSES ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
+# Where this is set, every process of every test would compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup model demo test test-full setup-vllm test-vllm test-s3 test-redis sim crash outage fuzz mutants check bench proto proto-baseline format docs clean
 
 help: ## What there is to make
