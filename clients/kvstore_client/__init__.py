@@ -33,11 +33,10 @@ from kvstore_client.fetch.stream import LayerStream
 from kvstore_client.fetch.transfer import Transfer
 from kvstore_client.gate import Gate
 from kvstore_client.lookup.locate import Location, PrefixAt
-from kvstore_client.lookup.match import ChunkMatch, Match
+from kvstore_client.lookup.match import ChunkMatch, Match, SegmentMatch
 from kvstore_client.lookup.watch import ChunkEvent, Watch
 from kvstore_client.planes.place import TLS
 from kvstore_client.prompt import PageHashes
-from kvstore_client.segments import SegmentMatch
 from kvstore_client.store.receipt import Receipt
 from kvstore_client.store.writer import StoreWriter
 from kvstore_client.tracing import traced

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-CLIENT = "clients/kvstore_client/planes/stream/prefix.py"
+CLIENT = "clients/kvstore_client/planes/stream/streamed.py"
 LANDING = "clients/kvstore_client/planes/stream/landing.py"
 STRIPS = "clients/kvstore_client/planes/stream/strips.py"
 DATA = "kvstore/wire/data.py"

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvstore.spec import ChunkState, Encoding, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.lookup.presence import StateRun
-
-if TYPE_CHECKING:
-    from kvstore_client.segments.runs import SegmentMatch
 
 
 class ChunkMatch(NamedTuple):
@@ -24,6 +21,27 @@ class ChunkMatch(NamedTuple):
     tier: Tier
     encoding: Encoding
     reason: MissReason
+
+
+class SegmentMatch(NamedTuple):
+    """The stored part of one segment.
+
+    ``standalone_token_count``: number of its first tokens with a cache that was computed for it alone (or behind the
+    preamble); ``fetch_segment`` brings it, and it is not exact at another place. ``in_context_token_count``: number of
+    its first tokens that belong to the prompt's own stored prefix, which is exact. ``chunks``: the standalone ones, by
+    their places in the prompt.
+    """
+
+    token_start: int
+    token_stop: int
+    standalone_token_count: int
+    in_context_token_count: int
+    chunks: tuple[ChunkMatch, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """True when all of it is stored as a segment."""
+        return self.standalone_token_count == self.token_stop - self.token_start
 
 
 @dataclass(frozen=True)

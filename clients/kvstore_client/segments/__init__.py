@@ -6,6 +6,5 @@ digest of all its tokens confirms it.
 """
 
 from kvstore_client.segments.known import KnownSegments
-from kvstore_client.segments.runs import SegmentMatch
 
-__all__ = ["KnownSegments", "SegmentMatch"]
+__all__ = ["KnownSegments"]

@@ -4,37 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Extra, Tokens
 from kvstore.spec import Exactness, MissReason
 from kvstore.v1 import cache_pb2 as pb
-from kvstore_client.lookup.match import ChunkMatch, chunk_matches, missed_chunks
+from kvstore_client.lookup.match import SegmentMatch, chunk_matches, missed_chunks
 from kvstore_client.lookup.presence import Answer
 from kvstore_client.prompt import NO_TOKENS, GivenTokens, Prompt, check_preamble, preamble_tokens
 from kvstore_client.segments.known import KnownSegments
-
-
-class SegmentMatch(NamedTuple):
-    """The stored part of one segment.
-
-    ``standalone_token_count``: number of its first tokens with a cache that was computed for it alone (or behind the
-    preamble); ``fetch_segment`` brings it, and it is not exact at another place. ``in_context_token_count``: number of
-    its first tokens that belong to the prompt's own stored prefix, which is exact. ``chunks``: the standalone ones, by
-    their places in the prompt.
-    """
-
-    token_start: int
-    token_stop: int
-    standalone_token_count: int
-    in_context_token_count: int
-    chunks: tuple[ChunkMatch, ...]
-
-    @property
-    def is_whole(self) -> bool:
-        """True when all of it is stored as a segment."""
-        return self.standalone_token_count == self.token_stop - self.token_start
 
 
 def runs_of(segments: Any, token_count: int) -> list[range]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 from kvstore.chunk import layout_of
 from kvstore.seams import FaultPoints
 from kvstore.spec import MissReason
 from kvstore_client.planes.prefix import Target
+from kvstore_client.planes.stream.streamed import StreamedChunks
 from kvstore_client.planes.stream.strips import StreamChunk, Strips
-
-if TYPE_CHECKING:
-    from kvstore_client.planes.stream.prefix import StreamPrefix
 
 
 class StreamLanding:
@@ -22,7 +19,7 @@ class StreamLanding:
     saved nothing: it lost as much time waiting for the interpreter."""
 
     def __init__(
-        self, prefix: StreamPrefix, target: Target, faults: FaultPoints, bad: set[int], on_copied: Callable[[], None]
+        self, prefix: StreamedChunks, target: Target, faults: FaultPoints, bad: set[int], on_copied: Callable[[], None]
     ) -> None:
         self._prefix = prefix
         self._target = target

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvstore.chunk import ChunkLayout
 from kvstore.seams.memory import Bytes
 from kvstore.spec import MissReason
 from kvstore_client.arrays import destination
+from kvstore_client.planes.stream.streamed import StreamedChunks
 from kvstore_client.planes.stream.strips import StreamChunk, Strips
-
-if TYPE_CHECKING:
-    from kvstore_client.planes.stream.prefix import StreamPrefix
 
 
 class ReceivedChunk:
@@ -50,7 +46,7 @@ class ReceivedChunk:
 class ReceivedPrefix:
     """The chunks of a query, received to the end, in memory of their own."""
 
-    def __init__(self, prefix: StreamPrefix) -> None:
+    def __init__(self, prefix: StreamedChunks) -> None:
         self._prefix = prefix
         found = {id(chunk): (chunk, ReceivedChunk(chunk)) for chunk in prefix.chunks}
         while (strips := prefix.receive()) is not None:

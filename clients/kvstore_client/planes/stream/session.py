@@ -27,7 +27,7 @@ from kvstore_client.planes.session import Session, noted, translated
 from kvstore_client.planes.store import StagingRun, StoreSource
 from kvstore_client.planes.stream.prefix import StreamPrefix
 from kvstore_client.planes.stream.staging import PrivatePool, messages_of, stream_timeout_s
-from kvstore_client.planes.stream.store import StreamUpload
+from kvstore_client.planes.stream.store import StoreWay, StreamUpload
 
 PROTOCOL_VERSION = 1
 SERVICE = "/kvstore.v1.RemoteService/"
@@ -135,7 +135,7 @@ class StreamSession(Session):
 
     def upload(self, source: StoreSource, copier: Copier, timeout_s: float) -> StreamUpload:
         """Return an upload by messages, which are built while others are sent."""
-        return StreamUpload(self, source, copier, timeout_s)
+        return StreamUpload(self, StoreWay(self.store_bytes, self.message_bytes), source, copier, timeout_s)
 
     def fill(self, reservation_id: int, fills: Sequence[pb.Fill], runs: Sequence[StagingRun], timeout_s: float) -> None:
         """Send the runs by a stream of messages."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -18,12 +18,9 @@ from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import ALIGNMENT, data_prefix
 from kvstore_client.arrays import fresh_message
 from kvstore_client.copying import Copier, check
-from kvstore_client.planes.session import cancel, noted, translated
+from kvstore_client.planes.session import Session, cancel, noted, translated
 from kvstore_client.planes.store import StagingRun, StoreSource, Unit
 from kvstore_client.planes.stream.staging import stream_timeout_s
-
-if TYPE_CHECKING:
-    from kvstore_client.planes.stream.session import StreamSession
 
 
 @dataclass(frozen=True)
@@ -44,11 +41,19 @@ class _SentStrips:
         )  # fmt: skip
 
 
+class StoreWay(NamedTuple):
+    """The way for a store's bytes: gRPC's call, and the bytes of data that a message should carry."""
+
+    call: Any
+    message_bytes: int
+
+
 class StreamUpload:
     """Messages on their way to another host. ``put`` returns when every byte is in a message."""
 
-    def __init__(self, session: StreamSession, source: StoreSource, copier: Copier, timeout_s: float) -> None:
+    def __init__(self, session: Session, way: StoreWay, source: StoreSource, copier: Copier, timeout_s: float) -> None:
         self._session = session
+        self._way = way
         self._source = source
         self._copier = copier
         self._timeout_s = timeout_s
@@ -65,7 +70,7 @@ class StreamUpload:
         """Send these units. Returns when nothing reads the caller's tensors any more. Raises the typed error of a
         failed stream."""
         self._reservation_id = reservation_id
-        messages = list(_messages(units, self._session.message_bytes))
+        messages = list(_messages(units, self._way.message_bytes))
         if messages:
             self._send(messages, sum(unit.byte_count for unit in units))
 
@@ -74,7 +79,7 @@ class StreamUpload:
         self._limit_s = stream_timeout_s(self._timeout_s, byte_count)
         try:
             self._stream = noted(
-                session.store_bytes.future(self._outgoing(messages), timeout=self._limit_s, metadata=session.carried)
+                self._way.call.future(self._outgoing(messages), timeout=self._limit_s, metadata=session.carried)
             )
         except ValueError as error:
             raise Unavailable("the sidecar is gone") from error
