@@ -15,7 +15,7 @@ from itertools import count, islice
 from tests.sim.run import Outcome, run_seed
 from tests.sim.steps import Cut, Job, every_cut, passage, run_job
 
-SHOWN = ("crashes", "acknowledged", "local", "faults", "promoted", "evictions", "verified", "calls")
+SHOWN = ("crashes", "acknowledged", "local", "shared", "object", "faults", "promoted", "evictions", "verified", "calls")
 FAILURES_MAX = 3
 TOLD_EVERY_S = 5.0
 
@@ -26,12 +26,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.0, help="stop after so long")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--cloud", action="store_true", help="every seed has shared tiers beyond its node, not a few")
     parser.add_argument("--cuts", action="store_true", help="first the fixed scenario, cut at every step of the disk")
     parser.add_argument("--seed", type=int, help="run this seed alone, and print every line")
     parser.add_argument("--cut", type=Cut.parse, metavar="STEP[p][:STEP]", help="run this cut alone; p: a power cut")
     options = parser.parse_args()
     if options.seed is not None:
-        return _told(run_seed(options.seed, echo=True))
+        return _told(run_seed(options.seed, echo=True, is_cloudy=options.cloud))
     if options.cut is not None:
         return _told(passage(options.cut, echo=True))
     if not (options.crashes or options.seconds or options.cuts):
@@ -65,7 +66,10 @@ def _run_many(options: argparse.Namespace) -> int:
             is_late = options.seconds and now - started >= options.seconds
             if is_late or failed >= FAILURES_MAX or (options.crashes and totals["crashes"] >= options.crashes):
                 jobs = iter(())
-            running |= {pool.submit(run_job, job) for job in islice(jobs, 4 * options.jobs - len(running))}
+            running |= {
+                pool.submit(run_job, job, is_cloudy=options.cloud)
+                for job in islice(jobs, 4 * options.jobs - len(running))
+            }
             if not running:
                 break
             done, running = wait(running, return_when=FIRST_COMPLETED)

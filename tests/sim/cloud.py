@@ -1,5 +1,6 @@
 """What lies beyond the node, and outlives it: an engine that drops chunks as it likes, and objects that stay. Both
-delay, fail, and say wrong things of what they never had; a call that is cut short may still have its effect."""
+delay, fail, and say wrong things of what they never had; a call that is cut short may still have its effect, at once or
+later, and a write may come a second time."""
 
 from __future__ import annotations
 
@@ -148,10 +149,18 @@ class CloudTier:
         except (asyncio.CancelledError, Unavailable):
             if self._chance.random() < 0.3:
                 self._put(header.storage_key, value)  # it came through all the same
+            else:
+                self._put_later(header.storage_key, value)
             raise
         if self._store.weather == "full":
             raise Exhausted(f"{self.name} is full")
         self._put(header.storage_key, value)
+        self._put_later(header.storage_key, value)
+
+    def _put_later(self, key: bytes, value: bytes) -> None:
+        """Now and then a message is held up on its way, and overtaken; also one of a life that has ended meanwhile."""
+        if self._chance.random() < 0.2:
+            asyncio.get_running_loop().call_later(self._chance.choice((0.01, 1.0, 30.0)), self._put, key, value)
 
     def _put(self, key: bytes, value: bytes) -> None:
         self._store.put(key, value)

@@ -59,7 +59,7 @@ class Outcome:
 class World:
     """A disk, what was promised on it, and the lives over it."""
 
-    def __init__(self, seed: int, *, echo: bool = False, is_calm: bool = False) -> None:
+    def __init__(self, seed: int, *, echo: bool = False, is_calm: bool = False, is_cloudy: bool = False) -> None:
         self.seed = seed
         self.chance = random.Random(seed)
         self.setup = Setup.drawn(self.chance)
@@ -69,7 +69,7 @@ class World:
         self.trace.echo = echo
         self.disk = SimulatedDisk(seed, capacity_bytes=self.setup.file_system_bytes)
         self.oracle = Oracle(self.trace)
-        self.cloud = Cloud(seed) if has_cloud(seed) else None
+        self.cloud = Cloud(seed) if is_cloudy or has_cloud(seed) else None
         self.known = Knowledge()
         self.totals = self.oracle.totals
 
@@ -203,11 +203,14 @@ def surroundings(trace: Trace, setup: Setup) -> Iterator[None]:
         log.removeHandler(listener)
 
 
-def run_seed(seed: int, *, echo: bool = False, is_calm: bool = False, **changes: Any) -> Outcome:
-    """Run one seed to its end or its first broken promise."""
-    world = World(seed, echo=echo, is_calm=is_calm)
+def run_seed(
+    seed: int, *, echo: bool = False, is_calm: bool = False, is_cloudy: bool = False, **changes: Any
+) -> Outcome:
+    """Run one seed to its end or its first broken promise. ``is_cloudy``: shared tiers lie beyond the node, whatever
+    the seed says."""
+    world = World(seed, echo=echo, is_calm=is_calm, is_cloudy=is_cloudy)
     world.setup = replace(world.setup, **changes)
-    outcome = Outcome(seed)
+    outcome = Outcome(seed, again=f"--seed {seed} --cloud" if is_cloudy else "")
     with surroundings(world.trace, world.setup):
         try:
             simulate(world.run(), seed=seed)

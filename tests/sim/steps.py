@@ -183,7 +183,7 @@ Job = int | Cut
 """A seed, or a cut."""
 
 
-def run_job(job: Job) -> tuple[str, Counter[str]]:
-    """What to print (nothing when all is well), and the counts."""
-    outcome = passage(job) if isinstance(job, Cut) else run_seed(job)
+def run_job(job: Job, *, is_cloudy: bool = False) -> tuple[str, Counter[str]]:
+    """What to print (nothing when all is well), and the counts. ``is_cloudy``: see ``run_seed``."""
+    outcome = passage(job) if isinstance(job, Cut) else run_seed(job, is_cloudy=is_cloudy)
     return outcome.told() if outcome.failure else "", outcome.totals
