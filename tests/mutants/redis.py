@@ -36,6 +36,17 @@ MUTANTS = [
         (f"{ENGINE}::test_what_a_newer_release_wrote_is_a_miss_and_stays",),
     ),
     Mutant(
+        "a-copy-that-nobody-here-can-read-was-stored",
+        TIER,
+        '        if outcome == "newer":\n',
+        "        if False:\n",
+        "SHARED is promised for a copy that this node cannot read",
+        (
+            f"{ENGINE}::test_what_a_newer_release_wrote_is_a_miss_and_stays",
+            "tests/tiers/redis/test_envelope.py::test_what_others_sealed_is_a_miss_that_stays",
+        ),
+    ),
+    Mutant(
         "what-a-newer-release-wrote-is-damaged",
         "kvstore/chunk/envelope.py",
         "            if is_newer_format(bytes(data[:FIXED_HEADER_BYTES])):\n",

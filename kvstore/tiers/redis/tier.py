@@ -34,7 +34,8 @@ _random = SystemRandom()
 class RedisTier:
     """Chunks in a Redis or Valkey. ``readers`` and ``writers`` move bytes, in any process, and belong to the tier.
 
-    Raises: as in the contract. A server that is full, or drops a chunk while it is written, is Exhausted.
+    Raises: as in the contract. A server that is full, or drops a chunk while it is written, is Exhausted; so is one
+    that keeps a copy of the chunk that this node cannot read.
     """
 
     name = "redis"
@@ -129,8 +130,12 @@ class RedisTier:
             raise Exhausted(
                 "the engine of tiers.redis drops chunks while they are written: raise its maxmemory, or write less"
             )
-        if outcome == "stored":
-            self._written_bytes += written.byte_count
+        if outcome == "newer":
+            raise Exhausted(
+                "tiers.redis: a newer release, or a node with another envelope key, has stored this chunk: update "
+                "this node, or its key file"
+            )
+        self._written_bytes += written.byte_count
 
     async def _write(self, key: bytes, header: ChunkHeader, layout: ChunkLayout, source: list[Bytes]) -> Written:
         """Write a chunk's fields."""
