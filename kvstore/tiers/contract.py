@@ -313,7 +313,8 @@ class SharedTier(Protocol):
 
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> None:
         """Write a chunk, as for a local tier. A cancelled write reads ``pieces`` no more once it has ended. Raises:
-        Exhausted when the engine is full; PermissionDenied where this node may only read; Unavailable."""
+        Exhausted when the engine is full, or keeps a copy that this node cannot read; PermissionDenied where this node
+        may only read; Unavailable."""
 
     async def open(self, name: ChunkName, ahead: Sequence[Buffer] = ()) -> StoredChunk | None:
         """Find a chunk; None when it is not there. ``ahead``: the memory of the leading slabs, for a caller that reads

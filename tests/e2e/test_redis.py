@@ -299,3 +299,17 @@ def test_an_embedded_server_that_dies_is_started_again() -> None:
         for _ in range(6):
             give(client)
         assert len(node.said("the embedded Redis server ended: starting it again")) == 1
+
+
+def test_a_node_that_may_only_read_reads_on_whatever_it_stores(server: RedisServer, one: Client) -> None:
+    """Its refused writes are no reason to leave the server alone."""
+    rights = ("on", ">pw", "~*", "+@read", "+@scripting", "+ping", "+info", "-@write")
+    server.client().execute_command("ACL", "SETUSER", "reader", *rights)
+    seeds = [give(one) for _ in range(3)]
+    with Node(url=f"unix://reader:pw@{server.path}") as node, connect(node.address) as reader:
+        for seed in seeds:
+            put(reader, next(SEEDS))
+            eventually(lambda: reader.stats().backlog_chunk_count == 0)
+            assert get(reader, seed) == WHOLE
+        assert state(reader) == "read-only"
+        assert "tiers.redis.username" in reader.stats().tier_problem

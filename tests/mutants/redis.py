@@ -36,6 +36,17 @@ MUTANTS = [
         (f"{ENGINE}::test_what_a_newer_release_wrote_is_a_miss_and_stays",),
     ),
     Mutant(
+        "a-copy-that-nobody-here-can-read-was-stored",
+        TIER,
+        '        if outcome == "newer":\n',
+        "        if False:\n",
+        "SHARED is promised for a copy that this node cannot read",
+        (
+            f"{ENGINE}::test_what_a_newer_release_wrote_is_a_miss_and_stays",
+            "tests/tiers/redis/test_envelope.py::test_what_others_sealed_is_a_miss_that_stays",
+        ),
+    ),
+    Mutant(
         "what-a-newer-release-wrote-is-damaged",
         "kvstore/chunk/envelope.py",
         "            if is_newer_format(bytes(data[:FIXED_HEADER_BYTES])):\n",
@@ -301,5 +312,29 @@ MUTANTS = [
         "            if True:\n",
         "a server that closes what is idle makes healthy reads fail, and three of them open the breaker",
         (f"{LINES}::test_a_kept_line_that_the_server_closed_unnoticed_costs_nothing",),
+    ),
+    Mutant(
+        "a-server-that-takes-no-writes-is-away",
+        TIER,
+        "            if isinstance(error, Unavailable) and NO_WRITES in error.fields:\n",
+        "            if False:\n",
+        "a node that may only read loses its reads with its third store",
+        (f"{REFUSALS}::test_a_server_that_takes_no_writes_is_read_also_on_new_lines",),
+    ),
+    Mutant(
+        "a-server-that-cannot-save-is-not-read",
+        LINE,
+        '            if error.fields.get(NO_WRITES) != "MISCONF":',
+        "            if True:",
+        "a server with a full disk is a miss for all that it has in memory",
+        (f"{REFUSALS}::test_a_server_that_takes_no_writes_is_read_also_on_new_lines",),
+    ),
+    Mutant(
+        "one-errand-that-fails-keeps-the-others",
+        "kvstore/tiers/redis/errands.py",
+        "                problem = await _problem_of(errand) or problem\n",
+        "                problem = problem or await _problem_of(errand)\n",
+        "a dead node of a cluster ages and fills the healthy ones",
+        ("tests/tiers/redis/test_errands.py::test_an_errand_that_fails_keeps_none_of_the_others",),
     ),
 ]

@@ -74,9 +74,13 @@ class ClusterNodes:
         return found
 
     async def ask_all(self, *words: object) -> list[Any]:
-        """Return the results of one command on every primary. Raises redis-py's errors."""
+        """Return each primary's result of one command, or the error that it ends with. Raises where there is no map."""
         await self._ready()
-        return await asyncio.gather(*(node.execute_command(*words) for node in self.client.get_primaries()))
+        asked = (node.execute_command(*words) for node in self.client.get_primaries())
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        if any(isinstance(each, RedisConnectionError | ClusterDownError) for each in found):
+            self.doubt()
+        return found
 
     async def _round(self, commands: Sequence[Command], said: Sequence[Any]) -> list[Any]:
         """Send each command once. ``said``: the result of each in the round before, if there was one."""

@@ -28,7 +28,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.seams.scheduler import Result
 from kvstore.tiers.contract import UploadState
 from kvstore.tiers.redis.access import Server
@@ -64,11 +64,12 @@ class Opened(NamedTuple):
 
 class Account(NamedTuple):
     """The servers' reports on themselves, added up. ``capacity_bytes``: the memory that they may take; 0: they do not
-    say."""
+    say. ``problem``: the reason why some nodes of a cluster did not report; empty where all did."""
 
     used_bytes: int = 0
     capacity_bytes: int = 0
     key_count: int = 0
+    problem: str = ""
 
 
 class Control:
@@ -148,8 +149,7 @@ class Control:
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """Remove keys. A key that is not there is no error."""
-        for first in range(0, len(keys), BATCH_COUNT):
-            await self._call(self._remove, keys[first : first + BATCH_COUNT])
+        await self._in_batches(self._remove, keys)
 
     async def _remove(self, keys: Sequence[bytes]) -> None:
         if self._cluster is None:
@@ -159,8 +159,21 @@ class Control:
 
     async def touch(self, keys: Sequence[bytes], ttl_ms: int) -> None:
         """Have these chunks stay for ``ttl_ms`` from now on."""
+        await self._in_batches(self._touch, keys, ttl_ms)
+
+    async def _in_batches(self, function: Callable[..., Awaitable[None]], keys: Sequence[bytes], *args: object) -> None:
+        """Call the function for all keys, in parts. A node of a cluster that fails costs its own keys: the other parts
+        follow, and the first error is raised at the end."""
+        failed: KVStoreError | None = None
         for first in range(0, len(keys), BATCH_COUNT):
-            await self._call(self._touch, keys[first : first + BATCH_COUNT], ttl_ms)
+            try:
+                await self._call(function, keys[first : first + BATCH_COUNT], *args)
+            except KVStoreError as error:
+                if self._cluster is None:
+                    raise
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     async def _touch(self, keys: Sequence[bytes], ttl_ms: int) -> None:
         if self._cluster is None:
@@ -176,18 +189,24 @@ class Control:
                 raise each
 
     async def account(self) -> Account:
-        """Return the servers' account; empty where this user may not ask."""
+        """Return the account of the servers that answer; empty where this user may not ask. Raises when none of them
+        answers."""
         return await self._call(self._account)
 
     async def _account(self) -> Account:
         try:
-            nodes = [await self._client.info()] if self._cluster is None else await self._cluster.ask_all("INFO")
+            found = [await self._client.info()] if self._cluster is None else await self._cluster.ask_all("INFO")
         except NoPermissionError:
             return Account()
+        nodes = [each for each in found if not isinstance(each, Exception)]
+        errors = [each for each in found if isinstance(each, Exception) and not isinstance(each, NoPermissionError)]
+        if errors and not nodes:
+            raise errors[0]
         return Account(
             sum(int(each["used_memory"]) for each in nodes),
             sum(int(each.get("maxmemory") or each.get("total_system_memory", 0)) for each in nodes),
             sum(int(db["keys"]) for each in nodes for name, db in each.items() if _DATABASE.fullmatch(name)),
+            f"{len(errors)} of {len(found)} nodes do not answer: {errors[0]}" if errors else "",
         )
 
     async def server_of(self, key: bytes) -> Server:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import Clock
 from kvstore.tiers.redis.control import Account, Control
+from kvstore.tiers.redis.replies import NO_WRITES
 
 PERIOD_S = 1.0
 ACCOUNT_EVERY = 5
@@ -58,29 +60,45 @@ class Errands:
 
     async def _run(self) -> None:
         while True:
-            try:
-                await self._round()
-            except KVStoreError as error:
-                self._failed(error.message)
-            except Exception as error:  # noqa: BLE001 - the boundary: what a server says ends no errands
-                self._failed(repr(error))
+            problem = ""
+            for errand in (self._look, self._touch, self._remove):  # one that fails keeps none of the others
+                problem = await _problem_of(errand) or problem
+            self._said(problem)
             await self._clock.sleep(PERIOD_S)
 
-    async def _round(self) -> None:
+    async def _look(self) -> None:
+        """Ask for the account, in every round while a server does not answer."""
         if self.problem or self._rounds % ACCOUNT_EVERY == 0:
             self.account = await self._control.account()
+            if self.account.problem:
+                raise Unavailable(self.account.problem)
         self._rounds += 1
+
+    async def _touch(self) -> None:
         used, self._used = list(self._used), {}
         await self._control.touch(used, self._ttl_ms)
+
+    async def _remove(self) -> None:
         removed = list(self._given_up)
         await self._control.remove(removed)
         for key in removed:  # others were given up meanwhile
             del self._given_up[key]
-        if self.problem:
-            _log.info("the server answers again", extra={"tier": "redis"})
-            self.problem = ""
 
-    def _failed(self, reason: str) -> None:
-        if not self.problem:
-            _log.warning("going on without the server", extra={"tier": "redis", "reason": reason})
-        self.problem = reason
+    def _said(self, problem: str) -> None:
+        """Log when the servers cease to answer, and when they answer again."""
+        if problem and not self.problem:
+            _log.warning("going on without the server", extra={"tier": "redis", "reason": problem})
+        elif self.problem and not problem:
+            _log.info("the server answers again", extra={"tier": "redis"})
+        self.problem = problem
+
+
+async def _problem_of(errand: Callable[[], Awaitable[None]]) -> str:
+    """Run an errand. Returns its error; empty also for a refusal to write: the server answers."""
+    try:
+        await errand()
+    except KVStoreError as error:
+        return "" if NO_WRITES in error.fields else error.message
+    except Exception as error:  # noqa: BLE001 - the boundary: what a server says ends no errands
+        return repr(error)
+    return ""

@@ -18,7 +18,7 @@ from kvstore.errors import DataLoss, KVStoreError, Unavailable
 from kvstore.seams import SystemClock
 from kvstore.seams.memory import Bytes
 from kvstore.tiers.redis.access import Server
-from kvstore.tiers.redis.replies import refusal, unreachable
+from kvstore.tiers.redis.replies import NO_WRITES, refusal, unreachable
 
 CONNECT_S_MAX = 2.0
 SILENCE_S_MAX = 3.0
@@ -69,7 +69,11 @@ class Line:
             self.ask(b"AUTH", *(each.encode() for each in credentials))
         if self.server.access.database:
             self.ask(b"SELECT", b"%d" % self.server.access.database)
-        self.ask(b"PING")  # a user without rights is refused here
+        try:
+            self.ask(b"PING")  # a user without rights is refused here
+        except Unavailable as error:
+            if error.fields.get(NO_WRITES) != "MISCONF":  # a server that cannot save refuses PING, and may be read
+                raise
 
     @property
     def is_idle(self) -> bool:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 from kvstore.errors import DataLoss, Exhausted, KVStoreError, Unavailable
 
 URL = "tiers.redis.url"
 MOVED = "moved"
 """The field of an error which says that another node has the key by now. Its value is the server's reply."""
+NO_WRITES = "no_writes"
+"""The field of an error which says that the server takes no writes, at least from this user; it may well be read."""
+_WRITE_REFUSALS = frozenset({"NOPERM", "READONLY", "MISCONF", "NOREPLICAS"})
+_IN_SCRIPT = re.compile("-(NOPERM|READONLY|MISCONF|NOREPLICAS|OOM) |(ACL) failure in script")
+"""The refusal of a command in a script: the server puts it into the text of another error."""
 _REMEDIES = {
     "NOAUTH": "it wants a password: set tiers.redis.password_file, and tiers.redis.username where there are users",
     "WRONGPASS": "it does not take this password: put the right one into tiers.redis.password_file, or change "
@@ -31,6 +38,8 @@ def refusal(text: str, where: str) -> KVStoreError:
     """Return the typed error of an error reply. ``text`` is the reply without its "-"; ``where`` names the server."""
     text = text.partition(", with args")[0]  # a server that does not know AUTH repeats the password
     code, _, rest = text.partition(" ")
+    if code == "ERR" and (inner := _IN_SCRIPT.search(rest)):
+        code = inner[1] or "NOPERM"
     if code == "WRONGTYPE":
         return DataLoss("something else lies where a chunk should", reason="type")
     if code == "OOM":
@@ -53,7 +62,8 @@ def refusal(text: str, where: str) -> KVStoreError:
     if code == "ERR" and "without any password" in rest:
         return Unavailable(f"tiers.redis: {where} has no password: leave it out of {URL} and tiers.redis.password_file")
     remedy = _REMEDIES.get(code, f"it says {text[:200]}: kvstore needs Redis 6.2 or Valkey, see {URL}")
-    return Unavailable(f"tiers.redis: {where}: {remedy}")
+    fields = {NO_WRITES: code} if code in _WRITE_REFUSALS else {}
+    return Unavailable(f"tiers.redis: {where}: {remedy}", **fields)
 
 
 def unreachable(where: str, reason: object) -> Unavailable:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore.chunk import ChunkHeader, ChunkLayout, Making, Trust
 from kvstore.config import RedisAddress, RedisSettings
-from kvstore.errors import DataLoss, Exhausted, Unavailable
+from kvstore.errors import DataLoss, Exhausted, PermissionDenied, Unavailable
 from kvstore.seams import Clock, SystemRandom, Workers
 from kvstore.seams.jobs import done
 from kvstore.seams.memory import Bytes
@@ -22,7 +22,7 @@ from kvstore.tiers.redis.errands import Errands
 from kvstore.tiers.redis.moves import JOB_S_MAX, PartRead, Written, fields_with, write_copy, write_fields
 from kvstore.tiers.redis.names import ChunkKeys
 from kvstore.tiers.redis.reads import AHEAD, ChunkReads, Reads
-from kvstore.tiers.redis.replies import MOVED
+from kvstore.tiers.redis.replies import MOVED, NO_WRITES
 from kvstore.tiers.redis.topology import topology_of
 from kvstore.tiers.redis.waits import Waits
 
@@ -34,7 +34,9 @@ _random = SystemRandom()
 class RedisTier:
     """Chunks in a Redis or Valkey. ``readers`` and ``writers`` move bytes, in any process, and belong to the tier.
 
-    Raises: as in the contract. A server that is full, or drops a chunk while it is written, is Exhausted.
+    Raises: as in the contract. A server that is full, or drops a chunk while it is written, is Exhausted; so is one
+    that keeps a copy of the chunk that this node cannot read. One that takes no writes is PermissionDenied to a write:
+    it may well be read.
     """
 
     name = "redis"
@@ -65,6 +67,7 @@ class RedisTier:
         self._turns = asyncio.Semaphore(settings.writer_count * AHEAD)
         self._failure_count = 0
         self._read_bytes = self._written_bytes = 0
+        self._is_read_only = False
 
     def begin(self) -> None:
         """Begin to ask for the server's state, from the running loop. The first call does it, too."""
@@ -124,13 +127,21 @@ class RedisTier:
             self._errands.given_up(claim)
             if isinstance(error, DataLoss):  # a foreign key there: the copy in memory is not damaged
                 raise Unavailable(f"tiers.redis did not take a chunk: {error.message}") from error
+            if isinstance(error, Unavailable) and NO_WRITES in error.fields:
+                self._is_read_only = True
+                raise PermissionDenied(error.message) from error
             raise
+        self._is_read_only = False
         if outcome == "incomplete":
             raise Exhausted(
                 "the engine of tiers.redis drops chunks while they are written: raise its maxmemory, or write less"
             )
-        if outcome == "stored":
-            self._written_bytes += written.byte_count
+        if outcome == "newer":
+            raise Exhausted(
+                "tiers.redis: a newer release, or a node with another envelope key, has stored this chunk: update "
+                "this node, or its key file"
+            )
+        self._written_bytes += written.byte_count
 
     async def _write(self, key: bytes, header: ChunkHeader, layout: ChunkLayout, source: list[Bytes]) -> Written:
         """Write a chunk's fields."""
@@ -162,6 +173,8 @@ class RedisTier:
                 try:
                     found = await done(self._writers, function, server, key, *args, self._clock.monotonic() + JOB_S_MAX)
                 except Unavailable as error:
+                    if NO_WRITES in error.fields:
+                        answered()
                     self._failed(error)
                     raise
                 answered()
@@ -179,8 +192,10 @@ class RedisTier:
         return await self._reads.read(reads, part)
 
     def _failed(self, error: Unavailable) -> None:
+        """Have other writes not wait for a server that fails, and have it looked for anew: another may be the primary
+        by now."""
         if MOVED not in error.fields:
-            self._failure_count += 1
+            self._failure_count += NO_WRITES not in error.fields
             self._control.doubt()
 
     def was_read(self, byte_count: int) -> None:
@@ -206,8 +221,9 @@ class RedisTier:
         seconds ago."""
         account = self._errands.account
         capacity = max(account.capacity_bytes, account.used_bytes)
+        state = "failing" if self._errands.problem else "read-only" if self._is_read_only else "up"
         return TierStatistics(
-            name=self.name, state="failing" if self._errands.problem else "up", capacity_bytes=capacity,
+            name=self.name, state=state, capacity_bytes=capacity,
             file_bytes=account.used_bytes, allocated_bytes=account.used_bytes, free_bytes=0, quarantined_bytes=0,
             overhead_bytes=0, chunk_count=account.key_count, read_bytes=self._read_bytes,
             written_bytes=self._written_bytes, envelope=self._trust.kind,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.errors import DataLoss
+from kvstore.errors import DataLoss, Exhausted
 from kvstore.spec import ENVELOPES
 from kvstore.tiers.redis.names import HEADER_FIELD, field_name, fields_of
 from tests.contracts.chunks import LARGE, SMALL, Chunk, chunk, layouts
@@ -95,7 +95,8 @@ async def test_what_others_sealed_is_a_miss_that_stays(server: RedisServer) -> N
             async with redis_tier(server.url, trust=other) as tier:
                 assert await tier.open(chunk(1).name) is None
                 before = tier.statistics().written_bytes
-                await put(tier, chunk(1, write=1))
+                with pytest.raises(Exhausted, match="another envelope key"):
+                    await put(tier, chunk(1, write=1))
                 assert tier.statistics().written_bytes == before
         assert await got(theirs, chunk(1))
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from kvstore.errors import Unavailable
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.simulated import LoopClock, simulate
 from kvstore.tiers.redis.control import Account
 from kvstore.tiers.redis.errands import Errands
+from kvstore.tiers.redis.replies import refusal
 
 
 class Server:
@@ -18,12 +19,20 @@ class Server:
 
     def __init__(self) -> None:
         self.removed: list[bytes] = []
+        self.touched: list[bytes] = []
         self.failures = 0
+        self.refusal: KVStoreError | None = None
+        self.is_silent = False
 
     async def account(self) -> Account:
+        if self.is_silent:
+            raise Unavailable("no account")
         return Account()
 
-    async def touch(self, keys: Sequence[bytes], ttl_ms: int) -> None: ...
+    async def touch(self, keys: Sequence[bytes], ttl_ms: int) -> None:
+        if keys and self.refusal:
+            raise self.refusal
+        self.touched += keys
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         await asyncio.sleep(0.5)
@@ -48,5 +57,30 @@ def test_what_is_given_up_while_others_are_removed_is_removed_next() -> None:
         with suppress(asyncio.CancelledError):
             await errands.end()
         assert sorted(server.removed) == [b"first", b"later", b"meanwhile"]
+
+    simulate(scenario(), seed=1)
+
+
+def test_an_errand_that_fails_keeps_none_of_the_others() -> None:
+    async def scenario() -> None:
+        server: Any = Server()
+        errands = Errands(server, LoopClock(), 1000)
+        server.is_silent = True
+        errands.used(b"used")
+        errands.given_up(b"given up")
+        errands.begin()
+        await asyncio.sleep(5.0)
+        assert (server.touched, server.removed) == ([b"used"], [b"given up"])
+        assert errands.problem == "no account"
+        server.is_silent = False
+        await asyncio.sleep(5.0)
+        assert not errands.problem
+        server.refusal = refusal("NOPERM no", "here")
+        for number in range(5):
+            errands.used(b"%d" % number)
+            await asyncio.sleep(1.0)
+            assert not errands.problem, "a server that takes no writes answers"
+        with suppress(asyncio.CancelledError):
+            await errands.end()
 
     simulate(scenario(), seed=1)

@@ -13,9 +13,10 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from kvstore.errors import Unavailable
-from kvstore.tiers.redis.replies import refusal
-from tests.contracts.chunks import chunk
+from kvstore.errors import Exhausted, PermissionDenied, Unavailable
+from kvstore.tiers.redis.replies import NO_WRITES, refusal
+from kvstore.tiers.redis.tier import RedisTier
+from tests.contracts.chunks import Chunk, chunk
 from tests.fakes.redis_server import RedisServer
 from tests.ports import free_port
 from tests.tiers.redis.tiers import got, key_of, put, redis_tier, until
@@ -46,8 +47,8 @@ async def refusals(url: str, **settings: Any) -> list[str]:
     async with redis_tier(url, **settings) as tier:
         calls = [put(tier, chunk(1)), tier.open(chunk(1).name), tier.probe([bytes(32)], 5.0)]
         found = await asyncio.gather(*calls, return_exceptions=True)
-    assert {type(each) for each in found} <= {Unavailable, type(None)}, found
-    return [each.message for each in found if isinstance(each, Unavailable)]
+    assert {type(each) for each in found} <= {Unavailable, PermissionDenied, type(None)}, found
+    return [each.message for each in found if isinstance(each, Unavailable | PermissionDenied)]
 
 
 async def test_passwords_are_asked_for_by_their_setting_and_may_change(tmp_path: Path) -> None:
@@ -103,9 +104,53 @@ async def test_a_replica_is_read_and_its_refusal_to_write_is_named() -> None:
         await until(lambda: client.exists(key_of(what)))
         async with redis_tier(replica.url, write="never") as tier:
             assert await got(tier, what)
-            with pytest.raises(Unavailable, match=r"tiers\.redis\.write = never"):
+            with pytest.raises(PermissionDenied, match=r"tiers\.redis\.write = never"):
                 await put(tier, chunk(2))
             assert await got(tier, what)
+            assert tier.statistics().state == "read-only"
+
+
+async def test_a_server_that_takes_no_writes_is_read_also_on_new_lines(tmp_path: Path) -> None:
+    """It may not write, it cannot save its data (then it refuses PING, too), it has too few replicas."""
+    lost = tmp_path / "lost"
+    lost.mkdir()
+    with RedisServer() as engine:
+        client = engine.client()
+        client.execute_command("ACL", "SETUSER", "reader", "on", ">pw", "~*", "+@read", "+@scripting", "+ping", "+info")
+        async with redis_tier(engine.url) as tier:
+            what = await put(tier, chunk(1))
+        async with redis_tier(f"unix://reader:pw@{engine.path}") as tier:
+            await is_read_only(tier, what)
+        client.config_set("min-replicas-to-write", 1)
+        async with redis_tier(engine.url) as tier:
+            await is_read_only(tier, what)
+            client.config_set("min-replicas-to-write", 0)
+            await put(tier, chunk(2))
+            assert tier.statistics().state == "up"
+        client.config_set("dir", str(lost))
+        client.config_set("save", "3600 1")
+        lost.rmdir()
+        client.bgsave()
+        await until(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err")
+        async with redis_tier(engine.url) as tier:  # its movers have no lines yet
+            await is_read_only(tier, what)
+
+
+async def is_read_only(tier: RedisTier, what: Chunk) -> None:
+    """Every write is refused as one that this node may not make, and every read goes on."""
+    for number in range(3):
+        with pytest.raises(PermissionDenied):
+            await put(tier, chunk(10 + number))
+        assert await got(tier, what)
+    assert tier.statistics().state == "read-only"
+
+
+@pytest.mark.parametrize("code", ["NOPERM", "READONLY", "MISCONF", "NOREPLICAS"])
+def test_a_refusal_within_a_script_is_known(code: str) -> None:
+    found = refusal(f"ERR Error running script (call to f_1): @user_script:27: -{code} words", "here")
+    assert found.fields[NO_WRITES] == code
+    assert type(refusal("ERR Error running script: -OOM command not allowed", "here")) is Exhausted
+    assert refusal("ERR ACL failure in script: User lacks permissions", "here").fields[NO_WRITES] == "NOPERM"
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,18 @@ async def test_a_node_that_dies_costs_its_chunks_and_no_others(program: Path | N
                 assert isinstance(each, Unavailable) if is_lost else each is True
             there = await tier.probe([each.header.storage_key for each in chunks], 5.0)
             assert there == [not each for each in lost], "what the others have is found"
+            left = key_of(next(each for each, is_lost in zip(chunks, lost, strict=True) if not is_lost))
+            gone = key_of(next(each for each, is_lost in zip(chunks, lost, strict=True) if is_lost))
+            client = cluster.servers[cluster.owner_of(left)].client()
+            client.pexpire(left, 60_000)
+            for each in (gone, left):
+                tier._errands.used(each)
+            await until(lambda: client.ttl(left) > 60, 20.0)
+            for each in (gone, left):
+                tier._errands.given_up(each)
+            await until(lambda: not client.exists(left), 20.0)
+            assert "do not answer" in tier._errands.account.problem
+            assert tier.statistics().state == "failing"
 
 
 async def test_a_slot_without_a_node_costs_its_chunks_and_no_others(program: Path | None) -> None:
