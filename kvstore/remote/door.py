@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, Unavailable
+from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, PermissionDenied, Unavailable
 from kvstore.remote.boundary import Guard, TokenInterceptor, carried_by, guarded
 from kvstore.remote.node import Node
 from kvstore.remote.receiving import Receiving
@@ -30,8 +30,10 @@ ADMIN = "kvstore.v1alpha.AdminService"
 PREFILLS = "kvstore.v1alpha.PrefillService"
 FORWARDED = {
     CACHE: ("RegisterModel", "Lookup", "Locate", "Store", "Release"),
-    ADMIN: ("Stats", "Tiers", "ShowChunk", "Hottest", "Plans", "Reload"),
+    ADMIN: ("Stats", "Tiers", "ShowChunk", "Hottest", "Plans"),
 }
+REFUSED = "Reload"
+"""The one call of AdminService that is answered on the sidecar's own host only: settings are all tenants'."""
 FORWARDED_STREAMS = {CACHE: ("Watch",), ADMIN: ("ListChunks", "Change")}
 ADMITTED = "Stats"
 """The one call of AdminService that needs no operator's right."""
@@ -89,6 +91,8 @@ class Door:
             for name in FORWARDED_STREAMS[service]:
                 stream = guarded(self._forward_stream(service, name), name, self._counters)
                 handlers[name] = grpc.unary_stream_rpc_method_handler(stream)
+            if service == ADMIN:
+                handlers[REFUSED] = self._unary(self._refuse, REFUSED)
             self._add(service, handlers)
         talk = guarded(self._forward_talk(PREFILLS, "PartialPrefill"), "PartialPrefill", self._counters)
         self._add(PREFILLS, {"PartialPrefill": grpc.stream_stream_rpc_method_handler(talk)})
@@ -115,6 +119,10 @@ class Door:
         if service == ADMIN and name != ADMITTED:
             self._guard.check_admin(context)
         return found
+
+    async def _refuse(self, _request: bytes, context: Context) -> bytes:
+        self._admitted(ADMIN, REFUSED, context)
+        raise PermissionDenied("settings are reloaded on the sidecar's own host, by its socket, and not over TCP")
 
     def _forward(self, service: str, name: str) -> Callable[..., Awaitable[bytes]]:
         """Return a handler that forwards a call to the sidecar unchanged, and passes its reply or status back."""

@@ -98,8 +98,9 @@ async def _run(
     publisher = open_publisher(settings.events, tenants[0].controller, clock)
     controllers = {tenant.name: tenant.controller for tenant in tenants}
     watched = ((tenant.controller, tenant.operators, tenant.prefills) for tenant in tenants)
-    overview = Overview(watched, clock, shows_digests=bool(settings.server.metrics_token_file))
-    site = Site(controllers, overview, loop, clock)
+    has_token = bool(settings.server.metrics_token_file)
+    overview = Overview(watched, clock, shows_digests=has_token)
+    site = Site(controllers, overview, loop, clock, shows_tenants=has_token or len(tenants) == 1)
     page = start_web(loaded, site)
     door = RemoteDoor(settings, {tenant.name: tenant.settings for tenant in tenants}, clock)
     try:

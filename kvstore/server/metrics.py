@@ -1,8 +1,10 @@
-"""The metrics that Prometheus scrapes. With several tenants every sample has a tenant label: ``tenant="default"``."""
+"""The metrics that Prometheus scrapes. With several tenants every sample has a tenant label, ``tenant="default"``, or
+is of all tenants together, for readers who may not see each of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
@@ -11,6 +13,9 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from kvstore.controller import Stats
+from kvstore.controller.benefit import Saving, ServedModel
+from kvstore.controller.values import ModelCount
+from kvstore.tiers import TierStatistics
 
 _GAUGES = {
     "arena_capacity_bytes": ("capacity_bytes", "Hard cap of the arena"),
@@ -46,6 +51,7 @@ _MODEL_COUNTERS = {
 """Counters of each model, by the beginning of its fingerprint: only readers of the page may see its name."""
 FINGERPRINT_DIGITS = 16
 TIER_UP = "1 while the tier is up"
+MILLISECONDS = "_milliseconds"
 UNITS = ("bytes", "chunks", "seconds", "tokens")
 
 
@@ -93,10 +99,49 @@ class _Collector(Collector):
                     counter.add_metric([*self._named(tenant), model.fingerprint.hex()[:FINGERPRINT_DIGITS]], value)
             yield counter
         for name, description in self._found.counted.items():
-            counter = CounterMetricFamily(f"kvstore_{name}", description, labels=self._labels)
+            told, share = _in_seconds(name)
+            counter = CounterMetricFamily(f"kvstore_{told}", description, labels=self._labels)
             for tenant, stats in found.items():
-                counter.add_metric(self._named(tenant), stats.counters.get(name, 0))
+                counter.add_metric(self._named(tenant), stats.counters.get(name, 0) * share)
             yield counter
+
+
+def sum_of_tenants(stats: Iterable[Stats]) -> Stats:
+    """Return the sums over all tenants. Every row of a model is in one sum without a fingerprint, which would tell that
+    somebody uses the model."""
+    all_stats = list(stats)
+    first = all_stats[0]
+    sums = {
+        each.name: sum(getattr(one, each.name) for one in all_stats)
+        for each in fields(first) if type(getattr(first, each.name)) is int
+    }  # fmt: skip
+    counters: dict[str, int] = {}
+    for one in all_stats:
+        for name, count in one.counters.items():
+            counters[name] = counters.get(name, 0) + count
+    tiers: dict[str, list[TierStatistics]] = {}
+    for tier in (tier for one in all_stats for tier in one.tiers):
+        tiers.setdefault(tier.name, []).append(tier)
+    models = [model for one in all_stats for model in one.models]
+    return replace(
+        first, **sums, counters=counters, models=(_all_of(models),) if models else (),
+        tiers=tuple(map(_whole, tiers.values())), tier_problem="", rates=(),
+    )  # fmt: skip
+
+
+def _all_of(models: list[ModelCount]) -> ModelCount:
+    total = Saving()
+    for each in models:
+        total = total.plus(each.served.total)
+    return replace(models[0], model_id="", fingerprint=b"", served=ServedModel(total, ()))
+
+
+def _whole(parts: list[TierStatistics]) -> TierStatistics:
+    """Return the tenants' parts of a tier as one. A shared tier tells every tenant the numbers of its engine."""
+    merge = max if parts[0].is_shared else sum
+    merged = {name: merge(getattr(each, name) for each in parts) for name in _TIER_GAUGES}
+    down = [each.state for each in parts if each.state != "up"]
+    return replace(parts[0], **merged, state=down[0] if down else "up")
 
 
 def exposition_form(accept: str) -> str:
@@ -109,6 +154,13 @@ def exposition(found: Scrape, form: str) -> bytes:
     registry = CollectorRegistry()
     registry.register(_Collector(found))
     return choose_encoder(form)[0](registry)
+
+
+def _in_seconds(name: str) -> tuple[str, float]:
+    """Return a counter's name in Prometheus, whose unit of time is the second, and the factor to it. Counters are whole
+    numbers, so those of short times are in milliseconds."""
+    stem = name.removesuffix(MILLISECONDS)
+    return (name, 1) if stem == name else (f"{stem}_seconds", 1e-3)
 
 
 class MetricRow(NamedTuple):
@@ -127,7 +179,7 @@ def metric_rows(counted: Mapping[str, str]) -> list[MetricRow]:
     rows += [_row(f"tier_{name}", "gauge", "tier", said) for name, said in _TIER_GAUGES.items()]
     rows.append(_row("tier_up", "gauge", "tier", TIER_UP))
     rows += [_row(f"{name}_total", "counter", "fingerprint", said) for name, said in _MODEL_COUNTERS.items()]
-    return rows + [_row(f"{name}_total", "counter", "", said) for name, said in counted.items()]
+    return rows + [_row(f"{_in_seconds(name)[0]}_total", "counter", "", said) for name, said in counted.items()]
 
 
 def _row(name: str, kind: str, labels: str, description: str) -> MetricRow:

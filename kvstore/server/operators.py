@@ -86,8 +86,9 @@ class AdminService:
     ) -> AsyncIterator[admin_pb2.ListChunksResponse]:
         """Give pages of selected chunks, then the totals."""
         session_of(self._controller, context)
-        async for page in self._operators.chunks(parse_selection(request.selection), request.limit):
-            yield _page(page)
+        async with aclosing(self._operators.chunks(parse_selection(request.selection), request.limit)) as pages:
+            async for page in pages:
+                yield _page(page)
 
     async def ShowChunk(self, request: admin_pb2.ShowChunkRequest, context: Context) -> admin_pb2.ShowChunkResponse:
         """Return one chunk. For a chunk that is not here the reply has no parts."""

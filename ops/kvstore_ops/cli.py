@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from kvstore import __version__
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -100,7 +101,7 @@ def show_config(config: ConfigOption = None, as_json: JsonOption = False) -> Non
         return
     table = Table(*(Column(name, overflow="fold") for name in ("setting", "value", "from")))
     for name, value, origin in rows:
-        table.add_row(name, str(value), origin, style=None if origin == "default" else "bold")
+        table.add_row(name, Text(str(value)), Text(origin), style=None if origin == "default" else "bold")
     Console().print(table)
 
 

@@ -45,7 +45,8 @@ EXIT_CODES: dict[type[KVStoreError], int] = {
     Exhausted: 7,
     DataLoss: 8,
 }
-"""Exit codes of commands by the class of their error; 1 for any other. docs/operations.md has the table."""
+"""Exit codes of commands by the class of their error, or by the nearest class that it descends from; 1 for others.
+docs/operations.md has the table."""
 
 
 def load_settings(config: Path | None, flags: dict[str, object] | None = None) -> LoadedSettings:
@@ -55,4 +56,4 @@ def load_settings(config: Path | None, flags: dict[str, object] | None = None) -
 
 def exit_code_of(error: KVStoreError) -> int:
     """Return the exit code of a command that failed with this error."""
-    return EXIT_CODES.get(type(error), 1)
+    return next((EXIT_CODES[kind] for kind in type(error).__mro__ if kind in EXIT_CODES), 1)

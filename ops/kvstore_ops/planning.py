@@ -29,6 +29,7 @@ from kvstore.spec import ModelSpec, Tier
 from kvstore.units import format_bytes, parse_bytes
 from kvstore.v1alpha import admin_pb2
 from kvstore.wire.plans import compute_from_message
+from kvstore_ops.operators.harmless import cell
 from kvstore_ops.options import AddressOption, JsonOption, TenantOption, TlsOption
 
 WIDTH = 48
@@ -152,7 +153,7 @@ def render(facts: LoadFacts, found: LoadPlan) -> Group:
         loads = f"{each.load_start:,} to {each.load_stop:,}" if each.loaded_tokens else "nothing"
         times = (each.ttft_s, each.ttft_high_s, each.compute_s, each.tier_s)
         mark = "*" if each is found.chosen else ""
-        ways.add_row(mark, each.way, loads, *(f"{seconds * 1e3:,.1f} ms" for seconds in times), each.refused)
+        ways.add_row(mark, each.way, loads, *(f"{seconds * 1e3:,.1f} ms" for seconds in times), cell(each.refused))
     lines: list[Table | Text] = [stored, ways, Text(str(found)), *map(Text, picture(found))]
     if not found.is_measured:
         lines.append(Text(UNMEASURED, style="yellow"))

@@ -14,12 +14,13 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from kvstore.errors import InvalidRequest
 from kvstore.planning.loading import LoadPlan, Way
 from kvstore.v1alpha import admin_pb2
 from kvstore.wire.plans import MODES, plan_from_message
 from kvstore_ops.door import door_of
 from kvstore_ops.operators.calls import Operator
-from kvstore_ops.operators.harmless import plain
+from kvstore_ops.operators.harmless import cell, plain
 from kvstore_ops.options import AddressOption, JsonOption, TenantOption, TlsOption
 from kvstore_ops.planning import picture
 
@@ -42,13 +43,15 @@ def plans(
         found = Operator(client).plans(0 if number else limit)
     if number:
         found = [each for each in found if each.number == number]
+        if not found:
+            raise InvalidRequest(f"--number {number}: no plan that is kept has it: kvstore plans --limit 0 lists them")
     if as_json:
         told = [MessageToDict(each, preserving_proto_field_name=True) for each in found]
         print(json.dumps(told, indent=2))
         return
     console = Console()
     if not found:
-        console.print(f"No plan has the number {number}." if number else NONE)
+        console.print(NONE)
     elif number:
         console.print(whole(found[0]))
     else:
@@ -62,10 +65,10 @@ def listed(found: Sequence[admin_pb2.PlanEntry]) -> Group:
         plan = plan_from_message(each.plan) if each.HasField("plan") else None
         took, waited = (f"{each.end.ttft_seconds * 1e3:,.1f} ms", f"{each.end.wait_seconds * 1e3:,.1f} ms")
         rows.add_row(
-            str(each.number), f"{datetime.fromtimestamp(each.began_seconds):%H:%M:%S}", plain(each.model_id),
+            str(each.number), f"{datetime.fromtimestamp(each.began_seconds):%H:%M:%S}", cell(each.model_id),
             f"{plan.token_count:,}" if plan else "", f"{each.stored_token_count:,}", plan.chosen.way if plan else "",
             f"{plan.loaded_tokens:,}" if plan else "", _planned(plan),
-            *((took, waited) if each.HasField("end") else ("", "")), plain(each.state),
+            *((took, waited) if each.HasField("end") else ("", "")), cell(each.state),
         )  # fmt: skip
     return Group(rows, Text(summary(found)))
 
@@ -80,7 +83,7 @@ def whole(entry: admin_pb2.PlanEntry) -> Group:
             loads = f"{each.load_start:,} to {each.load_stop:,}" if each.loaded_tokens else "nothing"
             mark = "*" if each is plan.chosen else ""
             high = f"{each.ttft_high_s * 1e3:,.1f} ms"
-            ways.add_row(mark, each.way, loads, f"{each.ttft_s * 1e3:,.1f} ms", high, plain(each.refused))
+            ways.add_row(mark, each.way, loads, f"{each.ttft_s * 1e3:,.1f} ms", high, cell(each.refused))
         lines += [ways, Text(plain(str(plan))), *map(Text, picture(plan))]
     return Group(*lines)
 

@@ -16,7 +16,7 @@ from kvstore_ops import options
 from kvstore_ops.operators import calls
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.errors import ERRORS, DeadlineExceeded, Internal, InvalidRequest
+from kvstore.errors import ERRORS, DeadlineExceeded, Internal, InvalidRequest, PermissionDenied
 from kvstore.keys import chain_digests
 from kvstore.spec import Durability
 from kvstore.v1 import remote_pb2 as rpb
@@ -239,6 +239,18 @@ def test_every_method_of_the_admin_service_asks_for_the_right(sidecar: Sidecar) 
                 status = error.code().name
             assert status == ("OK" if method.name == "Stats" else "PERMISSION_DENIED"), method.name
         stream.cancel()
+
+
+def test_settings_are_reloaded_by_the_socket_alone(
+    sidecar: Sidecar, stored: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No operator may do so from afar: the door itself refuses it."""
+    with connect(sidecar.tcp_address, token=OPERATOR) as client:
+        with pytest.raises(PermissionDenied, match="not over TCP"):
+            calls.Operator(client).reload(dry_run=True)
+    assert ask(sidecar, "default", "reload", "--dry-run").code == 0
+    monkeypatch.setenv("KVSTORE_TOKEN", OPERATOR)
+    assert run("reload", "--address", sidecar.tcp_address).code == 2
 
 
 def test_nobody_there_has_an_exit_code_and_a_remedy() -> None:

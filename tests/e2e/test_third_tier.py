@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -13,15 +14,18 @@ from typing import Any
 
 import pytest
 from kvstore_client import ChunkEvent, Client, EventKind, connect
+from kvstore_ops.operators import calls
 from kvstore_ops.status import render
 from rich.console import Console
 
+from kvstore.controller.operators.heartbeats import HEARTBEAT_S
 from kvstore.keys import chain_digests
 from kvstore.spec import Durability, MissReason, Tier
 from tests.e2e.test_nvme import same
 from tests.e2e.test_watch import take
 from tests.e2e.third_tier import CAPACITY_BYTES, KIND, ThirdTierSidecar
 from tests.fakes import Switch
+from tests.ops.command import run
 from tests.server.raw import eventually
 from tests.specs import random_cache, small_spec, tokens_of
 
@@ -206,3 +210,23 @@ def test_before_nvme_its_bad_copy_gives_way_to_the_good_one() -> None:
             assert_missed(client, 0, MissReason.CORRUPT)
             eventually(lambda: client.fetch(SPEC, tokens(0)).token_count == COUNT)
             assert_right(client, 0)
+
+
+def test_a_command_waits_for_a_tier_that_is_slower_than_its_patience(
+    served: ThirdTierSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives up a silent sidecar only, and the sidecar tells all the while that it waits."""
+    monkeypatch.setattr(calls, "ANSWER_S_MAX", HEARTBEAT_S + 1)
+    socket = served.address.removeprefix("unix://")
+    with connect(served.address) as client:
+        digest = chain_digests(tokens(cold(client)), SPEC.chunk_tokens)[0].hex()
+    served.switches.turn_on(Switch.STALLED)
+    later = threading.Timer(2 * HEARTBEAT_S, served.switches.turn_off)
+    later.start()
+    try:
+        done = run("verify", "--tier", "files", "--digest", digest, "--socket", socket, "--json")
+    finally:
+        later.cancel()
+        served.switches.turn_off()
+    assert done.code == 0, done.err
+    assert done.json["outcomes"]["files: read"]["chunk_count"] == 1

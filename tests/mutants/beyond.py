@@ -111,6 +111,14 @@ MUTANTS = [
         (f"{STALLED}::test_what_a_stalled_device_has_is_neither_verified_nor_brought_for_ever",),
     ),
     Mutant(
+        "a-change-that-waits-in-silence",
+        "kvstore/controller/operators/heartbeats.py",
+        "                while not (await asyncio.wait([step], timeout=HEARTBEAT_S))[0]:\n",
+        "                while not (await asyncio.wait([step]))[0]:\n",
+        "an operator takes a service for dead that waits for a tier, and leaves it half way",
+        (f"{STALLED}::test_a_prefetch_from_a_device_that_stalls_is_heard_of",),
+    ),
+    Mutant(
         "brought-for-ever",
         "kvstore/movement/relocation.py",
         "            async with asyncio.timeout(timeout_s):\n",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -279,9 +280,9 @@ def test_metrics_status_and_logs_say_whose(tenants: Sidecar) -> None:
     assert all("tenant" in line for line in log if line["message"].startswith("session"))
     page = next(line["metrics"] for line in log if line["message"] == "ready")
     said = urllib.request.urlopen(page, timeout=5).read().decode()
-    assert f'kvstore_arena_chunks{{tenant="a"}} {float(held.chunk_count)}' in said
-    assert 'kvstore_arena_capacity_bytes{tenant="default"}' in said
-    assert 'kvstore_store_committed_chunks_total{tenant="b"}' in said
+    assert "tenant=" not in said, "readers without a token see all tenants together"
+    chunk_count = float(re.search(r"^kvstore_arena_chunks (.*)$", said, re.MULTILINE)[1])
+    assert chunk_count >= held.chunk_count > 0
     socket = str(tenants.directory / "run" / "kvstore.sock")
     whole = json.loads(kvstore("status", "--socket", socket, "--json"))
     assert whole["tenant"] == "default"

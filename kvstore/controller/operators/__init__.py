@@ -9,6 +9,7 @@ snapshot: each chunk is told as it was in its turn.
 - ``listing``    the entries of selected chunks, and their totals
 - ``showing``    all that is known of one chunk
 - ``changes``    evict, pin, move, bring and verify; each with a dry run
+- ``heartbeats``  reports of a request that waits
 - ``turns``      the time that a request may keep the loop
 - ``values``     arguments and results of the requests
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class Listing:
         self._table = parts.catalog.table
         self._turns = turns
 
-    async def pages(self, chosen: Chosen, limit: int) -> AsyncIterator[ListPage]:
+    async def pages(self, chosen: Chosen, limit: int) -> AsyncGenerator[ListPage]:
         """Give the first ``limit`` selected chunks, then the totals of all selected ones. Cost: a step per 8192 rows of
         the catalog, whatever is selected, and one per page of entries."""
         totals, turn = Totals(self._parts), self._turns.begin()

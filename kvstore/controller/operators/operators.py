@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from kvstore.catalog import Copies
@@ -17,6 +17,7 @@ from kvstore.controller.operators.changes import (
     Changes,
     slower_than,
 )
+from kvstore.controller.operators.heartbeats import with_heartbeats
 from kvstore.controller.operators.listing import Listing, model_id_of
 from kvstore.controller.operators.selection import MEMORY_NAMES, Chosen, no_such_tier, tier_names
 from kvstore.controller.operators.showing import Showing
@@ -63,9 +64,9 @@ class Operators:
         """The reasons why configured tiers are not in use."""
         return list(self._parts.movement.absent)
 
-    def chunks(self, selection: Selection, limit: int) -> AsyncIterator[ListPage]:
+    def chunks(self, selection: Selection, limit: int) -> AsyncGenerator[ListPage]:
         """Give the first ``limit`` selected chunks, then the totals of all selected ones, by model and tier."""
-        return self._listing.pages(self._chosen(selection), limit)
+        return with_heartbeats(self._listing.pages(self._chosen(selection), limit), ListPage())
 
     async def chunk(self, digest: str, remaining_s: float | None) -> ShownChunk:
         """Return all that is known of the one chunk whose digest begins with ``digest`` (hexadecimal). ``remaining_s``:
@@ -100,39 +101,43 @@ class Operators:
                     f"{selection.tier}: other nodes use it, too, and this one knows only some of what is there: for S3 "
                     "use kvstore scan --delete; Redis drops what it needs room for"
                 )
-        return self._undisturbed(self._changes.evict(self._chosen(selection), only, dry_run=dry_run))
+        return _reported(self._undisturbed(self._changes.evict(self._chosen(selection), only, dry_run=dry_run)))
 
     def pin(self, selection: Selection, seconds: float, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Keep chunks where they are for ``seconds``; 0: until they are unpinned, or the service ends. Raises Exhausted
         past limits.pin_bytes_max, and then pins none."""
-        return self._changes.pin(self._chosen(selection), seconds, dry_run=dry_run)
+        return _reported(self._changes.pin(self._chosen(selection), seconds, dry_run=dry_run))
 
     def unpin(self, selection: Selection, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """End pins. Raises InvalidRequest where the selection says more than names: tiers, ages, sizes or uses."""
         if selection != Selection(model=selection.model, digest=selection.digest, chain=selection.chain):
             raise InvalidRequest("pins end by model, digest or prompt: say no tier, age, size or count of uses")
-        return self._changes.unpin(self._chosen(selection), dry_run=dry_run)
+        return _reported(self._changes.unpin(self._chosen(selection), dry_run=dry_run))
 
     def move(self, selection: Selection, tier: str, *, keep: bool, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Bring chunks into memory, or write them to a slower tier and have the faster ones give them up; with ``keep``
         the faster ones keep their copies."""
         chosen, copies = self._chosen(selection), self._table.copies
         if tier in MEMORY_NAMES:
-            return self._changes.bring(chosen, dry_run=dry_run)
+            return _reported(self._changes.bring(chosen, dry_run=dry_run))
         to = self._writes(tier)
         local = self._local(tier)
         leaving = copies if local is None else copies[: copies.index(local)]
         given_up = [] if keep else list(leaving)
-        return self._undisturbed(self._changes.send(chosen, [to], given_up, Transit.NOT_TAKEN, dry_run=dry_run))
+        changes = self._changes.send(chosen, [to], given_up, Transit.NOT_TAKEN, dry_run=dry_run)
+        return _reported(self._undisturbed(changes))
 
     def verify(self, selection: Selection, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Read copies again and check every strip."""
         only = MEMORY_NAMES[1] if selection.tier in MEMORY_NAMES else selection.tier
-        return self._changes.verify(self._chosen(selection), only, dry_run=dry_run)
+        return _reported(self._changes.verify(self._chosen(selection), only, dry_run=dry_run))
 
-    async def drain(self, selection: Selection, *, end: bool, dry_run: bool) -> AsyncGenerator[ChangeNews]:
+    def drain(self, selection: Selection, *, end: bool, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Have a tier take no more chunks, and empty it into slower ones; ``end``: have it take chunks again. Without a
         tier, wait until all tiers have written their backlogs."""
+        return _reported(self._drained(selection, end=end, dry_run=dry_run))
+
+    async def _drained(self, selection: Selection, *, end: bool, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         if selection != Selection(tier=selection.tier):
             raise InvalidRequest("a tier is drained of all that it has: name nothing but the tier")
         movement = self._parts.movement
@@ -164,8 +169,11 @@ class Operators:
             async for news in changes:
                 yield news
 
-    async def prefetch(self, session: Session, query: ChainQuery, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
+    def prefetch(self, session: Session, query: ChainQuery, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Bring a chain's stored prefix into memory, as a fetch would, and give it back. Raises as a fetch does."""
+        return _reported(self._prefetched(session, query, dry_run=dry_run))
+
+    async def _prefetched(self, session: Session, query: ChainQuery, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         tally = Tally(len(query.digests))
         model = self._parts.catalog.model(query.fingerprint)
         size = model.seen(None, query.exactness, query.provenance).known_bytes(model.spec.chunk_tokens)
@@ -228,6 +236,11 @@ class Operators:
 
     def _chosen(self, selection: Selection) -> Chosen:
         return Chosen(self._parts, selection, self._parts.clock.monotonic() - self._started_s)
+
+
+def _reported(changes: AsyncGenerator[ChangeNews]) -> AsyncGenerator[ChangeNews]:
+    """Have a change report while it waits, too."""
+    return with_heartbeats(changes, ChangeNews(Tally(0)))
 
 
 def _count(tally: Tally, size: int, there: int, brought: int, missing: int) -> None:

@@ -15,7 +15,7 @@ from kvstore.config import LoadedSettings
 from kvstore.controller import Controller
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.seams import Clock
-from kvstore.server.metrics import Scrape, exposition, exposition_form
+from kvstore.server.metrics import Scrape, exposition, exposition_form, sum_of_tenants
 from kvstore.server.secrets import read_private
 from kvstore.server.web.facts import Overview
 from kvstore.server.web.listener import Gate, Reply, Request, Route, Web, listen, port_of
@@ -75,9 +75,13 @@ class Site:
     stops."""
 
     def __init__(
-        self, controllers: Mapping[str, Controller], overview: Overview, loop: asyncio.AbstractEventLoop, clock: Clock
-    ) -> None:
+        self, controllers: Mapping[str, Controller], overview: Overview, loop: asyncio.AbstractEventLoop, clock: Clock,
+        *, shows_tenants: bool,
+    ) -> None:  # fmt: skip
+        """``shows_tenants``: True to show each tenant's metrics to readers of the port; else they see all tenants'
+        together."""
         self._controllers = controllers
+        self._shows_tenants = shows_tenants
         self._scrape = Asked(self._scraped, _metrics_page, loop, clock, SCRAPE_AGE_S)
         self._facts = Asked(overview.facts, _facts_page, loop, clock, FACTS_AGE_S)
         self._alive = Asked(self._answers, lambda _, said: Reply(200, f"{said}\n".encode()), loop, clock, SCRAPE_AGE_S)
@@ -97,7 +101,8 @@ class Site:
         counted: dict[str, str] = {}
         for controller in self._controllers.values():
             counted |= controller.counted
-        return Scrape({name: each.stats() for name, each in self._controllers.items()}, counted)
+        stats = {name: each.stats() for name, each in self._controllers.items()}
+        return Scrape(stats if self._shows_tenants else {"": sum_of_tenants(stats.values())}, counted)
 
     async def _answers(self) -> bool:
         return True

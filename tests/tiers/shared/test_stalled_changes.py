@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvstore.controller.operators import Operators, Selection
+from kvstore.controller.operators import Operators, Selection, heartbeats
 from kvstore.controller.operators.changes import BATCH_COUNT, BATCH_S_MAX
+from kvstore.controller.operators.heartbeats import HEARTBEAT_S, with_heartbeats
 from kvstore.controller.operators.looks import LOOK_S_MAX
 from kvstore.controller.operators.operators import LAND_S_MAX
 from kvstore.controller.operators.values import ChangeNews, Tally
+from kvstore.errors import InvalidRequest
 from tests.fakes import Switch
 from tests.tiers.service import KIB, DeviceService
 from tests.tiers.shared.world import Wide, run
@@ -25,11 +27,15 @@ ROOMY: dict[str, Any] = {"arena_chunks": COUNT, "capacity_bytes": 4096 * KIB, "r
 
 
 async def ended(service: DeviceService, changes: AsyncIterator[ChangeNews]) -> tuple[Tally, float]:
-    """What became of everything, and how long that took."""
+    """What became of everything, and how long that took. The caller hears of it all the while."""
     loop = asyncio.get_running_loop()
-    since_s = loop.time()
-    tally = [news async for news in changes][-1].tally
-    return tally, loop.time() - since_s
+    since_s = heard_s = loop.time()
+    last = ChangeNews(Tally(0))
+    async for news in changes:
+        assert loop.time() - heard_s <= HEARTBEAT_S + 0.1, "a caller takes a silent service for dead"
+        heard_s, last = loop.time(), news
+    assert last.is_last
+    return last.tally, loop.time() - since_s
 
 
 def stall(service: DeviceService, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,3 +142,46 @@ def test_what_is_brought_while_the_device_falls_silent_is_told(monkeypatch: pyte
         assert BATCH_S_MAX <= took_s <= BATCH_S_MAX + 1
 
     service.run(scenario)
+
+
+def test_a_prefetch_from_a_device_that_stalls_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = DeviceService(**ROOMY)
+
+    async def scenario() -> None:
+        await service.keep(1, 2)
+        service.forget_memory()
+        stall(service, monkeypatch)
+        operators = Operators(service.parts, service.controller)
+        tally, took_s = await ended(service, operators.prefetch(service.session, service.query(1, 2), dry_run=False))
+        assert tally.counts == {"failed": 2}
+        assert HEARTBEAT_S < took_s <= BATCH_S_MAX + 1
+
+    service.run(scenario)
+
+
+async def test_a_caller_that_goes_between_two_heartbeats_ends_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeats, "HEARTBEAT_S", 0.001)
+    left: list[str] = []
+
+    async def waits() -> AsyncGenerator[str]:
+        try:
+            yield "begun"
+            await asyncio.sleep(NEVER_S)
+        finally:
+            left.append("left")
+
+    reports = with_heartbeats(waits(), "nothing yet")
+    assert [await anext(reports) for _ in range(4)] == ["begun"] * 4
+    await reports.aclose()
+    assert left == ["left"]
+
+
+async def test_what_fails_behind_heartbeats_fails() -> None:
+    async def fails() -> AsyncGenerator[str]:
+        yield "begun"
+        raise InvalidRequest("no such thing")
+
+    reports = with_heartbeats(fails(), "nothing yet")
+    assert await anext(reports) == "begun"
+    with pytest.raises(InvalidRequest):
+        await anext(reports)
