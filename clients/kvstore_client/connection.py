@@ -15,6 +15,7 @@ from kvstore.seams import Clock
 from kvstore.spec import ModelSpec
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_to_message
+from kvstore_client.forks import in_children
 from kvstore_client.planes.place import Place
 from kvstore_client.planes.session import Session
 
@@ -51,11 +52,21 @@ class Connection:
         self._timeout_s = timeout_s
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._counting = threading.Lock()
         self._session: Session | None = None
         self._retry_at_s = 0.0
         self._has_warned = False
         self._is_closed = False
         self.counters: Counter[str] = Counter()
+        in_children(self._renew_counting)
+
+    def _renew_counting(self) -> None:
+        self._counting = threading.Lock()
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Add to a counter. From any thread."""
+        with self._counting:
+            self.counters[name] += amount
 
     def session(self) -> Session:
         """Return the live session; connect if there is none. Raises Unavailable, at once while backing off."""
@@ -76,7 +87,7 @@ class Connection:
                 self._retry_at_s = self._clock.monotonic() + RECONNECT_INTERVAL_S
                 raise
             self._retry_at_s = 0.0
-            self.counters["sessions"] += 1
+            self.count("sessions")
             self._has_warned = False
             return session
 
@@ -106,7 +117,7 @@ class Connection:
         return Miss(self._lost)
 
     def _lost(self, error: KVStoreError) -> None:
-        self.counters["unavailable"] += 1
+        self.count("unavailable")
         session = self._session
         if isinstance(error, Unauthenticated) and session is not None:
             session.close()

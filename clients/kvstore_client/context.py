@@ -48,6 +48,10 @@ class Context:
     def counters(self) -> Counter[str]:
         return self.connection.counters
 
+    def count(self, name: str, amount: int = 1) -> None:
+        """See ``Connection.count``."""
+        self.connection.count(name, amount)
+
     def ready(self, spec: ModelSpec) -> tuple[Session, bytes]:
         """See ``Connection.ready``."""
         return self.connection.ready(spec)

@@ -32,10 +32,11 @@ _numbers = itertools.count()
 @dataclass(frozen=True, eq=False)
 class _Mark:
     """One run of memory with a derived cache. ``slots``: the derived slots, where the memory is pages; None: all of
-    it."""
+    it. ``owner``: the address of the object whose end ends the mark."""
 
     span: Span
     slots: Slots | None
+    owner: int
     is_alive: Callable[[], bool]
 
     def meets(self, span: Span, slots: Slots | None) -> bool:
@@ -77,14 +78,41 @@ def now() -> int:
     return next(_numbers)
 
 
+def _by_place(known: Iterable[tuple[int, _Mark]]) -> dict[tuple[str, int], list[tuple[int, _Mark]]]:
+    """Return marks by device and first byte: a mark is only taken back by a tensor that begins where it does."""
+    found: dict[tuple[str, int], list[tuple[int, _Mark]]] = {}
+    for number, mark in known:
+        found.setdefault((mark.span.device, mark.span.start), []).append((number, mark))
+    return found
+
+
 def remember(planes: Iterable[Tensor], slots: Slots | None = None) -> None:
-    """Mark these tensors (of pages: these slots of them) as derived."""
-    for number, mark in _known():
+    """Mark these tensors (of pages: these slots of them) as derived. The new marks replace what they cover of older
+    ones: marks of memory that is filled again and again do not add up."""
+    known = _known()
+    for number, mark in known:
         if not mark.is_alive():
             _marks.pop(number, None)
+    older = _by_place(known)
     for plane in planes:
-        number = next(_numbers)
-        _marks[number] = _Mark(Span.of(plane), slots, _life_of(plane, number))
+        number, span = next(_numbers), Span.of(plane)
+        _marks[number] = mark = _Mark(span, slots, *_life_of(plane, number))
+        _take_back(older, span, slots, mark.owner)
+
+
+def _take_back(
+    known: dict[tuple[str, int], list[tuple[int, _Mark]]], span: Span, slots: Slots | None, owner: int | None = None
+) -> None:
+    """Remove a tensor, or these slots of pages, from marks. ``owner``: only from marks of this owner, because the mark
+    of a view may end before the memory does."""
+    for number, mark in known.get((span.device, span.start), ()):
+        if owner is not None and mark.owner != owner:
+            continue
+        left = mark.without(span, slots)
+        if left is None:
+            _marks.pop(number, None)
+        elif left is not mark and number in _marks:
+            _marks[number] = left
 
 
 def written_anew(planes: Iterable[Tensor], slots: Slots | None = None, *, since: int | None = None) -> None:
@@ -92,15 +120,9 @@ def written_anew(planes: Iterable[Tensor], slots: Slots | None = None, *, since:
     later marks stay, because their cache was written over this one, or beside it."""
     if not _marks:
         return
-    for span in [Span.of(plane) for plane in planes]:
-        for number, mark in _known():
-            if since is not None and number > since:
-                continue
-            left = mark.without(span, slots)
-            if left is None:
-                _marks.pop(number, None)
-            elif left is not mark:
-                _marks[number] = left
+    earlier = _by_place(each for each in _known() if since is None or each[0] <= since)
+    for plane in planes:
+        _take_back(earlier, Span.of(plane), slots)
 
 
 def is_derived(planes: Iterable[Tensor], slots: Slots | None = None) -> bool:
@@ -127,19 +149,20 @@ def exactness_of(kv: Iterable[Layer]) -> Exactness:
     return Exactness.DERIVED if known is not Exactness.EXACT or is_derived(planes) else Exactness.EXACT
 
 
-def _life_of(plane: Tensor, number: int) -> Callable[[], bool]:
-    """Return a function that is True while the memory under a plane still exists."""
+def _life_of(plane: Tensor, number: int) -> tuple[int, Callable[[], bool]]:
+    """Return the address of the memory's owner, and a function that is True while it still exists."""
     if is_tensor(plane):
         from torch.multiprocessing import reductions
 
         made: Any = reductions.StorageWeakRef  # torch ships no types of it
-        storage = made(plane.untyped_storage())
-        return lambda: not storage.expired()
+        owned = plane.untyped_storage()
+        storage = made(owned)
+        return int(owned._cdata), lambda: not storage.expired()
     owner = plane
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
     reference = weakref.ref(owner, lambda _: _marks.pop(number, None))
-    return lambda: reference() is not None
+    return id(owner), lambda: reference() is not None
 
 
 class LayeredKV(list[Any]):

@@ -229,6 +229,25 @@ def test_what_is_marked_while_something_exact_comes_stays_marked() -> None:
     assert not derived.is_derived([plane])
 
 
+@pytest.mark.parametrize("slots", [None, np.arange(4)], ids=["whole", "pages"])
+def test_marks_of_memory_that_is_filled_again_do_not_add_up(slots: Any) -> None:
+    """A mark stays, too, while memory lives: the mark of a view ends with the view."""
+    plane = torch.zeros((2, 4, 8), dtype=torch.int16)
+
+    def count() -> int:
+        return sum(mark.span.start == plane.data_ptr() for _, mark in derived._known())
+
+    for _ in range(3):
+        derived.remember([plane], slots)
+    assert count() == 1
+    derived.remember([plane.numpy()], slots)
+    gc.collect()
+    assert derived.is_derived([plane])
+    for stop in (2, 3, 2, 3):
+        derived.remember([plane[:, :stop]])
+    assert count() == 2
+
+
 def test_garbage_that_is_collected_meanwhile_disturbs_nobody() -> None:
     """Caches that die in cycles, as those of errors do, take their marks away whenever something is allocated."""
 

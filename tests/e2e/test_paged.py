@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from kvstore_client import Client, Paged, connect
+from kvstore_client.planes.shared_memory.chunk import Chunk
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
@@ -69,6 +70,19 @@ def test_every_token_lands_in_its_slot_and_nothing_else(client: Client, layout: 
             assert (flat[slots[here]] == plane.transpose(1, 0, 2)[here]).all()
             others = np.setdiff1d(np.arange(pages * size), slots[here])
             assert (flat[others] == 0xDBDB).all()
+
+
+def test_a_chunk_that_fails_its_checksums_is_not_written(
+    local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the pages hold is the engine's, and the chunk is a miss."""
+    monkeypatch.setattr(Chunk, "is_intact", lambda self, *_: self.token_start != 32)
+    layers = engine_pages(LAYOUTS[0], 6, 16, 2, 8, pairs=False, tensor=True)
+    with connect(local_sidecar.address) as client:
+        client.store(SPEC, tokens_of(COUNT), random_cache(SPEC, COUNT)).wait()
+        found = client.fetch(SPEC, tokens_of(COUNT), into=Paged(layers, np.arange(COUNT), LAYOUTS[0]), verify=True)
+    assert found.token_count == 32
+    assert all((bits(layer)[:, 2] == 0xDBDB).all() for layer in layers)
 
 
 def test_heads_layers_and_streams(client: Client) -> None:

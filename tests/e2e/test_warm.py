@@ -130,6 +130,16 @@ def test_what_leaves_under_the_copy_is_asked_for_and_a_miss(small: Sidecar, clie
     assert (found.token_count, found.reason) == (0, MissReason.EVICTED)
 
 
+def test_bytes_that_are_asked_for_again_count_once(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, _ = stored(client, 20)
+    client.fetch(SPEC, tokens)
+    before = client.statistics()["fetched_bytes"]
+    monkeypatch.setattr(warm.WarmPrefix, "settle", lambda self, bad: 16)
+    found = client.fetch(SPEC, tokens)
+    assert found.token_count == COUNT
+    assert client.statistics()["fetched_bytes"] - before == found.byte_count
+
+
 def test_what_left_memory_under_the_copy_comes_from_the_device() -> None:
     with Sidecar("--capacity", "8 MiB", nvme="64 MiB") as own, connect(own.address) as mine:
         tokens, cache = stored(mine, 12)

@@ -112,6 +112,14 @@ MUTANTS = [
         (f"{T_FAILURES}::test_a_damaged_arena_is_noticed_by_verify",),
     ),
     Mutant(
+        "bad-bytes-into-pages",
+        "clients/kvstore_client/fetch/paged.py",
+        "                    bad.add(id(chunk))\n                    continue\n",
+        "                    bad.add(id(chunk))\n",
+        "bytes that failed their checksums are written over an engine's pages",
+        ("tests/e2e/test_paged.py::test_a_chunk_that_fails_its_checksums_is_not_written",),
+    ),
+    Mutant(
         "mappings-outlive-their-server",
         SESSION,
         "        self._maps.clear()\n",

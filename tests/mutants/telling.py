@@ -135,10 +135,18 @@ MUTANTS = [
     Mutant(
         "exact-over-what-was-merged-since",
         DERIVED,
-        "            if since is not None and number > since:\n                continue\n",
-        "",
+        "each for each in _known() if since is None or each[0] <= since)",
+        "each for each in _known())",
         "a fetch that ends late makes a merged cache exact",
         (f"{T_EXACTNESS}::test_what_is_marked_while_something_exact_comes_stays_marked",),
+    ),
+    Mutant(
+        "marked-by-a-view-that-goes",
+        DERIVED,
+        "        if owner is not None and mark.owner != owner:\n            continue\n",
+        "",
+        "a derived cache is stored as exact, because a view of it is gone",
+        (f"{T_EXACTNESS}::test_marks_of_memory_that_is_filled_again_do_not_add_up",),
     ),
     Mutant(
         "exact-in-part-and-whole",
@@ -159,8 +167,8 @@ MUTANTS = [
     Mutant(
         "memory-that-was-freed-is-derived",
         DERIVED,
-        "        return lambda: not storage.expired()\n",
-        "        return lambda: True\n",
+        "        return int(owned._cdata), lambda: not storage.expired()\n",
+        "        return int(owned._cdata), lambda: True\n",
         "a cache is refused for what lay in its memory before",
         (f"{T_EXACTNESS}::test_memory_that_is_used_again_is_nobodys",),
     ),

@@ -31,6 +31,7 @@ def fetch(context: Context, prompt: Prompt, wanted: Wanted, into: Into) -> Fetch
             finally:
                 prefix.close()
             if found.token_count == prefix.token_count or prefix.is_leased:
+                context.count("fetched_bytes", found.byte_count)
                 return found
     return gathered(wanted, NoPrefix(wanted, MissReason.UNAVAILABLE), given, context)
 

@@ -83,5 +83,4 @@ def gathered(wanted: Wanted, prefix: Prefix, given: Places, context: Context) ->
     result.reason = prefix.reason
     result.byte_count = wanted.byte_count(good)
     result.hidden = {layer: target.rows(layer, good) for layer in wanted.hidden_layers}
-    context.counters["fetched_bytes"] += result.byte_count
     return result

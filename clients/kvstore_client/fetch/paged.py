@@ -200,6 +200,7 @@ class PagedTarget:
                 index = layout.slab_of_layer[wanted.layers[position]]
                 if wanted.verify and not chunk.is_intact(index, wanted.head_start, wanted.head_stop):
                     bad.add(id(chunk))
+                    continue
                 heads = slice(None) if layout.blocked else slice(wanted.head_start, wanted.head_stop)
                 for part in slab_parts(layout, index, chunk.slab(index)):
                     self._put(position, part.which, part.array[0, heads], chunk.token_start + part.token_start)

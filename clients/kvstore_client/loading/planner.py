@@ -97,7 +97,7 @@ class Planner:
     def given_up(self) -> None:
         """Count a load that was given up, so that the prompt is computed."""
         with self._lock:
-            self._context.counters[GIVEN_UP] += 1
+            self._context.count(GIVEN_UP)
 
     def computed(self, spec: ModelSpec, step_tokens: int, prefill: Prefill) -> None:
         """Learn the time of a prefill by an engine that computes ``step_tokens`` at a time, 0: all at once. Impossible

@@ -60,7 +60,7 @@ def put(
             commit = partial(_all_of, value, store)
             return Receipt(commit_beside(context.committer, commit, store.abort, waits=False), settle)
     except Exhausted as error:
-        context.counters["stores_refused"] += 1
+        context.count("stores_refused")
         return Receipt.nothing(error.message)
     return Receipt.nothing(miss.why)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -46,9 +47,7 @@ class Reader:
         """Return the chunks by position in the query, up to the first that is missing."""
         step = self._wanted.spec.chunk_tokens
         found = {chunk.token_start // step: chunk for chunk in prefix.chunks}
-        return [
-            found[number] for number in range(len(found)) if number in found and all(k in found for k in range(number))
-        ]
+        return [found[number] for number in takewhile(found.__contains__, range(len(found)))]
 
     def _copy(self, prefix: Received, work: Sequence[tuple[WholeChunk, int, Pieces, int, int]]) -> list[bool]:
         """Copy each (chunk, bytes to skip in it, target, start in the target, byte count). Returns True for each that

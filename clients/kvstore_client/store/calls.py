@@ -82,7 +82,7 @@ def keep(
             settle = settle_of(context, prompt, source.hidden_layers, durability)
             return Receipt(commit_beside(context.committer, store.commit, store.abort, waits=store.waits), settle)
     except Exhausted as error:
-        context.counters["stores_refused"] += 1
+        context.count("stores_refused")
         return Receipt.nothing(error.message)
     return Receipt.nothing(miss.why)
 
@@ -146,6 +146,6 @@ def _writer(
             known = reservation.known(reply, partial(superseded, prompt, list(reply.tails)))
             return StoreWriter(session, known, shard, context, settle)
     except Exhausted as error:
-        context.counters["stores_refused"] += 1
+        context.count("stores_refused")
         return StoreWriter(None, reservation, shard, context, None, error.message)
     return StoreWriter(None, reservation, shard, context, None, miss.why)

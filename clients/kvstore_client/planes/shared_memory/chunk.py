@@ -75,7 +75,8 @@ def runs_of(chunks: Sequence[Chunk]) -> list[MappedRun]:
     runs: list[MappedRun] = []
     for chunk in chunks:
         if runs and (stride := _stride(runs[-1], chunk)):
-            runs[-1] = MappedRun([*runs[-1].chunks, chunk], stride)
+            runs[-1].chunks.append(chunk)
+            runs[-1] = MappedRun(runs[-1].chunks, stride)
         else:
             runs.append(MappedRun([chunk], 0))
     return runs
