@@ -10,11 +10,11 @@ from kvstore.config import RedisAddress, RedisSettings
 from kvstore.errors import KVStoreError
 from kvstore.seams import Clock, SystemRandom
 from kvstore.tiers.contract import UploadState
+from kvstore.tiers.pace import Waits
 from kvstore.tiers.redis.access import Access
 from kvstore.tiers.redis.control import Control
 from kvstore.tiers.redis.names import ChunkKeys
 from kvstore.tiers.redis.topology import topology_of
-from kvstore.tiers.redis.waits import Waits
 
 CONNECTION_COUNT = 2
 ANSWER_S_MAX = 0.25

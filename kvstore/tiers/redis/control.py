@@ -31,12 +31,12 @@ from redis.exceptions import (
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.seams.scheduler import Result
 from kvstore.tiers.contract import UploadState
+from kvstore.tiers.pace import Waits
 from kvstore.tiers.redis.access import Server
 from kvstore.tiers.redis.cluster import Command
 from kvstore.tiers.redis.replies import refusal, unreachable
 from kvstore.tiers.redis.scripts import CLAIM, COMMIT, HEADER_BYTES_MAX, OPEN, THERE, TOUCH, Script
 from kvstore.tiers.redis.topology import Topology
-from kvstore.tiers.redis.waits import Waits
 
 CALL_S_MAX = 5.0
 """A call that takes more seconds than this has failed."""
