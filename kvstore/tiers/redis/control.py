@@ -10,6 +10,7 @@ from itertools import compress
 from operator import not_
 from typing import Any, NamedTuple
 
+from redis.asyncio.sentinel import MasterNotFoundError
 from redis.exceptions import (
     AskError,
     AuthenticationError,
@@ -268,6 +269,8 @@ def _translated(answered: Callable[[], None]) -> Iterator[None]:
         if code or isinstance(error, ResponseError):
             answered()
             raise refusal(f"{code} {error}".strip(), _WHERE) from raised
+        if isinstance(raised, MasterNotFoundError) and "Authentication" in str(raised):
+            raise unreachable("a Sentinel", "it wants another tiers.redis.sentinel_password_file") from raised
         raise unreachable(_WHERE, error) from raised
 
 

@@ -15,7 +15,6 @@ from kvstore.seams.scheduler import Result
 from kvstore.spec import Durability, Tier, encoding_of
 from kvstore.tiers.contract import Buffer, ChunkName, TierStatistics, UploadState, host_memory
 from kvstore.tiers.pace import Waits, grace_s, limit_s
-from kvstore.tiers.redis.access import Access
 from kvstore.tiers.redis.chunk import RedisChunk, read_opened
 from kvstore.tiers.redis.control import Control
 from kvstore.tiers.redis.embedded import EmbeddedServer
@@ -58,7 +57,7 @@ class RedisTier:
         self._ttl_ms = int(settings.ttl_s * 1000)
         self._clock = clock
         self._waits = Waits(clock)
-        topology = topology_of(address, Access.of(settings, address), settings.control_count)
+        topology = topology_of(settings, address, settings.control_count)
         self._control = Control(topology, settings.control_count, self._waits)
         errands = Control(topology, 1, Waits(clock))  # waits of its own: background calls do not count as stalls
         self._errands = Errands(errands, clock, 0 if settings.write == "never" else self._ttl_ms)

@@ -116,6 +116,22 @@ def test_what_a_server_says_unasked_is_no_reply(tmp_path: Path) -> None:
         thread.join()
 
 
+def test_a_line_that_nobody_uses_is_not_kept_for_ever(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that left a cluster is asked by no thread again."""
+    lines = line._kept.lines
+    until_s = SystemClock().monotonic() + 20.0
+    with RedisServer() as left:
+        gone, other = Server(Access(), path=left.path), Server(Access(), path=server.path)
+        for each in (gone, other):
+            line.on_line(each, until_s, lambda one: one.ask(b"PING"))
+        assert {gone, other} <= lines.keys()
+        kept = lines[gone]
+        monkeypatch.setattr(line, "KEPT_S_MAX", 0.0)
+        line.on_line(other, until_s, lambda one: one.ask(b"PING"))
+        assert gone not in lines
+        assert kept._socket.fileno() < 0
+
+
 async def test_jobs_end_although_the_server_is_silent(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a read, of a write, and before a connection is made."""
     monkeypatch.setattr(line, "SILENCE_S_MAX", 0.3)
