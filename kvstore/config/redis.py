@@ -131,6 +131,10 @@ class RedisSettings:
     """The ACL user."""
     password_file: str = ""
     """A file with the password, read at each connect: it can be changed while the service runs."""
+    sentinel_username: str = ""
+    """The ACL user at the Sentinels of `redis+sentinel://`."""
+    sentinel_password_file: str = ""
+    """A file with the Sentinels' password, as `password_file`. Empty: they are asked without one."""
     ca_file: str = ""
     """For `rediss://`: the authority that signed the server's certificate, PEM."""
     certificate_file: str = ""
@@ -155,6 +159,11 @@ class RedisSettings:
             address = RedisAddress.of(self.url)
             is_once = not (address.password and self.password_file)
             _check(is_once, "password_file", self.password_file, "the URL has a password, too: name one of them")
+            told = self.sentinel_password_file
+            is_theirs = address.kind == "sentinel" or not (told or self.sentinel_username)
+            _check(
+                is_theirs, "sentinel_password_file", told, "use redis+sentinel:// in tiers.redis.url, or leave it out"
+            )
             files = self.ca_file or self.certificate_file
             fits = address.is_tls or not files
             _check(fits, "ca_file or certificate_file", files, "use rediss:// in tiers.redis.url, or leave it out")

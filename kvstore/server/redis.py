@@ -42,11 +42,10 @@ def open_directory(settings: Settings, world: World, owner: str) -> NodeDirector
     redis = settings.tiers.redis
     if not redis.url:
         return None
-    from kvstore.tiers.redis.access import Access
     from kvstore.tiers.redis.topology import topology_of
 
     address = RedisAddress.of(redis.url)
-    topology = topology_of(address, Access.of(redis, address), redis.control_count)
+    topology = topology_of(redis, address, redis.control_count)
     return NodeDirectory(topology.client, settings.server.node, redis.prefix, owner, world.clock, world.random)
 
 

@@ -270,7 +270,7 @@ def scan(
     delete: Annotated[
         bool, typer.Option("--delete", help="Delete what is named; says what it would, without --yes.")
     ] = False,
-    tenant: Annotated[str, typer.Option(help="Only this tenant's: its name, or the first digits of its digest.")] = "",
+    tenant: Annotated[str, typer.Option(help="Only this tenant's: its name, or its digest's first digits.")] = "",
     model: Annotated[str, typer.Option(help="Only this model's: the first digits, as the table has them.")] = "",
     older_than: Annotated[str, typer.Option("--older-than", help="Only what was written before, like '30 d'.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run/--yes", help="Whether --delete only says what it would.")] = True,
@@ -286,10 +286,9 @@ def scan(
 
     if delete and not (tenant or model or older_than):
         raise InvalidRequest("--delete needs to know what: give --tenant, --model or --older-than (0 s: everything)")
-    wanted = scanning.Wanted(
-        tenant=tenant, model=model.lower(), older_than_s=parse_duration(older_than) if older_than else 0.0
-    )
     settings, now_s, is_real = load_settings(config).settings, SystemClock().wall(), delete and not dry_run
+    age_s = parse_duration(older_than) if older_than else 0.0
+    wanted = scanning.wanted_of(settings, tenant, model, age_s, is_for_deletion=delete)
     found = scanning.with_progress(
         lambda tell: scanning.scan(settings, wanted, verify=verify, delete=is_real, now_s=now_s, progress=tell)
     )

@@ -21,18 +21,20 @@ from kvstore.units import format_bytes
 PAGE_COUNT = 64
 """Objects that are examined between two lines of progress."""
 MODEL_DIGITS = 12
+DIGITS_MIN = 8
+"""Digits of a tenant's or model's digest that tell it from others, for a deletion."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The selection of objects to count or delete. ``tenant``: a name of the settings, or the first digits of a
-    tenant's digest. ``model``: the first digits of a fingerprint, as the table shows them. Empty: all."""
+    """The selection of objects to count or delete: the first digits of a tenant's digest and of a model's fingerprint.
+    Empty: all."""
 
     tenant: str = ""
     model: str = ""
     older_than_s: float = 0.0
 
-    def has(self, found: Examined, tenants: dict[str, str], now_s: float) -> bool:
+    def has(self, found: Examined, now_s: float) -> bool:
         """True when the selection contains an object. An object without a readable header has no tenant or model, so
         only its age can select it."""
         if now_s - found.listed.modified_s < self.older_than_s:
@@ -41,9 +43,28 @@ class Wanted:
             return True
         if found.header is None:
             return False
-        digest = found.header.tenant_digest.hex()
-        is_tenant = tenants.get(digest) == self.tenant or digest.startswith(self.tenant)
+        is_tenant = found.header.tenant_digest.hex().startswith(self.tenant)
         return is_tenant and found.header.fingerprint.hex().startswith(self.model)
+
+
+def wanted_of(settings: Settings, tenant: str, model: str, older_than_s: float, *, is_for_deletion: bool) -> Wanted:
+    """Return the selection that an operator means. ``tenant``: a name of the settings, which means that tenant and no
+    other, or the first digits of a digest. A deletion takes no fewer than ``DIGITS_MIN`` digits: fewer may be another
+    tenant's, too. Raises InvalidRequest."""
+    exact = {name: digest for digest, name in names_of_tenants(settings).items()}.get(tenant)
+    least = DIGITS_MIN if is_for_deletion else 1
+    if tenant and exact is None:
+        _check_digits("--tenant", tenant, least, "no tenant of the settings has this name")
+    if model:
+        _check_digits("--model", model, least, "a model is named by its fingerprint")
+    return Wanted(tenant=exact or tenant.lower(), model=model.lower(), older_than_s=older_than_s)
+
+
+def _check_digits(option: str, digits: str, least: int, why: str) -> None:
+    if len(digits) < least or not set(digits.lower()) <= set("0123456789abcdef"):
+        raise InvalidRequest(
+            f"{option} {digits}: {why}; give at least {least} hexadecimal digits, as kvstore scan shows them"
+        )
 
 
 @dataclass
@@ -70,11 +91,13 @@ class Row:
 @dataclass
 class Found:
     """The counts of a scan. ``damaged``: numbers of damaged objects by their problem. ``newer``: objects that only a
-    newer release can read. ``foreign``: objects that are no chunks."""
+    newer release can read. ``unread``: objects that are too large to be read whole: only their headers are checked.
+    ``foreign``: objects that are no chunks."""
 
     rows: dict[tuple[str, str, str], Row] = field(default_factory=dict)
     damaged: dict[str, int] = field(default_factory=dict)
     newer_count: int = 0
+    unread_count: int = 0
     foreign_count: int = 0
     object_count: int = 0
     byte_count: int = 0
@@ -85,6 +108,7 @@ class Found:
         """Count one object."""
         self.object_count += 1
         self.byte_count += found.listed.byte_count
+        self.unread_count += found.is_too_large
         if found.header is not None:
             digest = found.header.tenant_digest.hex()
             model, kind = found.header.fingerprint.hex()[:MODEL_DIGITS], str(found.header.kind)
@@ -120,7 +144,7 @@ def scan(
     release and objects that are no chunks are never deleted. Raises InvalidRequest, PermissionDenied, Unavailable."""
     s3, tenants, found = settings_of(settings), names_of_tenants(settings), Found()
     for each in _examined(s3, found, verify=verify):
-        meant = [one for one in each if one.reason != "gone" and wanted.has(one, tenants, now_s)]
+        meant = [one for one in each if one.reason != "gone" and wanted.has(one, now_s)]
         for one in meant:
             found.add(one, tenants)
         doomed = [one for one in meant if one.reason != "newer"] if delete else []
@@ -151,6 +175,8 @@ def render(found: Found, now_s: float, *, is_verified: bool) -> Group:
     lines.append(f"damaged: {damaged or 'none'} (by {how})")
     if found.newer_count:
         lines.append(f"written by a newer release: {found.newer_count:,}, left alone")
+    if found.unread_count:
+        lines.append(f"too large to be read whole, headers checked: {found.unread_count:,}")
     if found.foreign_count:
         lines.append(f"no chunks: {found.foreign_count:,}, left alone")
     return Group(table, *map(Text, lines))

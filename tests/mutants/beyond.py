@@ -126,4 +126,28 @@ MUTANTS = [
         "an operator's move into memory waits for a device for ever",
         (f"{STALLED}::test_what_is_brought_while_the_device_falls_silent_is_told",),
     ),
+    Mutant(
+        "a-tenants-name-is-the-start-of-a-digest",
+        "ops/kvstore_ops/scan.py",
+        "    return Wanted(tenant=exact or tenant.lower(), ",
+        "    return Wanted(tenant=tenant.lower(), ",
+        "a deletion of one tenant's objects deletes another one's",
+        ("tests/ops/test_scan.py::test_a_tenants_name_means_no_digest_that_begins_like_it",),
+    ),
+    Mutant(
+        "one-digit-of-a-tenant-is-enough-to-delete",
+        "ops/kvstore_ops/scan.py",
+        "    least = DIGITS_MIN if is_for_deletion else 1\n",
+        "    least = 1\n",
+        "a deletion of one tenant's objects deletes another one's",
+        ("tests/ops/test_scan.py::test_it_deletes_what_it_was_told_to_and_nothing_else",),
+    ),
+    Mutant(
+        "a-scan-holds-objects-of-any-size",
+        LISTING,
+        "    if each.byte_count > WHOLE_BYTES_MAX:\n",
+        "    if False:\n",
+        "whoever may write to the bucket fills the memory of a scan",
+        ("tests/ops/test_scan.py::test_what_is_large_is_read_alone_and_what_is_too_large_by_its_header",),
+    ),
 ]

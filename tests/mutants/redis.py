@@ -337,4 +337,28 @@ MUTANTS = [
         "a dead node of a cluster ages and fills the healthy ones",
         ("tests/tiers/redis/test_errands.py::test_an_errand_that_fails_keeps_none_of_the_others",),
     ),
+    Mutant(
+        "a-slow-line-is-a-stall-of-redis",
+        READS,
+        "        self._waits.began(job, grace_s(self._job_count, byte_count))\n",
+        "        self._waits.began(job)\n",
+        "large chunks on a slow line close the tier for all",
+        (f"{LINES}::test_a_large_chunk_on_a_slow_line_is_no_stall",),
+    ),
+    Mutant(
+        "a-read-from-redis-has-no-time-for-its-bytes",
+        READS,
+        "limit_s(JOB_S_MAX, byte_count)\n",
+        "JOB_S_MAX\n",
+        "large chunks on a slow line never arrive",
+        (f"{LINES}::test_a_job_has_time_for_its_bytes",),
+    ),
+    Mutant(
+        "a-write-to-redis-has-no-time-for-its-bytes",
+        TIER,
+        "limit_s(JOB_S_MAX, byte_count)\n",
+        "JOB_S_MAX\n",
+        "large chunks on a slow line are written again and again, and never there",
+        (f"{LINES}::test_a_job_has_time_for_its_bytes",),
+    ),
 ]

@@ -239,4 +239,12 @@ MUTANTS = [
         "a scan takes damaged chunks for whole ones",
         ("tests/ops/test_scan.py::test_a_chunk_is_checked_without_its_spec",),
     ),
+    Mutant(
+        "a-client-in-use-is-closed",
+        f"{ROOM}/connection.py",
+        "        if self._is_replaced and not self._use_count:\n",
+        "        if self._is_replaced:\n",
+        "credentials that are renewed cut large bodies that are on their way",
+        ("tests/tiers/s3/test_connection.py::test_a_client_is_closed_when_its_last_request_has_ended",),
+    ),
 ]

@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from kvstore_ops import scan as scanning
 from kvstore_ops.cli import app
 from typer.testing import CliRunner
 
 from kvstore.chunk import check_alone, encode_chunk
-from kvstore.errors import DataLoss, KVStoreError
+from kvstore.errors import DataLoss, InvalidRequest, KVStoreError
 from kvstore.seams import TenantKeys
+from kvstore.tiers.s3 import listing
+from kvstore.tiers.s3.listing import Examined, Listed
 from tests.contracts.chunks import SMALL, Chunk, chunk, layouts
 from tests.contracts.shared.s3_stand import S3Stand
 from tests.contracts.shared.stands import write
@@ -82,15 +85,70 @@ def test_it_deletes_what_it_was_told_to_and_nothing_else(stand: S3Stand) -> None
     chunks = filled(stand)
     before = stand.server.keys(f"{stand.settings.prefix}/")
     assert "give --tenant" in scan(stand, "--delete", "--yes")
-    assert "would delete 4" in scan(stand, "--delete", "--tenant", "7474")
+    assert "would delete 4" in scan(stand, "--delete", "--tenant", "74747474")
+    for short in ("7474", "7", "teapot"):
+        assert "at least 8" in scan(stand, "--delete", "--tenant", short, "--yes")
+        assert "at least 8" in scan(stand, "--delete", "--model", short, "--yes")
     assert scan(stand, "--json", "--delete", "--older-than", "1 h", "--yes")["deleted_count"] == 0
     assert stand.server.keys(f"{stand.settings.prefix}/") == before
-    assert scan(stand, "--json", "--delete", "--tenant", "7474", "--model", "2222", "--yes")["deleted_count"] == 4
+    assert (
+        scan(stand, "--json", "--delete", "--tenant", "74747474", "--model", "22222222", "--yes")["deleted_count"] == 4
+    )
     left = stand.server.keys(f"{stand.settings.prefix}/")
     assert len(left) == len(before) - 4
     assert all(each.header.storage_key.hex() not in " ".join(left) for each in chunks[6:])
     assert scan(stand, "--json", "--delete", "--older-than", "0 s", "--yes")["deleted_count"] == 5
     assert len(stand.server.keys(f"{stand.settings.prefix}/")) == 2, "what is newer, and what is no chunk, stays"
+
+
+def test_a_tenants_name_means_no_digest_that_begins_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant may be called "deadbeef", and another one's digest may begin so."""
+    own = "ab" * 16
+    monkeypatch.setattr(scanning, "names_of_tenants", lambda _: {own: "deadbeef"})
+    settings: Any = None
+    wanted = scanning.wanted_of(settings, "deadbeef", "", 0.0, is_for_deletion=True)
+    for digest, is_own in ((bytes.fromhex(own), True), (bytes.fromhex("deadbeef" + "00" * 12), False)):
+        what = chunk(1, tenant_digest=digest)
+        listed = Listed(what.header.storage_key, "", SMALL.total_bytes, 0.0)
+        assert wanted.has(Examined(listed, what.header), 1.0) is is_own
+    with pytest.raises(InvalidRequest, match="no tenant"):
+        scanning.wanted_of(settings, "deadbee", "", 0.0, is_for_deletion=True)
+
+
+def test_what_is_large_is_read_alone_and_what_is_too_large_by_its_header(
+    stand: S3Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory has few objects at a time: each is judged before another one is read in its place."""
+    filled(stand)
+    held, most = 0, []
+    whole, judged = listing._whole, listing._judged_whole
+
+    async def reading(*arguments: Any) -> Any:
+        nonlocal held
+        found = await whole(*arguments)
+        held += 1
+        most.append(held)
+        return found
+
+    def judging(looked: Any) -> Any:
+        nonlocal held
+        held -= 1
+        return judged(looked)
+
+    monkeypatch.setattr(listing, "_whole", reading)
+    monkeypatch.setattr(listing, "_judged_whole", judging)
+    monkeypatch.setattr(listing, "HEADERS_AT_ONCE", 2)
+    assert sum(scan(stand, "--json", "--verify")["damaged"].values()) == 3
+    assert max(most) <= listing.WHOLE_AT_ONCE
+    monkeypatch.setattr(listing, "SEVERAL_BYTES_MAX", 1)
+    most.clear()
+    held = 0
+    assert sum(scan(stand, "--json", "--verify")["damaged"].values()) == 3
+    monkeypatch.setattr(listing, "WHOLE_BYTES_MAX", 1)
+    most.clear()
+    found = scan(stand, "--json", "--verify")
+    assert not most
+    assert (found["unread_count"], sum(found["damaged"].values())) == (10, 2)
 
 
 def test_mistakes_name_the_setting(stand: S3Stand) -> None:

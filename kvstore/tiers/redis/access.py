@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvstore.config import RedisAddress, RedisSettings
@@ -24,6 +24,8 @@ class Access:
     certificate_file: str = ""
     key_file: str = ""
     database: int = 0
+    setting: str = "tiers.redis.password_file"
+    """The setting of ``password_file``."""
 
     @staticmethod
     def of(settings: RedisSettings, address: RedisAddress) -> Access:
@@ -32,6 +34,14 @@ class Access:
             username=settings.username or address.username, password=address.password,
             password_file=settings.password_file, is_tls=address.is_tls, ca_file=settings.ca_file,
             certificate_file=settings.certificate_file, key_file=settings.key_file, database=address.database,
+        )  # fmt: skip
+
+    @staticmethod
+    def of_sentinels(settings: RedisSettings, address: RedisAddress) -> Access:
+        """Return the access to the Sentinels, who have users and passwords of their own."""
+        return replace(
+            Access.of(settings, address), username=settings.sentinel_username, password="", database=0,
+            password_file=settings.sentinel_password_file, setting="tiers.redis.sentinel_password_file",
         )  # fmt: skip
 
     def credentials(self) -> tuple[str, ...]:
@@ -43,9 +53,7 @@ class Access:
                     password = file.read(PASSWORD_BYTES_MAX).decode().strip()
             except (OSError, UnicodeDecodeError) as error:
                 reason = getattr(error, "strerror", None) or "it is no text"
-                raise Unavailable(
-                    f"tiers.redis.password_file = {self.password_file}: it cannot be read ({reason})"
-                ) from None
+                raise Unavailable(f"{self.setting} = {self.password_file}: it cannot be read ({reason})") from None
         if not password:
             return ()
         return (self.username, password) if self.username else (password,)

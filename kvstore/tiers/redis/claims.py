@@ -10,11 +10,10 @@ from kvstore.config import RedisAddress, RedisSettings
 from kvstore.errors import KVStoreError
 from kvstore.seams import Clock, SystemRandom
 from kvstore.tiers.contract import UploadState
-from kvstore.tiers.redis.access import Access
+from kvstore.tiers.pace import Waits
 from kvstore.tiers.redis.control import Control
 from kvstore.tiers.redis.names import ChunkKeys
 from kvstore.tiers.redis.topology import topology_of
-from kvstore.tiers.redis.waits import Waits
 
 CONNECTION_COUNT = 2
 ANSWER_S_MAX = 0.25
@@ -30,7 +29,7 @@ class RedisClaims:
 
     def __init__(self, settings: RedisSettings, tier: str, clock: Clock) -> None:
         address = RedisAddress.of(settings.url)
-        topology = topology_of(address, Access.of(settings, address), CONNECTION_COUNT)
+        topology = topology_of(settings, address, CONNECTION_COUNT)
         self._control = Control(topology, CONNECTION_COUNT, Waits(clock))
         self._keys = ChunkKeys(settings.prefix)
         self._tier = tier

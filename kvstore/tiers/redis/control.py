@@ -10,6 +10,7 @@ from itertools import compress
 from operator import not_
 from typing import Any, NamedTuple
 
+from redis.asyncio.sentinel import MasterNotFoundError
 from redis.exceptions import (
     AskError,
     AuthenticationError,
@@ -31,12 +32,12 @@ from redis.exceptions import (
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.seams.scheduler import Result
 from kvstore.tiers.contract import UploadState
+from kvstore.tiers.pace import Waits
 from kvstore.tiers.redis.access import Server
 from kvstore.tiers.redis.cluster import Command
 from kvstore.tiers.redis.replies import refusal, unreachable
 from kvstore.tiers.redis.scripts import CLAIM, COMMIT, HEADER_BYTES_MAX, OPEN, THERE, TOUCH, Script
 from kvstore.tiers.redis.topology import Topology
-from kvstore.tiers.redis.waits import Waits
 
 CALL_S_MAX = 5.0
 """A call that takes more seconds than this has failed."""
@@ -268,6 +269,8 @@ def _translated(answered: Callable[[], None]) -> Iterator[None]:
         if code or isinstance(error, ResponseError):
             answered()
             raise refusal(f"{code} {error}".strip(), _WHERE) from raised
+        if isinstance(raised, MasterNotFoundError) and "Authentication" in str(raised):
+            raise unreachable("a Sentinel", "it wants another tiers.redis.sentinel_password_file") from raised
         raise unreachable(_WHERE, error) from raised
 
 

@@ -23,6 +23,8 @@ from kvstore.tiers.redis.replies import NO_WRITES, refusal, unreachable
 CONNECT_S_MAX = 2.0
 SILENCE_S_MAX = 3.0
 """A server that moves no byte for so many seconds is given up."""
+KEPT_S_MAX = 60.0
+"""A kept line that was not used for so many seconds is closed: its server may be gone for ever."""
 TICK_S = 0.25
 """Seconds between two checks of the time during a wait."""
 LINE_BYTES_MAX = 4096
@@ -74,6 +76,11 @@ class Line:
         except Unavailable as error:
             if error.fields.get(NO_WRITES) != "MISCONF":  # a server that cannot save refuses PING, and may be read
                 raise
+
+    @property
+    def is_stale(self) -> bool:
+        """True when the line was not used for a long time."""
+        return _clock.monotonic() - self._heard_s > KEPT_S_MAX
 
     @property
     def is_idle(self) -> bool:
@@ -257,6 +264,7 @@ def on_line(server: Server, until_s: float, work: Callable[[Line], Result]) -> R
     a new line, where the kept line turns out to be dead before the server sends a byte; so ``work`` must be repeatable.
     Raises as ``Line``."""
     line = _kept.lines.pop(server, None)
+    _close_stale()
     if line is not None and line.is_idle:
         try:
             return _used(line, until_s, work)
@@ -266,6 +274,14 @@ def on_line(server: Server, until_s: float, work: Callable[[Line], Result]) -> R
     elif line is not None:
         line.close()
     return _used(Line(server, until_s), until_s, work)
+
+
+def _close_stale() -> None:
+    """Close this thread's lines to servers that it has not asked for a long time."""
+    for server, line in list(_kept.lines.items()):
+        if line.is_stale:
+            del _kept.lines[server]
+            line.close()
 
 
 def _used(line: Line, until_s: float, work: Callable[[Line], Result]) -> Result:

@@ -29,7 +29,7 @@ IN_FLIGHT_COUNT = 2
 UNFINISHED_MS = 300_000
 """A write that is not committed by then expires by itself."""
 JOB_S_MAX = 20.0
-"""No job takes more seconds than this."""
+"""No job takes more seconds than this and than the time for its bytes (``limit_s``)."""
 Field = tuple[bytes, Sequence[Bytes]]
 """A name, and the memory whose bytes are written there."""
 

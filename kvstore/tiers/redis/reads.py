@@ -13,10 +13,10 @@ from contextlib import suppress
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import Clock, Workers
 from kvstore.seams.jobs import begun, failure_of, to_its_end
+from kvstore.tiers.pace import Waits, grace_s, limit_s
 from kvstore.tiers.redis.access import Server
 from kvstore.tiers.redis.moves import JOB_S_MAX, PartRead, read_parts
 from kvstore.tiers.redis.replies import MOVED
-from kvstore.tiers.redis.waits import Waits
 
 JOB_BYTES_MAX = 16 << 20
 AHEAD = 2
@@ -52,7 +52,7 @@ class Reads:
         self._workers = workers
         self._clock = clock
         self._waits = waits
-        self._turn_count = thread_count * AHEAD
+        self._job_count = self._turn_count = thread_count * AHEAD
         self._chunks: deque[ChunkReads] = deque()
         """Chunks that have reads waiting, each once."""
 
@@ -85,10 +85,11 @@ class Reads:
 
     def _start(self, chunk: ChunkReads, taken: list[Waiting]) -> None:
         parts = [part for part, _ in taken]
-        until_s = self._clock.monotonic() + JOB_S_MAX
+        byte_count = sum(part.byte_count for part in parts)
+        until_s = self._clock.monotonic() + limit_s(JOB_S_MAX, byte_count)
         job = asyncio.wrap_future(begun(self._workers, read_parts, chunk.server, chunk.key, parts, until_s))
         self._turn_count -= 1
-        self._waits.began(job)
+        self._waits.began(job, grace_s(self._job_count, byte_count))
         job.add_done_callback(self._ended)
         for number, (_, begins) in enumerate(taken):
             begins.set_result((job, number))

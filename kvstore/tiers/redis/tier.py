@@ -14,7 +14,7 @@ from kvstore.seams.memory import Bytes
 from kvstore.seams.scheduler import Result
 from kvstore.spec import Durability, Tier, encoding_of
 from kvstore.tiers.contract import Buffer, ChunkName, TierStatistics, UploadState, host_memory
-from kvstore.tiers.redis.access import Access
+from kvstore.tiers.pace import Waits, grace_s, limit_s
 from kvstore.tiers.redis.chunk import RedisChunk, read_opened
 from kvstore.tiers.redis.control import Control
 from kvstore.tiers.redis.embedded import EmbeddedServer
@@ -24,7 +24,6 @@ from kvstore.tiers.redis.names import ChunkKeys
 from kvstore.tiers.redis.reads import AHEAD, ChunkReads, Reads
 from kvstore.tiers.redis.replies import MOVED, NO_WRITES
 from kvstore.tiers.redis.topology import topology_of
-from kvstore.tiers.redis.waits import Waits
 
 ATTEMPT_BYTES = 16
 WHO_BYTES = 16
@@ -58,13 +57,14 @@ class RedisTier:
         self._ttl_ms = int(settings.ttl_s * 1000)
         self._clock = clock
         self._waits = Waits(clock)
-        topology = topology_of(address, Access.of(settings, address), settings.control_count)
+        topology = topology_of(settings, address, settings.control_count)
         self._control = Control(topology, settings.control_count, self._waits)
         errands = Control(topology, 1, Waits(clock))  # waits of its own: background calls do not count as stalls
         self._errands = Errands(errands, clock, 0 if settings.write == "never" else self._ttl_ms)
         self._readers, self._writers = readers, writers
         self._reads = Reads(readers, settings.reader_count, clock, self._waits)
-        self._turns = asyncio.Semaphore(settings.writer_count * AHEAD)
+        self._write_count = settings.writer_count * AHEAD
+        self._turns = asyncio.Semaphore(self._write_count)
         self._failure_count = 0
         self._read_bytes = self._written_bytes = 0
         self._is_read_only = False
@@ -147,31 +147,32 @@ class RedisTier:
         """Write a chunk's fields."""
         making = Making(header=header, layout=layout, encoding=self._encoding, sealing=self._trust.sealing())
         if not making.is_plain:
-            return await self._move(key, write_copy, making, source)
+            return await self._move(layout.total_bytes, key, write_copy, making, source)
         fields = fields_with(header, layout, source)
-        await self._move(key, write_fields, fields)
+        await self._move(layout.total_bytes, key, write_fields, fields)
         return Written(source[0].tobytes(), len(fields), layout.total_bytes)
 
-    async def _move(self, key: bytes, function: Callable[..., Result], *args: object) -> Result:
+    async def _move(self, byte_count: int, key: bytes, function: Callable[..., Result], *args: object) -> Result:
         """Have fields written, and once more where another server has the key by now. While a slot is being migrated no
         chunk of it is written: then no server takes a command with two keys."""
         try:
-            return await self._move_once(key, function, *args)
+            return await self._move_once(byte_count, key, function, *args)
         except Unavailable as error:
             if MOVED not in error.fields:
                 raise
             await self._control.followed(key, str(error.fields[MOVED]))
-        return await self._move_once(key, function, *args)
+        return await self._move_once(byte_count, key, function, *args)
 
-    async def _move_once(self, key: bytes, function: Callable[..., Result], *args: object) -> Result:
+    async def _move_once(self, byte_count: int, key: bytes, function: Callable[..., Result], *args: object) -> Result:
         failure_count = self._failure_count
         async with self._turns:
             if failure_count != self._failure_count:  # do not wait for a dead server one after the other
                 raise Unavailable("tiers.redis: the server failed others meanwhile: see tiers.redis.url")
             server = await self._control.server_of(key)
-            with self._waits.asked() as answered:
+            with self._waits.asked(grace_s(self._write_count, byte_count)) as answered:
+                until_s = self._clock.monotonic() + limit_s(JOB_S_MAX, byte_count)
                 try:
-                    found = await done(self._writers, function, server, key, *args, self._clock.monotonic() + JOB_S_MAX)
+                    found = await done(self._writers, function, server, key, *args, until_s)
                 except Unavailable as error:
                     if NO_WRITES in error.fields:
                         answered()

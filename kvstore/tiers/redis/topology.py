@@ -14,7 +14,7 @@ from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError
 
-from kvstore.config import RedisAddress
+from kvstore.config import RedisAddress, RedisSettings
 from kvstore.errors import Unavailable
 from kvstore.tiers.redis.access import Access, Server
 from kvstore.tiers.redis.cluster import ClusterNodes
@@ -47,13 +47,16 @@ class Topology(Protocol):
     async def close(self) -> None: ...
 
 
-def topology_of(address: RedisAddress, access: Access, control_count: int) -> Topology:
-    """Return the topology that a URL names. Connects to nothing yet."""
+def topology_of(settings: RedisSettings, address: RedisAddress, control_count: int) -> Topology:
+    """Return the topology that the settings name. ``address``: the server, which may be the tier's own. Connects to
+    nothing yet."""
+    access = Access.of(settings, address)
     options = _options(access)
     if address.kind == "cluster":
         return ClusterNodes(address, access, {**options, "max_connections": control_count + SPARE_COUNT})
     if address.kind == "sentinel":
-        return SentinelPrimary(address, access, options)
+        asked = {key: each for key, each in _options(Access.of_sentinels(settings, address)).items() if key != "db"}
+        return SentinelPrimary(address, access, options, asked)
     return SingleServer(address, access, options)
 
 
@@ -120,13 +123,14 @@ class SingleServer:
 
 
 class SentinelPrimary:
-    """The primary of a service, as its Sentinels say at each connect. The Sentinels are asked without a password."""
+    """The primary of a service, as its Sentinels say at each connect. ``asked``: the options of lines to Sentinels."""
 
     cluster: ClusterNodes | None = None
 
-    def __init__(self, address: RedisAddress, access: Access, options: dict[str, Any]) -> None:
-        lines = {key: each for key, each in options.items() if key not in ("db", "credential_provider")}
-        self._sentinel: Any = Sentinel(address.places, sentinel_kwargs=lines, **options)  # type: ignore[no-untyped-call]  # as redis-py has it
+    def __init__(
+        self, address: RedisAddress, access: Access, options: dict[str, Any], asked: dict[str, Any]
+    ) -> None:  # fmt: skip
+        self._sentinel: Any = Sentinel(address.places, sentinel_kwargs=asked, **options)  # type: ignore[no-untyped-call]  # as redis-py has it
         self._service = address.service
         self._access = access
         self._server: Server | None = None

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -26,8 +25,6 @@ CONNECT_S_MAX = 3.0
 HIDES_S = 30.0
 RENEW_S_MIN = 1.0
 """Credentials are read at most once in so many seconds."""
-LEFT_OPEN_S = 30.0
-"""A client of old credentials is closed after so many seconds: no request takes longer."""
 CONNECTIONS_BESIDES = 16
 """Connections for questions, in addition to those of readers and writers."""
 
@@ -52,6 +49,37 @@ class RetryBudget:
         return True
 
 
+class _Client:
+    """An endpoint's client, and the requests that use it. One that is replaced is closed once its last request has
+    ended: a large body may take minutes."""
+
+    def __init__(self, client: Any, stack: AsyncExitStack, made_s: float) -> None:
+        self.client = client
+        self.made_s = made_s
+        self._stack = stack
+        self._use_count = 0
+        self._is_replaced = False
+
+    @asynccontextmanager
+    async def used(self) -> AsyncIterator[Any]:
+        """Lend the client to a request."""
+        self._use_count += 1
+        try:
+            yield self.client
+        finally:
+            self._use_count -= 1
+            await self._close_unused()
+
+    async def replace(self) -> None:
+        """Close the client as soon as no request uses it."""
+        self._is_replaced = True
+        await self._close_unused()
+
+    async def _close_unused(self) -> None:
+        if self._is_replaced and not self._use_count:
+            await self._stack.aclose()
+
+
 class Connection:
     """A client, and the loop that it runs on. ``is_conditional``: False once the endpoint has said that it knows no
     conditional writes."""
@@ -59,11 +87,7 @@ class Connection:
     def __init__(self, settings: S3Settings) -> None:
         self._settings = settings
         self._loop = asyncio.new_event_loop()
-        self._client: Any = None
-        self._made_s = float("-inf")
-        self._stack = AsyncExitStack()
-        self._left_open: deque[tuple[float, AsyncExitStack]] = deque()
-        """Clients of old credentials: (when they were replaced, the stack that closes them)."""
+        self._client: _Client | None = None
         self._opening = asyncio.Lock()
         self._random = SystemRandom()
         self._budget = RetryBudget()
@@ -89,13 +113,14 @@ class Connection:
         the caller has no time for it. A connection, or credentials, that were kept too long are renewed in any case.
         Raises Refused."""
         for attempt in range(ATTEMPTS_MAX):
-            client: Any = None
+            held: _Client | None = None
             try:
-                client = await self._ready()
-                answer = await request(client)
+                held = await self._ready()
+                async with held.used() as client:
+                    answer = await request(client)
             except Exception as error:
                 refused = refusal_of(error)
-                is_renewed = refused.code in STALE and client is not None and await self._renew(client)
+                is_renewed = refused.code in STALE and held is not None and await self._renew(held)
                 is_closed = (refused.code in CLOSED or is_renewed) and not attempt
                 is_worth_it = is_closed or (refused.code in RETRIED and not is_urgent)
                 if not is_worth_it or attempt + 1 == ATTEMPTS_MAX or not self._budget.spend():
@@ -121,12 +146,13 @@ class Connection:
         """Record that a bare "403" was a denial: for a while it needs no second question."""
         self._hides_until_s = self._loop.time() + HIDES_S
 
-    async def _ready(self) -> Any:
+    async def _ready(self) -> _Client:
         if self._client is None:
             async with self._opening:
                 if self._client is None:
-                    self._client = await self._stack.enter_async_context(_client_of(self._settings))
-                    self._made_s = self._loop.time()
+                    stack = AsyncExitStack()
+                    client = await stack.enter_async_context(_client_of(self._settings))
+                    self._client = _Client(client, stack, self._loop.time())
         return self._client
 
     async def open(self) -> None:
@@ -136,18 +162,14 @@ class Connection:
         except Exception as error:
             raise refusal_of(error) from error
 
-    async def _renew(self, client: Any) -> bool:
+    async def _renew(self, held: _Client) -> bool:
         """Have the next request read its credentials anew. Returns True when they are newer than this client's: another
-        request may have renewed them. Credentials that were read a moment ago are not read again. The old client stays
-        open while other requests may wait for its answers."""
-        if client is self._client:
-            now_s = self._loop.time()
-            if now_s - self._made_s < RENEW_S_MIN:
+        request may have renewed them. Credentials that were read a moment ago are not read again."""
+        if held is self._client:
+            if self._loop.time() - held.made_s < RENEW_S_MIN:
                 return False
-            self._client, stack, self._stack = None, self._stack, AsyncExitStack()
-            self._left_open.append((now_s, stack))
-            while self._left_open[0][0] < now_s - LEFT_OPEN_S:
-                await self._left_open.popleft()[1].aclose()
+            self._client = None
+            await held.replace()
         return True
 
 

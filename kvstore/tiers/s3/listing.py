@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,10 @@ from kvstore.tiers.s3.objects import LOOK_S_MAX, VERSION, bucket_of, finished, o
 HEADER_BYTES = 16 << 10
 """Bytes of an object that are read first. A longer header is read again."""
 HEADERS_AT_ONCE = 16
+WHOLE_BYTES_MAX = 1 << 30
+"""A larger object is examined by its header: reading it whole takes this memory."""
+SEVERAL_BYTES_MAX = 64 << 20
+"""Objects up to this size are read whole ``WHOLE_AT_ONCE`` at a time, larger ones one at a time."""
 WHOLE_AT_ONCE = 4
 EXAMINE_S_MAX = 600.0
 
@@ -44,11 +48,13 @@ class Listed(NamedTuple):
 class Examined:
     """The result of examining an object. ``header``: of a chunk that is right as far as it was checked. Of a chunk in
     an envelope it has only the fields that are shown, and the strips are not checked. ``reason``: why it is damaged;
-    "newer": only a newer release can tell; "gone": it was removed meanwhile."""
+    "newer": only a newer release can tell; "gone": it was removed meanwhile. ``is_too_large``: it was to be read whole,
+    and only its header was."""
 
     listed: Listed
     header: ChunkHeader | None = None
     reason: str = ""
+    is_too_large: bool = False
 
 
 def pages(settings: S3Settings) -> Iterator[tuple[list[Listed], int]]:
@@ -93,15 +99,32 @@ def storage_key_of(settings: S3Settings, key: str) -> bytes | None:
 def examine(settings: S3Settings, listed: Sequence[Listed], *, whole: bool) -> list[Examined]:
     """Examine these objects by their headers, or by all of their bytes. Blocking. Raises PermissionDenied,
     Unavailable."""
-    look = _whole if whole else _header
-    at_once = WHOLE_AT_ONCE if whole else HEADERS_AT_ONCE
+    if not whole:
+        return finished(settings, "read", partial(_all, settings, listed, _by_header, HEADERS_AT_ONCE), EXAMINE_S_MAX)
+    small = [each for each in listed if each.byte_count <= SEVERAL_BYTES_MAX]
+    large = [each for each in listed if each.byte_count > SEVERAL_BYTES_MAX]
+    found = finished(settings, "read", partial(_all, settings, small, _by_all_bytes, WHOLE_AT_ONCE), EXAMINE_S_MAX)
+    for each in large:
+        found += finished(settings, "read", partial(_all, settings, [each], _by_all_bytes, 1), EXAMINE_S_MAX)
+    return found
 
-    async def all_of(connection: Connection) -> list[Looked | None]:
-        return await together((look(settings, each, connection) for each in listed), at_once)
 
-    found = finished(settings, "read", all_of, EXAMINE_S_MAX)
-    judged = _judged_whole if whole else _judged
-    return [_examined(each, looked, judged) for each, looked in zip(listed, found, strict=True)]
+async def _all(
+    settings: S3Settings, listed: Sequence[Listed], examined: Callable[..., Coroutine[Any, Any, Examined]],
+    at_once: int, connection: Connection,
+) -> list[Examined]:  # fmt: skip
+    return await together((examined(settings, each, connection) for each in listed), at_once)
+
+
+async def _by_header(settings: S3Settings, each: Listed, connection: Connection) -> Examined:
+    return _examined(each, await _header(settings, each, connection), _judged)
+
+
+async def _by_all_bytes(settings: S3Settings, each: Listed, connection: Connection) -> Examined:
+    """Judge the object here, so that its bytes are free before the next one is read."""
+    if each.byte_count > WHOLE_BYTES_MAX:
+        return replace(await _by_header(settings, each, connection), is_too_large=True)
+    return _examined(each, await _whole(settings, each, connection), _judged_whole)
 
 
 def _place(settings: S3Settings, each: Listed) -> dict[str, str]:

@@ -35,7 +35,7 @@ from kvstore.tiers.contract import (
     check_header,
     host_memory,
 )
-from kvstore.tiers.pace import Pace
+from kvstore.tiers.pace import Pace, grace_s
 from kvstore.tiers.s3.allowance import Allowance
 from kvstore.tiers.s3.judging import Finding, Judgement, judge
 from kvstore.tiers.s3.looking import look, probe
@@ -55,9 +55,6 @@ DAMAGED_COUNT_MAX = 1024
 SAID_AGAIN_S = 600.0
 CLOSE_S_MAX = 3.0
 """Seconds that a close waits for running jobs before it closes the lanes."""
-SLOW_BYTES_PER_S = 10e6
-"""A line with at least this rate is slow, but does not stall: reads or writes side by side take their time on it, and
-the tier is still asked meanwhile."""
 ANSWER_BYTES_MAX = 96 << 10
 """A lane's answer carries a header up to this size; a larger header is read by a thread of this process."""
 _log = logging.getLogger("kvstore.s3")
@@ -231,7 +228,7 @@ class S3Tier:
     def _read_grace_s(self, byte_count: int) -> float:
         """Seconds that reads of this size, side by side on a slow line, take without a stall. At most ``timeout_s``:
         a request that is silent for longer fails by itself."""
-        return min(self._settings.timeout_s, self._settings.reader_count * byte_count / SLOW_BYTES_PER_S)
+        return min(self._settings.timeout_s, grace_s(self._settings.reader_count, byte_count))
 
     async def run_check(self, function: Callable[..., Any], *args: object) -> Any:
         return await self._run(self._lanes.readers, function, *args)
@@ -308,12 +305,12 @@ class S3Tier:
         """Write the object. Returns its bytes; 0: another node's object is there instead."""
         making = Making(header=header, layout=layout, encoding=self._encoding, sealing=self._trust.sealing())
         place, writers = (self._settings, header.storage_key), self._lanes.writers
-        grace_s = self._settings.writer_count * layout.total_bytes / SLOW_BYTES_PER_S
+        slow_s = grace_s(self._settings.writer_count, layout.total_bytes)
         try:
             if making.is_plain:
-                done = await self._run(writers, write_object, *place, source, condition, grace_s=grace_s)
+                done = await self._run(writers, write_object, *place, source, condition, grace_s=slow_s)
             else:
-                done = await self._run(writers, write_copy_object, *place, making, source, condition, grace_s=grace_s)
+                done = await self._run(writers, write_copy_object, *place, making, source, condition, grace_s=slow_s)
         except PermissionDenied:
             self._is_read_only = True
             raise

@@ -42,10 +42,9 @@ def look_at_redis(settings: Settings) -> Iterator[Finding]:
 
 
 async def _asked(settings: Settings, address: RedisAddress) -> tuple[dict[str, Any], float]:
-    from kvstore.tiers.redis.access import Access
     from kvstore.tiers.redis.topology import topology_of
 
-    topology = topology_of(address, Access.of(settings.tiers.redis, address), 1)
+    topology = topology_of(settings.tiers.redis, address, 1)
     try:
         async with asyncio.timeout(ANSWER_S_MAX):
             told = await topology.client.info()

@@ -12,7 +12,9 @@ import pytest
 
 from kvstore.errors import DataLoss, DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.seams import SystemClock
-from kvstore.tiers.redis import control, line
+from kvstore.tiers import pace
+from kvstore.tiers.redis import control, line, reads
+from kvstore.tiers.redis import tier as tier_module
 from kvstore.tiers.redis.access import Access, Server
 from tests.contracts.chunks import chunk
 from tests.fakes.proxy import Proxy
@@ -114,6 +116,22 @@ def test_what_a_server_says_unasked_is_no_reply(tmp_path: Path) -> None:
         thread.join()
 
 
+def test_a_line_that_nobody_uses_is_not_kept_for_ever(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that left a cluster is asked by no thread again."""
+    lines = line._kept.lines
+    until_s = SystemClock().monotonic() + 20.0
+    with RedisServer() as left:
+        gone, other = Server(Access(), path=left.path), Server(Access(), path=server.path)
+        for each in (gone, other):
+            line.on_line(each, until_s, lambda one: one.ask(b"PING"))
+        assert {gone, other} <= lines.keys()
+        kept = lines[gone]
+        monkeypatch.setattr(line, "KEPT_S_MAX", 0.0)
+        line.on_line(other, until_s, lambda one: one.ask(b"PING"))
+        assert gone not in lines
+        assert kept._socket.fileno() < 0
+
+
 async def test_jobs_end_although_the_server_is_silent(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a read, of a write, and before a connection is made."""
     monkeypatch.setattr(line, "SILENCE_S_MAX", 0.3)
@@ -126,14 +144,60 @@ async def test_jobs_end_although_the_server_is_silent(server: RedisServer, monke
             stored = await tier.open(what.name)
             assert stored is not None
             proxy.is_silent = True
-            reads = [stored.check(range(10)) for _ in range(20)]
+            checks = [stored.check(range(10)) for _ in range(20)]
             async with asyncio.timeout(10):
-                found = await asyncio.gather(*reads, put(tier, chunk(2)), return_exceptions=True)
+                found = await asyncio.gather(*checks, put(tier, chunk(2)), return_exceptions=True)
             assert {type(each) for each in found} == {Unavailable}
             assert tier.stalled_s() == 0.0, "nobody waits any more"
             proxy.mend()
             await stored.check(range(10))
             assert await got(tier, what)
+
+
+@pytest.mark.parametrize("way", ["read", "write"])
+@pytest.mark.parametrize("is_enough", [True, False])
+async def test_a_job_has_time_for_its_bytes(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, way: str, is_enough: bool
+) -> None:
+    """A large chunk on a slow line would never arrive within a limit that knows no bytes."""
+    what = chunk(1, MANY_FIELDS)
+    async with redis_tier(server.url) as tier:
+        await put(tier, what)
+    for module in (tier_module, reads):
+        monkeypatch.setattr(module, "JOB_S_MAX", 0.1)
+    monkeypatch.setattr(pace, "BYTES_PER_S_MIN", 1e5 if is_enough else 1e12)
+    with Proxy(server.path) as proxy:
+        host, port = proxy.address
+        async with redis_tier(f"redis://{host}:{port}") as tier:
+            proxy.bytes_per_s = 20e6
+            moving = put(tier, what) if way == "write" else got(tier, what)
+            if is_enough:
+                assert await moving
+            else:
+                with pytest.raises(Unavailable, match="took too long"):
+                    await moving
+
+
+@pytest.mark.parametrize("way", ["read", "write"])
+async def test_a_large_chunk_on_a_slow_line_is_no_stall(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Reads and writes side by side take their time on it, and the server is asked meanwhile."""
+    what = chunk(1, MANY_FIELDS)
+    with Proxy(server.path) as proxy:
+        host, port = proxy.address
+        async with redis_tier(f"redis://{host}:{port}") as tier:
+            await put(tier, what)
+            for rate, is_stalled in ((1.0, False), (1e12, True)):
+                monkeypatch.setattr(pace, "SLOW_BYTES_PER_S", rate)
+                stored = await tier.open(what.name)
+                assert stored is not None
+                proxy.is_silent = True
+                moving = asyncio.ensure_future(stored.check(range(10)) if way == "read" else put(tier, what))
+                await asyncio.sleep(0.05)
+                assert bool(tier.stalled_s()) is is_stalled
+                proxy.mend()
+                await moving
 
 
 async def test_a_cancelled_read_touches_its_memory_no_more(server: RedisServer) -> None:

@@ -342,6 +342,24 @@ async def test_sentinels_name_the_primary_also_after_it_changed() -> None:
                 await put(tier, chunk(1))
 
 
+async def test_sentinels_have_a_password_of_their_own(tmp_path: Path) -> None:
+    file, ports = tmp_path / "sentinels", [free_port() for _ in range(2)]
+    file.write_text("theirs")
+    with ExitStack() as stack:
+        stack.enter_context(RedisServer("--requirepass", "pw", port=ports[0]))
+        sentinel = stack.enter_context(RedisServer("--requirepass", "theirs", port=ports[1], is_sentinel=True))
+        asked = sentinel.client(password="theirs")
+        asked.execute_command("SENTINEL", "MONITOR", "main", "127.0.0.1", ports[0], 1)
+        asked.execute_command("SENTINEL", "SET", "main", "auth-pass", "pw")
+        url = f"redis+sentinel://:pw@127.0.0.1:{ports[1]}/main"
+        async with redis_tier(url, sentinel_password_file=str(file)) as tier:
+            await put(tier, chunk(1))
+            assert await got(tier, chunk(1))
+        async with redis_tier(url) as tier:
+            with pytest.raises(Unavailable, match=r"tiers\.redis\.sentinel_password_file"):
+                await put(tier, chunk(1))
+
+
 # ---------------------------------------------------------------- TLS
 
 

@@ -15,7 +15,6 @@ from kvstore.errors import Exhausted, Unavailable
 from kvstore.seams import SystemClock
 from kvstore.tiers import pace
 from kvstore.tiers.s3 import looking, reading, writing
-from kvstore.tiers.s3 import tier as tier_module
 from kvstore.tiers.s3.allowance import DAY_S, Allowance
 from tests.contracts.chunks import LARGE, SMALL, chunk
 from tests.contracts.shared.s3_stand import S3Stand, tier_of
@@ -121,7 +120,7 @@ def test_a_large_read_on_a_slow_line_is_no_stall(
         await write(stand.tier, what)
         target = [np.empty(slab.byte_count, np.uint8) for slab in what.layout.slabs]
         for rate, is_stalled in ((1.0, False), (1e12, True)):
-            monkeypatch.setattr(tier_module, "SLOW_BYTES_PER_S", rate)
+            monkeypatch.setattr(pace, "SLOW_BYTES_PER_S", rate)
             stand.switches.turn_off()
             stored = None if is_ahead else await stand.tier.open(what.name)
             looked = stand.switches.hears("GET")
@@ -143,7 +142,7 @@ def test_a_large_chunk_on_a_slow_line_is_no_stall(stand: S3Stand, monkeypatch: p
 
     async def scenario() -> None:
         for rate, is_stalled in ((1.0, False), (1e12, True)):
-            monkeypatch.setattr(tier_module, "SLOW_BYTES_PER_S", rate)
+            monkeypatch.setattr(pace, "SLOW_BYTES_PER_S", rate)
             stand.switches.turn_off()
             await stand.tier.remove([chunk(1).header.storage_key])
             looked = stand.switches.hears("PUT")
