@@ -151,11 +151,14 @@ def watch(
 
 @app.command()
 def locate(
-    model: Annotated[str, typer.Option("--model", help="A model's id, as the sidecar knows it.")],
+    model: Annotated[str, typer.Option("--model", help="A model's id, as the sidecar knows it.")] = "",
     prompt: Annotated[
-        Path, typer.Option("--prompt", help="JSON token ids, one context or a list; text with --tokenizer.")
-    ],
-    tokenizer: Annotated[str, typer.Option(help="transformers' tokenizer: a directory or a name.")] = "",
+        Path | None, typer.Option("--prompt", help="JSON token ids, one context or a list; text with --tokenizer.")
+    ] = None,
+    digest: Annotated[
+        str, typer.Option("--digest", help="Instead of --prompt: the first digits of the prefix's last chunk.")
+    ] = "",
+    tokenizer: Annotated[str, typer.Option(help="A directory with a transformers tokenizer, or its cached name.")] = "",
     address: AddressOption = None,
     tenant: TenantOption = "",
     tls: TlsOption = "",
@@ -168,13 +171,12 @@ def locate(
     from kvstore_ops import locate as located
     from kvstore_ops.door import door_of
 
-    contexts = located.read_tokens(prompt, tokenizer)
     with door_of(address, tenant, tls).open() as client:
-        found = client.locate_each(located.model_named(client, model), contexts)
+        found, counts = located.find(client, model, prompt, digest, tokenizer)
     if as_json:
-        print(json.dumps([located.as_dict(*each) for each in zip(found, map(len, contexts), strict=True)], indent=2))
+        print(json.dumps([located.as_dict(*each) for each in zip(found, counts, strict=True)], indent=2))
         return
-    Console().print(located.render(found, list(map(len, contexts))))
+    Console().print(located.render(found, counts))
 
 
 def _benchmarks() -> list[str]:

@@ -9,6 +9,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from kvstore_ops.options import INTERRUPTED
+
 MODULES = (
     "planning",
     "fleet.command",
@@ -25,6 +27,13 @@ class Commands(TyperGroup):
     """The commands of ``cli``, then those of ``MODULES``."""
 
     _are_imported = False
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command. An interrupt ends it with the code that shells give it."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # typer's types of these are private
         if cmd_name not in self.commands:

@@ -35,7 +35,27 @@ class Door:
             raise InvalidRequest(
                 f"--tenant {name}: at {self.address} the token in $KVSTORE_TOKEN says which tenant asks"
             )
-        return Door(f"{UNIX}{self.socket.parent / name / self.socket.name}")
+        door = Door(f"{UNIX}{self.socket.parent / name / self.socket.name}")
+        if self.socket.exists() and door.is_absent():
+            raise InvalidRequest(f"--tenant {name}: there is no such tenant. There are: {', '.join(self._tenants())}")
+        return door
+
+    def is_absent(self) -> bool:
+        """True when the socket is certainly not there. A socket in another user's directory cannot be seen."""
+        assert self.socket is not None
+        try:
+            self.socket.stat()
+        except PermissionError:
+            return False
+        except OSError:
+            return True
+        return False
+
+    def _tenants(self) -> list[str]:
+        """Return the names of all tenants whose sockets this user sees beside the default tenant's."""
+        assert self.socket is not None
+        others = sorted(each.parent.name for each in self.socket.parent.glob(f"*/{self.socket.name}"))
+        return [DEFAULT_TENANT, *others]
 
     def open(self) -> Client:
         """Connect a client. Raises as ``connect`` does."""

@@ -19,6 +19,23 @@ from kvstore.wire import spec_from_message
 from kvstore_ops.operators.harmless import REASON_CHARACTERS_MAX, cell
 
 
+def find(
+    client: Client, model: str, prompt: Path | None, digest: str, tokenizer: str
+) -> tuple[list[Location], list[int]]:
+    """Locate the contexts that the options name, and count the tokens of each. Raises InvalidRequest."""
+    if digest or prompt is None:
+        from kvstore_ops.operators.calls import Operator
+        from kvstore_ops.operators.chains import chains_of, located
+
+        asked = Operator(client)
+        (chain,) = chains_of(asked, model, prompt, digest, tokenizer)
+        return [located(asked, chain)], [chain.token_count]
+    if not model:
+        raise InvalidRequest("--prompt needs --model: whose tokens are they?")
+    contexts = read_tokens(prompt, tokenizer)
+    return client.locate_each(model_named(client, model), contexts), list(map(len, contexts))
+
+
 def model_named(client: Client, name: str) -> ModelSpec:
     """Return the one registered model whose id, or the id's last part, is ``name``. Raises InvalidRequest."""
     specs = [spec_from_message(each.spec) for each in client.stats().models if each.spec.layers]
@@ -35,18 +52,15 @@ def model_named(client: Client, name: str) -> ModelSpec:
 
 
 def read_tokens(path: Path, tokenizer: str) -> list[list[int]]:
-    """Read the contexts of a file ("-": standard input). With a ``tokenizer`` (a directory or name for transformers)
-    the file is a text; else it is JSON, a list of token ids or a list of such lists. Raises InvalidRequest."""
+    """Read the contexts of a file ("-": standard input). With a ``tokenizer`` (a directory, or a name in this machine's
+    cache of transformers) the file is a text; else it is JSON, a list of token ids or a list of such lists. Raises
+    InvalidRequest."""
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"--prompt {path}: {error}") from error
     if tokenizer:
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise InvalidRequest("--tokenizer needs transformers: pip install 'kvstore[transformers]'") from error
-        return [list(AutoTokenizer.from_pretrained(tokenizer)(text)["input_ids"])]
+        return [_tokenized(text, tokenizer)]
     try:
         found: Any = json.loads(text)
     except ValueError as error:
@@ -57,6 +71,22 @@ def read_tokens(path: Path, tokenizer: str) -> list[list[int]]:
     if not all(isinstance(each, list) and all(type(token) is int for token in each) for each in contexts):
         raise InvalidRequest(f"--prompt {path}: a list of token ids, or a list of such lists, is wanted")
     return contexts
+
+
+def _tokenized(text: str, tokenizer: str) -> list[int]:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise InvalidRequest("--tokenizer needs transformers: pip install 'kvstore[transformers]'") from error
+    try:
+        found = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+    except Exception as error:
+        raise InvalidRequest(
+            f"--tokenizer {tokenizer}: no tokenizer of transformers is in that directory, or in this machine's cache "
+            f"under that name ({str(error).partition(chr(10))[0][:200]}): nothing is downloaded; name a directory with "
+            "tokenizer.json"
+        ) from error
+    return list(found(text)["input_ids"])
 
 
 def as_dict(location: Location, token_count: int) -> dict[str, Any]:

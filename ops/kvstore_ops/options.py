@@ -36,6 +36,8 @@ TlsOption = Annotated[
 ]
 
 NOT_FOUND, NOT_CONFIRMED, NOT_ALL, UNWELL = 3, 9, 10, 11
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit codes after SIGINT and SIGTERM, as shells have them."""
 EXIT_CODES: dict[type[KVStoreError], int] = {
     InvalidRequest: 2,
     Unavailable: 4,

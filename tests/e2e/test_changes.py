@@ -14,47 +14,12 @@ import pytest
 from kvstore_client import Client, connect
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.keys import chain_digests
 from kvstore.spec import Durability, Tier
+from tests.e2e.stored import STEP, Stored, both, chunks_of
 from tests.fakes.redis_server import RedisServer
 from tests.ops.command import Done, run
 from tests.server.raw import eventually
-from tests.specs import bits, random_cache, small_spec, tokens_of
-
-STEP = small_spec().chunk_tokens
-_numbers = iter(range(1, 1000))
-
-
-class Stored:
-    """A model of its own with one context on the device. ``digests``: of its chunks, in hex."""
-
-    def __init__(self, client: Client, count: int, tail: int = 0) -> None:
-        self.client = client
-        self.number = next(_numbers)
-        self.name = f"model-{self.number}"
-        self.spec = small_spec(model_id=self.name, weights_digest=f"{self.number:064x}")
-        self.tokens = tokens_of(count * STEP + tail, self.number)
-        self.store()
-        self.digests = [each.hex() for each in chain_digests(self.tokens, STEP)][:count]
-
-    def store(self) -> None:
-        cache = random_cache(self.spec, len(self.tokens), self.number)
-        assert self.client.store(self.spec, self.tokens, cache).wait(20) is Durability.LOCAL
-
-    @property
-    def hit_count(self) -> int:
-        """Tokens that a fetch gives, with every byte as it was stored."""
-        found = self.client.fetch(self.spec, self.tokens, verify=True)
-        cache = random_cache(self.spec, len(self.tokens), self.number)
-        for layer, put in zip(found, cache, strict=True):
-            for got, whole in zip(layer, put, strict=True):
-                assert not found.token_count or np.array_equal(bits(got), whole[:, : found.token_count])
-        return found.token_count
-
-    def prompt(self, place: Path) -> str:
-        path = place / "prompt.json"
-        path.write_text(json.dumps([int(each) for each in self.tokens]))
-        return str(path)
+from tests.specs import random_cache, tokens_of
 
 
 @pytest.fixture(scope="module")
@@ -81,26 +46,6 @@ def say(sidecar: Sidecar) -> Any:
         return run(*arguments, "--socket", sidecar.address.removeprefix("unix://"))
 
     return said
-
-
-def chunks_of(say: Any, name: str) -> dict[str, Any]:
-    """Everything that a listing tells of a model's chunks but its counts of uses, by digest."""
-    found = {each["digest"]: each for each in say("ls", "--model", name, "--json").json["chunks"]}
-    for each in found.values():
-        del each["use_count"]
-    return found
-
-
-def both(say: Any, stored: Stored, *arguments: str) -> tuple[dict[str, int], Done]:
-    """A dry run, which changes nothing, and the run, which does what it said. The words of both, and the run."""
-    before = chunks_of(say, stored.name)
-    dry = say(*arguments, "--dry-run", "--json")
-    assert dry.code == 0, dry.err
-    assert chunks_of(say, stored.name) == before
-    done = say(*arguments, "--json")
-    assert dry.json["outcomes"] == done.json["outcomes"], done.err
-    assert dry.json["total_count"] == done.json["total_count"]
-    return {what: each["chunk_count"] for what, each in done.json["outcomes"].items()}, done
 
 
 # ---------------------------------------------------------------- evict
@@ -213,6 +158,20 @@ def test_names_that_are_not_there_change_nothing(say: Any) -> None:
     assert say("drain", "--tier", "memory", "--yes").code == 2
 
 
+def test_the_question_before_a_dangerous_change_is_no_part_of_its_json(
+    client: Client, say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = Stored(client, 1)
+    monkeypatch.setattr("kvstore_ops.operators.changing._is_at_terminal", lambda: True)
+    for answer, code in ((False, 9), (True, 0)):
+        monkeypatch.setattr("typer.confirm", lambda *_, answer=answer, **__: answer)
+        done = say("evict", "--model", stored.name, "--json")
+        assert done.code == code
+        assert "removed" in done.err
+        assert done.out == "" if code else done.json["outcomes"]["removed"]["chunk_count"] == 1
+    assert chunks_of(say, stored.name) == {}
+
+
 # ---------------------------------------------------------------- pin
 
 
@@ -315,6 +274,38 @@ def test_a_prompt_is_prefetched(client: Client, say: Any, tmp_path: Path) -> Non
     assert both(say, stored, "prefetch", "--model", stored.name, "--prompt", prompt)[0] == {"in memory already": 3}
     assert client.stats().sessions.lease_count == 0
     assert client.lookup(stored.spec, stored.tokens).chunks[2].tier is Tier.DRAM
+
+
+def test_contexts_are_prefetched_together_and_told_as_one(client: Client, say: Any, tmp_path: Path) -> None:
+    """One that is nowhere does not keep the ones behind it away."""
+    first, missing = Stored(client, 2), tokens_of(2 * STEP, 998)
+    cache = random_cache(first.spec, 3 * STEP, 997)
+    last = tokens_of(3 * STEP, 997)
+    assert client.store(first.spec, last, cache).wait(20) is Durability.LOCAL
+    assert say("move", "--model", first.name, "--to", "nvme", "--yes").code == 0
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps([[int(token) for token in each] for each in (first.tokens, missing, last)]))
+    words, done = both(say, first, "prefetch", "--model", first.name, "--prompt", str(path))
+    assert words == {"brought into memory": 5, "not stored": 2}
+    assert done.json["total_count"] == 7
+
+
+def test_a_prefix_is_prefetched_and_located_by_its_last_chunks_digest(client: Client, say: Any) -> None:
+    stored, twin = Stored(client, 3), Stored(client, 1)
+    twin.tokens = stored.tokens[:STEP]
+    twin.store()
+    assert say("move", "--model", stored.name, "--to", "nvme", "--yes").code == 0
+    (found,) = say("locate", "--digest", stored.digests[1][:16], "--json").json
+    assert found["token_count"] == 2 * STEP
+    assert [(each["tier"], each["token_count"]) for each in found["prefixes"]] == [("NVME", 2 * STEP)]
+    words, _ = both(say, stored, "prefetch", "--digest", stored.digests[1])
+    assert words == {"brought into memory": 2}
+    refused = say("prefetch", "--digest", stored.digests[0])
+    assert (refused.code, twin.name in refused.err) == (2, True)
+    assert say("prefetch", "--digest", stored.digests[0], "--model", twin.name).code == 0
+    for wrong in (["--digest", "00" * 32], [], ["--prompt", "-"], ["--prompt", "-", "--digest", stored.digests[0]]):
+        for command in ("locate", "prefetch"):
+            assert say(command, *wrong).code == 2, (command, wrong)
 
 
 # ---------------------------------------------------------------- verify

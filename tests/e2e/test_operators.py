@@ -253,6 +253,14 @@ def test_settings_are_reloaded_by_the_socket_alone(
     assert run("reload", "--address", sidecar.tcp_address).code == 2
 
 
+def test_a_tenant_that_is_not_there_is_named_with_those_that_are(sidecar: Sidecar) -> None:
+    for command in (["tiers"], ["evict", "--all", "--yes"], ["top", "--count", "1"], ["status"]):
+        done = ask(sidecar, "nobody", *command)
+        assert done.code == 2, done
+        assert "default, a, b" in done.err
+    assert run("tiers", "--socket", "/nonexistent/kvstore.sock", "--tenant", "a").code == 4
+
+
 def test_nobody_there_has_an_exit_code_and_a_remedy() -> None:
     for command in (["tiers"], ["ls"], ["models"], ["show", "abcd"]):
         done = run(*command, "--socket", "/nonexistent/kvstore.sock")

@@ -6,14 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from kvstore_ops.bench.peers import ENVIRONMENT
 from kvstore_ops.cli import _benchmarks
+from kvstore_ops.locate import read_tokens
 from kvstore_ops.sidecar import Sidecar
 
+from kvstore.errors import InvalidRequest
 from tests.conftest import ROOT
+from tests.ops.command import run
 
 FIELDS = {"name", "value", "unit", "limit", "ratio", "target", "met", "runs", "spread", "conditions"}
 
@@ -50,6 +54,28 @@ def test_config_shows_long_values_whole(monkeypatch: pytest.MonkeyPatch) -> None
     shown = kvstore("config").stdout
     assert shown.count("/long") > 30
     assert "…" not in shown
+
+
+def test_an_interrupted_command_ends_as_shells_expect(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvstore_ops.door.Door.open", interrupted)
+    done = run("tiers")
+    assert (done.code, done.out) == (130, "")
+    assert "Traceback" not in done.err
+
+
+def test_a_tokenizer_that_is_not_on_this_machine_is_an_error_and_no_download(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers are not installed")
+    (tmp_path / "prompt.txt").write_text("a text")
+    wrong = tmp_path / "tokenizer"
+    wrong.mkdir()
+    (wrong / "tokenizer_config.json").write_text("{]")
+    for name in ("nobody/nothing", str(wrong), "../[x]"):
+        with pytest.raises(InvalidRequest, match="nothing is downloaded") as refused:
+            read_tokens(tmp_path / "prompt.txt", name)
+        assert "\n" not in refused.value.message
 
 
 def test_an_unknown_benchmark_is_named() -> None:

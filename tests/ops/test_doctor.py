@@ -115,6 +115,21 @@ def test_the_device(tmp_path: Path) -> None:
     assert none["device"].health is Health.UNSEEN
 
 
+def test_the_sample_is_written_into_no_file_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = tmp_path / "others"
+    others.write_text("theirs")
+    home = tmp_path / "device"
+    home.mkdir()
+    monkeypatch.setattr("secrets.token_hex", lambda _: "guessed")
+    own = {"TIERS__NVME__DIRECTORY": str(home), "ARENA__CAPACITY_BYTES": "16 MiB"}
+    for plant in (lambda at: at.symlink_to(others), lambda at: at.hardlink_to(others)):
+        plant(home / ".doctor-guessed")
+        found = by_subject(look_at_device(settings(TIERS__NVME__CAPACITY_BYTES="1 MiB", **own).settings))
+        assert is_said(found["device rate"], Health.BAD)
+        assert others.read_text() == "theirs"
+        (home / ".doctor-guessed").unlink()
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
 def test_certificates_that_ended_end_soon_or_are_none(tmp_path: Path) -> None:
     made_certificates(tmp_path)  # valid for two days

@@ -116,9 +116,11 @@ class Terminal:
         os.close(self.theirs)
 
 
-@pytest.mark.parametrize(("width", "height", "key"), [(80, 24, b"q"), (20, 10, b"")])
+@pytest.mark.parametrize(
+    ("width", "height", "key"), [(80, 24, b"q"), (20, 10, signal.SIGINT), (80, 24, signal.SIGTERM)]
+)
 def test_it_quits_cleanly_on_a_wide_and_on_a_narrow_terminal(
-    sidecar: Sidecar, width: int, height: int, key: bytes
+    sidecar: Sidecar, width: int, height: int, key: bytes | signal.Signals
 ) -> None:
     spec = small_spec(model_id="short")
     with connect(sidecar.address) as client:
@@ -126,12 +128,12 @@ def test_it_quits_cleanly_on_a_wide_and_on_a_narrow_terminal(
     terminal = Terminal(sidecar, width, height, NO_COLOR="1")
     try:
         terminal.until("dram")
-        if key:
+        if isinstance(key, bytes):
             os.write(terminal.ours, key)
         else:
-            os.kill(terminal.process.pid, signal.SIGINT)
+            os.kill(terminal.process.pid, key)
         terminal.until("\x1b[?1049l")  # the screen that was there before is back
-        assert terminal.process.wait(20) == 0
+        assert terminal.process.wait(20) == (143 if key is signal.SIGTERM else 0)
         assert termios.tcgetattr(terminal.theirs) == terminal.before
         assert "Traceback" not in terminal.said
         assert terminal.said.rindex("\x1b[?25h") > terminal.said.rindex("\x1b[?25l")  # the cursor, too

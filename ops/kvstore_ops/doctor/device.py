@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,7 +63,7 @@ def _room(settings: Settings) -> Finding:
 
 
 def _rates(directory: Path) -> Iterator[Finding]:
-    path = directory / f".doctor-{os.getpid()}"
+    path = directory / f".doctor-{secrets.token_hex(8)}"
     descriptor, is_direct = _opened(path)
     try:
         yield _direct(is_direct=is_direct)
@@ -106,11 +107,13 @@ def _rate(subject: str, rate: float) -> Finding:
 
 
 def _opened(path: Path) -> tuple[int, bool]:
-    """Create a file. Return its descriptor, and whether it has direct I/O."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    """Create a file that was not there, and follow no link: others may be able to write to the directory. Return its
+    descriptor, and whether it has direct I/O."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         return os.open(path, flags | os.O_DIRECT, 0o600), True
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
+    path.unlink(missing_ok=True)  # some file systems make the file before they refuse direct I/O
     return os.open(path, flags, 0o600), False

@@ -11,6 +11,7 @@ from kvstore_client.planes.session import noted, translated
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from kvstore.spec import ModelSpec
+from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2
 from kvstore_ops.locate import model_named
 
@@ -57,6 +58,12 @@ class Operator:
         found: admin_pb2.ShowChunkResponse = self._call("ShowChunk", admin_pb2.ShowChunkRequest(digest=digest))
         return found
 
+    def locate(self, query: pb.ChainQuery) -> pb.LocateResponse:
+        """Ask which nodes and tiers have a chain."""
+        request = pb.LocateRequest(queries=[query])
+        found: pb.LocateResponse = self._session.call(self._session.cache.Locate, request, ANSWER_S_MAX)
+        return found
+
     def hottest(self, count: int) -> list[admin_pb2.HotPrefix]:
         """Return the prefixes that were fetched most of late; none from a sidecar of a release without this call."""
         try:
@@ -94,7 +101,7 @@ class Operator:
         try:
             stream = noted(getattr(session.admin, method)(request, metadata=session.metadata))
         except ValueError as error:
-            raise Unavailable("the sidecar is gone") from error
+            raise Unavailable("the sidecar is gone: its log says why; kvstore serve starts it again") from error
         feed = Feed(stream, translated, session.returns)
         try:
             while True:
@@ -103,7 +110,9 @@ class Operator:
                 except InvalidRequest as error:
                     raise _of_another_release(error, method) from error
                 except TimeoutError:
-                    raise DeadlineExceeded(f"the sidecar said nothing for {ANSWER_S_MAX:.0f} s") from None
+                    raise DeadlineExceeded(
+                        f"the sidecar said nothing for {ANSWER_S_MAX:.0f} s: see its log, and try again"
+                    ) from None
                 yield message
                 if message.is_last:
                     return

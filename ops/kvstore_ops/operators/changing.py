@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from kvstore_client.prompt import Prompt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvstore.errors import DataLoss, InvalidRequest
-from kvstore.keys import fingerprint
-from kvstore.spec import Exactness
 from kvstore.units import parse_duration
-from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2
 from kvstore_ops.door import door_of
-from kvstore_ops.locate import model_named, read_tokens
 from kvstore_ops.operators import tables
 from kvstore_ops.operators.calls import Operator
+from kvstore_ops.operators.chains import ContextsOption, LastDigestOption, chains_of
 from kvstore_ops.operators.reading import (
     DigestOption,
     ModelOption,
@@ -167,8 +162,9 @@ def move(
 
 
 def prefetch(
-    model: Annotated[str, typer.Option("--model", help="A model's id, as the sidecar knows it.")],
-    prompt: Annotated[Path, typer.Option("--prompt", help="JSON token ids, one context or a list; or text.")],
+    model: Annotated[str, typer.Option("--model", help="A model's id, as the sidecar knows it.")] = "",
+    prompt: ContextsOption = None,
+    digest: LastDigestOption = "",
     tokenizer: TokenizerOption = "",
     dry_run: DryRunOption = False,
     address: AddressOption = None,
@@ -176,18 +172,17 @@ def prefetch(
     tls: TlsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Bring a prompt's stored prefix into memory, as a fetch would.
+    """Bring a prompt's stored prefix into memory, as a fetch would. What became of several contexts is told together.
 
     Example: kvstore prefetch --model my-model --prompt prompt.json
     """
-    contexts = read_tokens(prompt, tokenizer)
-    with door_of(address, tenant, tls).open() as client:
-        spec, asked = model_named(client, model), Operator(client)
-        for tokens in contexts:
-            chain = Prompt.of(spec, tokens, (), Exactness.EXACT).digests
-            query = pb.ChainQuery(fingerprint=fingerprint(spec, spec.kind), digests=b"".join(chain))
-            request = admin_pb2.ChangeRequest(prefetch=admin_pb2.Prefetch(query=query))
-            _change(asked, request, dry_run=dry_run, as_json=as_json)
+    with operator(address, tenant, tls) as asked:
+        chains = chains_of(asked, model, prompt, digest, tokenizer)
+        requests = [
+            admin_pb2.ChangeRequest(prefetch=admin_pb2.Prefetch(query=each.query), dry_run=dry_run) for each in chains
+        ]
+        found = tables.outcomes_together([_followed(asked, each) for each in requests])
+    _tell(found, dry_run=dry_run, as_json=as_json)
 
 
 def verify(
@@ -245,18 +240,34 @@ def _change(
     asked: Operator, request: admin_pb2.ChangeRequest, *, dry_run: bool, as_json: bool, yes: bool = True,
     is_dangerous: bool = False,
 ) -> None:  # fmt: skip
-    """Make a change or its dry run, and print the outcome; ask before a dangerous one. Raises typer.Exit with a code of
-    its own when not everything was done."""
+    """Make a change or its dry run, and print the outcome; ask before a dangerous one. Raises typer.Exit as ``_tell``
+    does."""
     if is_dangerous and not dry_run and not yes:
-        if not sys.stdin.isatty():
+        if not _is_at_terminal():
             typer.echo("kvstore: this removes copies: say --yes, or look first with --dry-run", err=True)
             raise typer.Exit(NOT_CONFIRMED)
         request.dry_run = True
-        Console().print(tables.render_outcomes(_followed(asked, request), dry_run=True))
-        if not typer.confirm("Go on?"):
+        Console(stderr=as_json).print(tables.render_outcomes(_followed(asked, request), dry_run=True))
+        if not _is_confirmed():
             raise typer.Exit(NOT_CONFIRMED)
     request.dry_run = dry_run
-    found = _followed(asked, request)
+    _tell(_followed(asked, request), dry_run=dry_run, as_json=as_json)
+
+
+def _is_at_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _is_confirmed() -> bool:
+    """Ask at the terminal; its end, or an interrupt, is a no. The answer to --json alone goes to standard output."""
+    try:
+        return typer.confirm("Go on?", err=True)
+    except typer.Abort:
+        return False
+
+
+def _tell(found: admin_pb2.ChangeResponse, *, dry_run: bool, as_json: bool) -> None:
+    """Print what became of all chunks. Raises typer.Exit with a code of its own when not everything was done."""
     if as_json:
         print(json.dumps(tables.outcomes_as_dict(found, dry_run=dry_run), indent=2))
     else:

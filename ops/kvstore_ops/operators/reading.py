@@ -29,7 +29,9 @@ PromptOption = Annotated[
     Path | None,
     typer.Option(help="Only a prompt's chunks: JSON token ids, or text with --tokenizer. Needs --model."),
 ]
-TokenizerOption = Annotated[str, typer.Option(help="transformers' tokenizer: a directory or a name.")]
+TokenizerOption = Annotated[
+    str, typer.Option(help="A directory with a transformers tokenizer, or its name in this machine's cache.")
+]
 
 
 @contextmanager
@@ -109,7 +111,10 @@ def show_chunk(
     if not found.parts:
         why = tables.shown_as_dict(found)["reason"]
         gone = f": it was here and is gone ({why})" if found.reason else ""
-        typer.echo(f"kvstore: no chunk is stored whose digest begins with {digest[:64]!r}{gone}", err=True)
+        typer.echo(
+            f"kvstore: no chunk is stored whose digest begins with {digest[:64]!r}{gone}: kvstore ls has the others",
+            err=True,
+        )
         raise typer.Exit(NOT_FOUND)
 
 

@@ -243,6 +243,21 @@ def outcomes_as_dict(found: admin_pb2.ChangeResponse, *, dry_run: bool) -> dict[
     return {"dry_run": dry_run, "total_count": found.total_count, "outcomes": outcomes, "problem": found.problem}
 
 
+def outcomes_together(found: Sequence[admin_pb2.ChangeResponse]) -> admin_pb2.ChangeResponse:
+    """Return the outcomes of several changes as those of one."""
+    whole, counts = admin_pb2.ChangeResponse(is_last=True), dict[str, admin_pb2.Outcome]()
+    for each in found:
+        whole.done_count += each.done_count
+        whole.total_count += each.total_count
+        whole.problem = whole.problem or each.problem
+        for outcome in each.outcomes:
+            kept = counts.setdefault(outcome.what, admin_pb2.Outcome(what=outcome.what))
+            kept.chunk_count += outcome.chunk_count
+            kept.byte_count += outcome.byte_count
+    whole.outcomes.extend(counts.values())
+    return whole
+
+
 def render_outcomes(found: admin_pb2.ChangeResponse, *, dry_run: bool) -> Group:
     """Draw a line per kind of outcome."""
     table = Table("would be" if dry_run else "became", Column("chunks", justify="right"), "as in memory")

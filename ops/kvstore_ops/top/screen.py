@@ -21,7 +21,7 @@ from rich.live import Live
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore_ops.door import door_of
 from kvstore_ops.operators.calls import Operator
-from kvstore_ops.options import AddressOption, TenantOption, TlsOption
+from kvstore_ops.options import TERMINATED, AddressOption, TenantOption, TlsOption
 from kvstore_ops.top.frame import lines_of
 from kvstore_ops.top.sample import Sample, take_sample
 
@@ -54,11 +54,11 @@ def top(
                 live.update(frame, refresh=True)
                 if number == count:
                     return
+    if ended.is_terminated:  # and the terminal is as it was
+        raise typer.Exit(TERMINATED)
 
 
-def _frames(
-    asked: Operator, console: Console, interval_s: float, keys: int | None, ended: threading.Event
-) -> Iterator[Group]:
+def _frames(asked: Operator, console: Console, interval_s: float, keys: int | None, ended: Ended) -> Iterator[Group]:
     """Yield a frame after each sample, until the user quits. While the sidecar does not answer, the last sample is
     shown with the problem."""
     first: Sample | None = None
@@ -92,25 +92,33 @@ def _keys() -> Iterator[int | None]:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
-@contextmanager
-def _interrupt() -> Iterator[threading.Event]:
-    """Yield an event that an interrupt sets. The first interrupt raises nothing, because an exception would be lost
-    inside a callback of gRPC. The second one raises KeyboardInterrupt."""
-    ended = threading.Event()
+class Ended(threading.Event):
+    """Set once an interrupt or SIGTERM has come."""
 
-    def note(*_signal_and_frame: object) -> None:
+    is_terminated = False
+
+
+@contextmanager
+def _interrupt() -> Iterator[Ended]:
+    """Yield an event that an interrupt or SIGTERM sets. The first one raises nothing, because an exception would be
+    lost inside a callback of gRPC. The second one raises KeyboardInterrupt."""
+    ended = Ended()
+
+    def note(number: int, _frame: object) -> None:
         if ended.is_set():
             raise KeyboardInterrupt
+        ended.is_terminated = number == signal.SIGTERM
         ended.set()
 
-    before = signal.signal(signal.SIGINT, note)
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield ended
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _quits(keys: int | None, seconds: float, ended: threading.Event) -> bool:
+def _quits(keys: int | None, seconds: float, ended: Ended) -> bool:
     """Wait for the next sample. True when the user typed q meanwhile, interrupted, or closed the input."""
     if keys is None:
         return ended.wait(seconds)
