@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -158,6 +158,13 @@ class Found(NamedTuple):
     is_whole: bool
 
 
+class FoundFew(NamedTuple):
+    """The same as ``Found``, as a list."""
+
+    news: list[int]
+    is_whole: bool
+
+
 def find(words: Words, tags: Words) -> Found | None:
     """Look tags up in a table's words. Return None for a table that is retired. Cost: about 30 us for 128 tags."""
     mask = slots_of(words) - 1
@@ -169,15 +176,30 @@ def find(words: Words, tags: Words) -> Found | None:
     is_found = same[rows, at]
     news = np.where(is_found, seen[rows, at] & np.uint64(NEWS_MASK), np.uint64(0))
     for row in np.flatnonzero(~is_found & seen.all(axis=1)).tolist():
-        news[row] = _probe(words, int(tags[row]), int(begins[row]))
+        news[row] = _probe(words.data, int(tags[row]), int(begins[row]))
+    is_whole = _is_whole(words)
+    return None if is_whole is None else Found(news, is_whole)
+
+
+def find_few(words: Words, tags: Iterable[int]) -> FoundFew | None:
+    """Look up as ``find`` does, tag by tag. Cost: about 1 us per tag, which for a few is less than numpy's steps."""
+    view, mask = words.data, slots_of(words) - 1
+    news = [_probe(view, tag, (tag >> _TAG_SHIFT & mask) + HEADER_WORDS) for tag in tags]
+    is_whole = _is_whole(words)
+    return None if is_whole is None else FoundFew(news, is_whole)
+
+
+def _is_whole(words: Words) -> bool | None:
+    """Return True when a chunk that the words read before did not show is certainly not stored; None when the table is
+    retired: it may have been when they were read."""
     fence()
-    flags = int(words[0])  # read after the words: if it is retired now, it may have been when they were read
-    return None if flags & RETIRED else Found(news, not flags & PARTIAL)
+    flags = int(words[0])
+    return None if flags & RETIRED else not flags & PARTIAL
 
 
-def _probe(words: Words, tag: int, begin: int) -> int:
-    for place in range(begin + _WINDOW.size, begin + PROBE_MAX):
-        word = int(words[place])
+def _probe(words: memoryview, tag: int, begin: int) -> int:
+    for place in range(begin, begin + PROBE_MAX):
+        word: int = words[place]
         if word & TAG_MASK == tag:
             return word & NEWS_MASK
         if not word:

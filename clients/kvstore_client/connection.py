@@ -20,6 +20,7 @@ from kvstore_client.planes.place import Place
 from kvstore_client.planes.session import Session
 
 RECONNECT_INTERVAL_S = 0.5
+NAMES_MAX = 64
 _GONE = (Unavailable, Unauthenticated, DeadlineExceeded)
 _log = logging.getLogger("kvstore.client")
 
@@ -57,6 +58,7 @@ class Connection:
         self._retry_at_s = 0.0
         self._has_warned = False
         self._is_closed = False
+        self._names: dict[int, tuple[ModelSpec, bytes]] = {}
         self.counters: Counter[str] = Counter()
         in_children(self._renew_counting)
 
@@ -91,9 +93,19 @@ class Connection:
             self._has_warned = False
             return session
 
+    def _name_of(self, spec: ModelSpec) -> bytes:
+        """Return the model's fingerprint. Those of some specs are found by the object alone, because comparing specs
+        costs more than the rest of a lookup."""
+        known = self._names.get(id(spec))
+        if known is None or known[0] is not spec:
+            if len(self._names) >= NAMES_MAX:
+                self._names.clear()
+            known = self._names[id(spec)] = spec, fingerprint(spec, spec.kind)
+        return known[1]
+
     def at_hand(self, spec: ModelSpec) -> tuple[Session, bytes] | None:
         """Return as ``ready`` does when that takes neither a call nor a connection; else None."""
-        session, name = self._session, fingerprint(spec, spec.kind)
+        session, name = self._session, self._name_of(spec)
         if session is None or not session.is_usable or self._is_closed or name not in session.models:
             return None
         return session, name
@@ -101,7 +113,7 @@ class Connection:
     def ready(self, spec: ModelSpec) -> tuple[Session, bytes]:
         """Return a session that has the model registered, and the model's fingerprint."""
         session = self.session()
-        name = fingerprint(spec, spec.kind)
+        name = self._name_of(spec)
         if name not in session.models:
             request = pb.RegisterModelRequest(spec=spec_to_message(spec))
             reply = session.call(session.cache.RegisterModel, request, self._timeout_s)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.chunk import Part
-from kvstore.errors import DeadlineExceeded
+from kvstore.errors import DeadlineExceeded, KVStoreError
 from kvstore.seams import Workers, WorkerThreads
 from kvstore.seams.jobs import NotBegun, begun, failure_of
 from kvstore.seams.scheduler import run_for, start_thread
@@ -100,6 +101,14 @@ def plainly(function: Callable[..., Result], *args: object) -> Result:
         return function(*args)
 
 
+@cache
+def _limit_of_this_thread() -> Callable[[int], object] | None:
+    """Return the function that limits the threads of the calling thread's copies. torch brings it; torch's own call
+    limits every thread."""
+    found: Callable[[int], object] | None = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
+    return found
+
+
 def _on_this_thread(function: Callable[..., Result], *args: object) -> Result:
     """Run a copy entirely on this thread of the copier. Two threads suffice for a copy; torch would split each copy
     over all processors, and wait for the slowest."""
@@ -107,9 +116,7 @@ def _on_this_thread(function: Callable[..., Result], *args: object) -> Result:
     if torch is not None and not hasattr(_own, "torch_is_alone"):
         _own.torch_is_alone = True
         torch.get_num_threads()  # torch sets a thread's count at the first call, and would override a limit set before
-        limit = getattr(
-            ctypes.CDLL(None), "omp_set_num_threads", None
-        )  # limits this thread alone; torch's own call limits every thread
+        limit = _limit_of_this_thread()
         if limit is not None:
             limit(1)
     return plainly(function, *args)
@@ -119,7 +126,7 @@ def on_callers_thread(function: Callable[..., Result], *args: object) -> Result:
     """Run a copy entirely on the calling thread: where the processors are busy, torch's own threads come late. The
     thread count of the caller's other work is unchanged."""
     torch = torch_module()
-    limit = None if torch is None else getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
+    limit = None if torch is None else _limit_of_this_thread()
     if torch is None or limit is None:
         return plainly(function, *args)
     count = torch.get_num_threads()  # of this thread; the call makes torch set it now, not later over the limit
@@ -202,6 +209,27 @@ def is_drained(workers: Workers, timeout_s: float) -> bool:
     return not wait([last, *_waiting.get(workers, ())], timeout_s).not_done and failure_of(last) is None
 
 
+def _do_some(function: Callable[[Work], None], left: deque[Work], undone: list[None]) -> None:
+    """Take pieces of shared work until none is left. ``undone`` loses an item per piece that is done."""
+    while True:
+        try:
+            piece = left.popleft()
+        except IndexError:
+            return
+        function(piece)
+        undone.pop()
+
+
+def _await_helper(helper: Future[None], undone: Sequence[None], timeout_s: float) -> None:
+    """Wait for a helper, which takes no new piece. Its failure counts only where a piece is undone: a helper that was
+    refused, or never woke up, has touched nothing."""
+    try:
+        wait_all([helper], timeout_s)
+    except KVStoreError:
+        if undone:
+            raise
+
+
 class Copier:
     """Runs batches of copies on at most two threads."""
 
@@ -215,6 +243,27 @@ class Copier:
     def split(self, function: Callable[[Sequence[Work]], None], work: Sequence[Work], timeout_s: float) -> None:
         """Run ``function`` over two halves of ``work``, interleaved, and wait. Raises as ``wait_all`` does."""
         wait_all(self.halves(function, work), timeout_s)
+
+    def share(self, function: Callable[[Work], None], work: Iterable[Work], timeout_s: float) -> None:
+        """Run ``function`` over each piece of ``work``, on the calling thread and on one that helps as soon as it is
+        awake: to wake a thread takes as long as to copy some MB. Where no thread helps, the caller does it all. Returns
+        when all pieces are done. Raises the error of a failed copy, or the caller's, once none runs any more;
+        DeadlineExceeded while one may still be running."""
+        left = deque(work)
+        undone = [None] * len(left)
+        helper: Future[None] | None = None
+        try:
+            helper = self.submit(_do_some, function, left, undone)
+            on_callers_thread(_do_some, function, left, undone)
+            if not helper.cancel():
+                _await_helper(helper, undone, timeout_s)
+        except DeadlineExceeded:
+            raise
+        except BaseException as error:
+            left.clear()
+            if helper is not None and not stopped([helper], timeout_s):
+                raise _still_running(timeout_s) from error
+            raise
 
     def halves(self, function: Callable[[Sequence[Work]], None], work: Sequence[Work]) -> list[Future[None]]:
         """Begin ``function`` over two halves of ``work``, interleaved. Never raises."""

@@ -244,6 +244,11 @@ class ModelSpec:
         return tuple(index for index, layer in enumerate(self.layers) if layer.has_slab)
 
     @cached_property
+    def are_layers_alike(self) -> bool:
+        """True when all layers keep as much of a token, in the same shapes."""
+        return len({self.kept(index) for index in range(len(self.layers))}) == 1
+
+    @cached_property
     def canonical(self) -> bytes:
         """The spec as canonical JSON: the bytes that are digested, sent and compared. Fields that came after version 1
         are left out when they have their default, so that the names of existing caches do not change."""

@@ -2,8 +2,99 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+
+import pytest
 import torch
 from kvstore_client.copying import Copier
+
+from kvstore.errors import DeadlineExceeded, KVStoreError
+from kvstore.seams import WorkerThreads
+from tests.faulty_workers import WAYS, FaultyWorkers
+
+WAIT_S = 10.0
+
+
+class Shared:
+    """Pieces of work of which the helper takes one at least. ``fail_here``, ``fail_there``: the caller's pieces fail,
+    or the helper's."""
+
+    def __init__(self, *, fail_here: bool = False, fail_there: bool = False) -> None:
+        self._fails = {True: fail_here, False: fail_there}
+        self._mine = threading.current_thread()
+        self.helps, self.may_end = threading.Event(), threading.Event()
+        self.done: list[int] = []
+        self.running = 0
+
+    def __call__(self, piece: int) -> None:
+        is_mine = threading.current_thread() is self._mine
+        self.running += 1
+        try:
+            if is_mine:
+                assert self.helps.wait(WAIT_S), "the helper has a piece"
+            else:
+                self.helps.set()
+                self.may_end.wait(0.05)
+            if self._fails[is_mine]:
+                raise ValueError(piece)
+            self.done.append(piece)
+        finally:
+            self.running -= 1
+
+
+@pytest.fixture
+def copier() -> Iterator[Copier]:
+    made = Copier()
+    yield made
+    made.close()
+
+
+def test_two_threads_share_pieces_and_each_is_done_once(copier: Copier) -> None:
+    work = Shared()
+    copier.share(work, range(40), WAIT_S)
+    assert sorted(work.done) == list(range(40))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_helper_that_never_helps_is_not_needed(way: object) -> None:
+    workers = FaultyWorkers(WorkerThreads(1, "test-copy"))
+    workers.fail(way)  # type: ignore[arg-type]
+    done: list[int] = []
+    Copier(workers).share(done.append, range(5), WAIT_S)
+    assert done == list(range(5))
+    assert workers.hit
+    workers.close()
+
+
+def test_pieces_that_a_helper_lost_are_not_said_to_be_done(copier: Copier) -> None:
+    work = Shared(fail_there=True)
+    with pytest.raises(KVStoreError):
+        copier.share(work, range(40), WAIT_S)
+    assert not work.running
+
+
+def test_who_fails_waits_for_the_helper_which_takes_nothing_more(copier: Copier) -> None:
+    work = Shared(fail_here=True)
+    with pytest.raises(ValueError, match=r"\d"):
+        copier.share(work, range(40), WAIT_S)
+    assert not work.running
+    assert len(work.done) < 39, "the rest is nobody's"
+
+
+def test_a_helper_that_hangs_is_waited_for_so_long_and_no_longer(copier: Copier) -> None:
+    helps, over, mine = threading.Event(), threading.Event(), threading.current_thread()
+
+    def hang(_: int) -> None:
+        if threading.current_thread() is mine:
+            assert helps.wait(WAIT_S)
+        else:
+            helps.set()
+            over.wait(WAIT_S)
+
+    with pytest.raises(DeadlineExceeded):
+        copier.share(hang, range(4), 0.05)
+    over.set()
 
 
 def test_torch_keeps_to_the_copiers_threads_and_leaves_the_engines_alone() -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kvstore_client.fetch.fused import pairs_of
-from kvstore_client.fetch.target import given_planes
+from kvstore_client.fetch.given import given_planes
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.overlap import Span, overlapping
 
@@ -35,7 +35,9 @@ def test_one_odd_plane_among_planes_that_are_right_is_found(odd: Odd) -> None:
     ]
     into[-1] = (into[-1][0], odd.make(SHAPE, SPEC.cache_dtype))
     if odd.as_target:
-        assert len(given_planes(WANTED, into) or ()) == LAYERS
+        found = given_planes(WANTED, into)
+        assert found is not None
+        assert len(found.layers) == LAYERS
         return
     with pytest.raises(InvalidRequest, match=rf"into\[{LAYERS - 1}\]"):
         given_planes(WANTED, into)

@@ -9,6 +9,7 @@ KNOWN = "clients/kvstore_client/segments/known.py"
 COPYING = "clients/kvstore_client/copying.py"
 FETCHED = "clients/kvstore_client/fetch/fetched.py"
 T_THREADS = "tests/e2e/test_failing_threads.py"
+GIVEN = "clients/kvstore_client/fetch/given.py"
 OVERLAP = "clients/kvstore_client/overlap.py"
 PREFIX = "clients/kvstore_client/planes/shared_memory/prefix.py"
 RESIDENT = "clients/kvstore_client/planes/shared_memory/resident.py"
@@ -160,6 +161,30 @@ MUTANTS = [
         ("tests/e2e/test_targets.py::test_one_odd_plane_among_planes_that_are_right_is_found",),
     ),
     Mutant(
+        "alike-without-a-look",
+        GIVEN,
+        "any(len(set(map(_looks, side))) != 1 for side in sides)",
+        "any(len(set(map(_looks, side))) == 0 for side in sides)",
+        "a last layer of another dtype is fetched into as if it were right",
+        ("tests/e2e/test_targets.py::test_one_odd_plane_among_planes_that_are_right_is_found",),
+    ),
+    Mutant(
+        "alike-and-not-yet-negated",
+        GIVEN,
+        "    if any(map(torch.Tensor.is_neg, flat)):",
+        "    if False:",
+        "a fetch into a negated view leaves the negative of the cache",
+        ("tests/e2e/test_targets.py::test_one_odd_plane_among_planes_that_are_right_is_found",),
+    ),
+    Mutant(
+        "alike-and-over-each-other",
+        GIVEN,
+        "    return all(one[1] <= other[0] for one, other in pairwise(spans))\n",
+        "    return True\n",
+        "a layer is fetched over another one",
+        ("tests/e2e/test_doors.py::test_planes_that_share_memory_are_refused_and_interleaved_ones_are_not",),
+    ),
+    Mutant(
         "one-behind-the-other-for-apart",
         OVERLAP,
         "one[2] <= other[1] or one[0] != other[0]",
@@ -202,8 +227,8 @@ MUTANTS = [
     Mutant(
         "retired-table-believed",
         PRESENCE,
-        "    return None if flags & RETIRED else Found(news, not flags & PARTIAL)\n",
-        "    return Found(news, not flags & PARTIAL)\n",
+        "    return None if flags & RETIRED else not flags & PARTIAL\n",
+        "    return not flags & PARTIAL\n",
         "a client goes on reading a table that nobody writes any more",
         (f"{T_TABLE}::test_who_has_the_old_table_is_told_to_ask_for_the_new_one",),
     ),
@@ -218,8 +243,8 @@ MUTANTS = [
     Mutant(
         "partial-table-believed",
         PRESENCE,
-        "    return None if flags & RETIRED else Found(news, not flags & PARTIAL)\n",
-        "    return None if flags & RETIRED else Found(news, True)\n",
+        "    return None if flags & RETIRED else not flags & PARTIAL\n",
+        "    return None if flags & RETIRED else True\n",
         "what found no word in the table is said to be missing",
         (f"{T_TABLE}::test_what_finds_no_room_is_not_said_to_be_missing",),
     ),
@@ -244,8 +269,32 @@ MUTANTS = [
         COPYING,
         "    for future in copies:\n        check(future)\n",
         "",
-        "a fetch has holes where a copy found no thread",
-        (f"{T_THREADS}::test_a_fetch_of_which_a_copy_fails_has_no_holes",),
+        "a fetch has holes where a copy has failed",
+        ("tests/e2e/test_copying.py::test_pieces_that_a_helper_lost_are_not_said_to_be_done",),
+    ),
+    Mutant(
+        "pieces-that-a-helper-lost",
+        COPYING,
+        "        if undone:\n            raise\n",
+        "        pass\n",
+        "a fetch has holes where the thread that helped has failed",
+        ("tests/e2e/test_copying.py::test_pieces_that_a_helper_lost_are_not_said_to_be_done",),
+    ),
+    Mutant(
+        "helper-left-running",
+        COPYING,
+        "            if helper is not None and not stopped([helper], timeout_s):\n",
+        "            if False:\n",
+        "a helper writes into tensors that its caller has back",
+        ("tests/e2e/test_copying.py::test_who_fails_waits_for_the_helper_which_takes_nothing_more",),
+    ),
+    Mutant(
+        "helper-takes-more",
+        COPYING,
+        "            left.clear()\n",
+        "",
+        "after an interrupt all the rest is copied before the caller gets its tensors back",
+        ("tests/e2e/test_copying.py::test_who_fails_waits_for_the_helper_which_takes_nothing_more",),
     ),
     Mutant(
         "copies-left-running",
@@ -266,8 +315,8 @@ MUTANTS = [
     Mutant(
         "table-of-a-dead-sidecar",
         "clients/kvstore_client/lookup/presence.py",
-        "        if found is not None and self._is_open():",
-        "        if found is not None:",
+        "        return self._is_open()\n",
+        "        return True\n",
         "a sidecar that ended still says what it has",
         ("tests/presence/test_lookup_without.py::test_a_killed_sidecar_has_nothing_before_anybody_noticed",),
     ),

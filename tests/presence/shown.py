@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from kvstore_client.lookup.presence import Answer, answer_of
+from kvstore_client.lookup.presence import Answer, answer_of, answer_of_few
 
 from kvstore.catalog import Catalog, Namespace
 from kvstore.catalog.spaces import parent_digest
@@ -58,7 +58,9 @@ def answer(catalog: Catalog, space: Namespace, digests: Sequence[bytes]) -> Answ
     found = find(words_of(catalog.presence), tags_of(space.salt, b"".join([ROOT_DIGEST, *digests])))
     assert found is not None
     assert found.is_whole
-    return answer_of(found.news)
+    few = answer_of_few(found.news.tolist())
+    assert few == answer_of(found.news)
+    return few
 
 
 def is_the_same(seen: Answer, said: LookupResult) -> bool:

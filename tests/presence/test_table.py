@@ -27,6 +27,7 @@ from kvstore.presence import (
     News,
     PresenceTable,
     Words,
+    find_few,
     pack_news,
     slots_of,
     tag_of,
@@ -45,7 +46,8 @@ from tests.presence.shown import words_of
 
 def find(words: Words, tags: Words) -> NDArray[np.uint64] | None:
     """The news of each tag; None where the table cannot tell of one of them."""
-    found = found_in(words, tags)
+    found, few = found_in(words, tags), find_few(words, tags.tolist())
+    assert (found and (found.news.tolist(), found.is_whole)) == (few and tuple(few)), "one by one, and all at once"
     return found.news if found is not None and (found.is_whole or found.news.all()) else None
 
 
@@ -281,12 +283,15 @@ def test_a_reader_beside_the_writer_never_misses_what_stays() -> None:
         looks, changes = 0, 0
         while not writer.stdout.readline():
             assert writer.poll() is None, "the writer failed"
-            found, others = find(words, lasting), find(words, passing)
+            found, others = found_in(words, lasting), found_in(words, passing)
+            few = find_few(words, lasting.tolist())
             assert found is not None
             assert others is not None
-            assert (found == 9).all(), "a chunk that is there was not seen"
-            assert others.max() <= 8, "news of another chunk"
-            looks, changes = looks + 1, changes + bool(others.any())
+            assert few is not None
+            assert (found.news == 9).all(), "a chunk that is there was not seen"
+            assert few.news == [9] * 500
+            assert others.news.max() <= 8, "news of another chunk"
+            looks, changes = looks + 1, changes + bool(others.news.any())
         assert looks > 10
         assert changes, "the reader ran while nothing was written"
         assert words.size - HEADER_WORDS - PROBE_MAX == SLOTS_MIN

@@ -15,7 +15,7 @@ CALLS = {
     "begun", "done", "commit_beside", "submit", "halves", "run_in_executor", "to_thread", "wrap_future", "start_thread",
     "Thread", "Timer", "Process", "ThreadPoolExecutor", "ProcessPoolExecutor", "fork", "run_read",
 }  # fmt: skip
-BY_RECEIVER = {"_copier.split", "copier.split", "self._run"}
+BY_RECEIVER = {"_copier.split", "copier.split", "copier.share", "self._run"}
 """Calls whose name alone does not tell: the client's copies, and the device's jobs."""
 FROM_HERE = ("begun", "done")
 """Functions of ``kvstore.seams.jobs``: other things have these names, too."""
@@ -85,7 +85,8 @@ SITES = {
     ("clients/kvstore_client/copying.py", "commit_beside"): STORE,
     ("clients/kvstore_client/copying.py", "_OwnThread.submit"): NO_THREAD,
     ("clients/kvstore_client/copying.py", "Copier.submit"): FETCH,
-    ("clients/kvstore_client/copying.py", "Copier.split"): FETCH,
+    ("clients/kvstore_client/copying.py", "Copier.split"): STORE,
+    ("clients/kvstore_client/copying.py", "Copier.share"): FETCH,
     ("clients/kvstore_client/copying.py", "Copier.halves"): FETCH,
     ("clients/kvstore_client/planes/shared_memory/resident.py", "ResidentPrefix.copy_all"): FETCH,
     ("clients/kvstore_client/planes/shared_memory/landing.py", "MappedLanding._copy"): LAYERS,

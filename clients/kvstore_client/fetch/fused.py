@@ -6,6 +6,7 @@ the layers lie at one distance, one view is cut into all of them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -14,10 +15,12 @@ from typing import NamedTuple
 from kvstore.chunk import STRIP_ALIGNMENT, ChunkLayout
 from kvstore.seams import FaultPoints
 from kvstore_client.arrays import Tensor, torch_module
-from kvstore_client.planes.shared_memory.chunk import MappedRun
+from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun
 
 Pair = tuple[Tensor, Tensor]
 """(target, source) of one copy: two tensors of one shape and dtype."""
+KEPT_MAX = 64
+"""The most runs of chunks whose views a session keeps: the views of a chunk of 32 layers take some 30 KiB."""
 
 
 class Geometry(NamedTuple):
@@ -45,70 +48,115 @@ def geometry_of(layout: ChunkLayout, layers: tuple[int, ...]) -> Geometry | None
     return Geometry(begin // size, steps.pop() // size, strip // size, dims)
 
 
+class Sources:
+    """Views of the planes of chunks in mapped memory, kept for the next fetch of the same chunks. Safe to share between
+    threads. A chunk's place never changes, so its views stay right as long as the chunk itself is."""
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._known: dict[tuple[object, ...], tuple[Sequence[Chunk], list[Sequence[Tensor]]]] = {}
+        self._is_over = False
+
+    def of(self, run: MappedRun, layers: tuple[int, ...], heads: range, dtype: object) -> list[Sequence[Tensor]] | None:
+        """Return as ``sources_of`` does."""
+        key = (*map(id, run.chunks), layers, heads, dtype)
+        with self._changing:
+            known = self._known.pop(key, None)  # it keeps its chunks, so that no other chunk has their ids
+            if known is not None:
+                self._known[key] = known
+                return known[1]
+        made = sources_of(run, layers, heads, dtype)
+        with self._changing:
+            if made is not None and not self._is_over:
+                self._known[key] = run.chunks, made
+                if len(self._known) > KEPT_MAX:
+                    del self._known[next(iter(self._known))]
+        return made
+
+    def clear(self) -> None:
+        """Drop all views: the session ends, and its memory goes with the last of them."""
+        with self._changing:
+            self._is_over = True
+            self._known.clear()
+
+
 def pairs_of(
     planes: Sequence[Sequence[Tensor]],
     token_count: int,
     runs: Sequence[MappedRun],
     layers: tuple[int, ...],
     heads: range,
+    kept: Sources | None = None,
 ) -> list[Pair] | None:
     """Return all copies of these chunks into ``planes``, per layer K and V, each [heads, tokens, dim] with at least
     ``token_count`` tokens, all tensors of one dtype. None where copies must be made layer by layer: without torch;
     where slabs or chunks lie irregularly; and where a chunk ends behind ``token_count``, as a confused sidecar may say.
-    The views are made from strides alone, without bounds, and would reach beyond their plane."""
+    The views are made from strides alone, without bounds, and would reach beyond their plane. ``kept``: views of the
+    chunks that earlier fetches made."""
     pairs: list[Pair] = []
+    make = sources_of if kept is None else kept.of
     for run in runs:
-        last = run.chunks[-1]
+        first, last, count = run.chunks[0], run.chunks[-1], len(run.chunks)
         if last.token_start + last.layout.token_count > token_count:
             return None
-        found = _pairs(planes, run, layers, heads)
+        found = make(run, layers, heads, planes[0][0].dtype)
         if found is None:
             return None
-        pairs.extend(found)
+        for which, sources in enumerate(found):
+            shape = sources[0].shape
+            targets: Iterable[Tensor] = (both[which] for both in planes)
+            if count > 1 or first.token_start or planes[0][which].shape != shape:
+                targets = _token_runs(targets, shape, count, first.layout.token_count, first.token_start)
+            pairs.extend(zip(targets, sources, strict=True))
     return pairs
 
 
-def _pairs(
-    planes: Sequence[Sequence[Tensor]], run: MappedRun, layers: tuple[int, ...], heads: range
-) -> list[Pair] | None:
+def sources_of(run: MappedRun, layers: tuple[int, ...], heads: range, dtype: object) -> list[Sequence[Tensor]] | None:
+    """Return views of K, and of V, of these chunks in each layer: [heads, tokens, dim] of one chunk, and of several
+    [heads, chunks, tokens, dim]. None as ``pairs_of`` says."""
     torch, first, count = torch_module(), run.chunks[0], len(run.chunks)
     layout = first.layout
     geometry = geometry_of(layout, layers)
     if torch is None or geometry is None or first.home is None or run.stride % layout.item_size:
         return None
     region, _, offset = first.home
-    memory = torch.from_numpy(region[offset : offset + run.stride * (count - 1) + layout.total_bytes])
-    memory = memory.view(planes[0][0].dtype)
-    tokens, start = layout.token_count, first.token_start
-    pairs: list[Pair] = []
+    memory = torch.from_numpy(region[offset : offset + run.stride * (count - 1) + layout.total_bytes]).view(dtype)
+    found: list[Sequence[Tensor]] = []
     at = geometry.begin + heads.start * geometry.strip_step
-    for which, dim in enumerate(geometry.dims):
-        shape = (len(heads), count, tokens, dim)
-        steps = (geometry.strip_step, run.stride // layout.item_size, dim, 1)
-        sources = memory.as_strided((len(layers), *shape), (geometry.layer_step, *steps), at).unbind()
-        targets = _token_runs([both[which] for both in planes], shape, start)
-        pairs.extend(zip(targets, sources, strict=True))
-        at += tokens * dim
-    return pairs
+    for dim in geometry.dims:
+        shape, steps = [len(heads), layout.token_count, dim], [geometry.strip_step, dim, 1]
+        if count > 1:
+            shape.insert(1, count)
+            steps.insert(1, run.stride // layout.item_size)
+        views = memory.as_strided((len(layers), *shape), (geometry.layer_step, *steps), at)
+        found.append(views.unbind())
+        at += layout.token_count * dim
+    return found
 
 
-def _token_runs(planes: Iterable[Tensor], shape: tuple[int, ...], start: int) -> Iterator[Tensor]:
-    """Yield, of each plane, a view of its tokens from ``start`` on, [heads, chunks, tokens, dim]. Each view is made in
-    one step, and planes of the same strides share the computed steps, because a view costs more than a small copy."""
+def _token_runs(
+    planes: Iterable[Tensor], shape: Sequence[int], count: int, chunk_tokens: int, start: int
+) -> Iterator[Tensor]:
+    """Yield, of each plane, a view of the tokens of ``count`` chunks from token ``start`` on, of ``shape``. Each view
+    is made in one step, and planes of the same strides share the computed steps, because a view costs more than a small
+    copy."""
     strides: tuple[int, ...] = ()
     for plane in planes:
         if strides != (found := plane.stride()):
             strides = found
             head, token, item = strides
-            steps, skipped = (head, token * shape[2], token, item), token * start
+            steps = (head, token * chunk_tokens, token, item) if count > 1 else strides
+            skipped = token * start
         yield plane.as_strided(shape, steps, plane.storage_offset() + skipped)
 
 
+def pieces_of(pairs: Sequence[Pair], count: int) -> Iterator[Sequence[Pair]]:
+    """Yield copies in ``count`` pieces of about the same size; fewer where there are not so many."""
+    bounds = [len(pairs) * number // count for number in range(count + 1)]
+    return (pairs[start:stop] for start, stop in pairwise(bounds) if start < stop)
+
+
 def copy_pairs(faults: FaultPoints, pairs: Sequence[Pair]) -> None:
-    """Run copies, in two operations, which release the GIL."""
-    torch = torch_module()
-    middle = len(pairs) // 2
-    for some in (pairs[:middle], pairs[middle:]):
-        if some:
-            torch._foreach_copy_([target for target, _ in some], [source for _, source in some])
-        faults.reach("fetch.copy.middle")
+    """Run copies in one operation, which releases the GIL."""
+    torch_module()._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+    faults.reach("fetch.copy.middle")

@@ -10,17 +10,16 @@ from typing import TypeAlias
 import numpy as np
 
 from kvstore.chunk import ChunkLayout, slab_parts
-from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
 from kvstore.spec import item_size
-from kvstore_client.arrays import Layer, Tensor, carve, destination, is_tensor, presented, settle_device
+from kvstore_client.arrays import Layer, Tensor, carve, destination, presented
 from kvstore_client.copying import copy, copy_small, plainly, plane_run, raw, whole
-from kvstore_client.fetch.fused import Pair, pairs_of
+from kvstore_client.fetch.fused import Pair, Sources, pairs_of
+from kvstore_client.fetch.given import Given, given_planes
 from kvstore_client.fetch.paged import Paged, PagedTarget, Pages
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.halves import checked_layers, plane_shapes, shown
-from kvstore_client.overlap import check_targets
+from kvstore_client.halves import plane_shapes, shown
 from kvstore_client.planes.prefix import Target
 from kvstore_client.planes.shared_memory.chunk import MappedRun
 from kvstore_client.planes.stream.strips import Strips
@@ -34,21 +33,20 @@ Places = Callable[[int], Target]
 class DenseTarget:
     """A dense destination of a prefix: one run of owned memory, or the caller's tensors."""
 
-    def __init__(self, wanted: Wanted, given: list[list[Tensor]] | None, token_count: int) -> None:
+    def __init__(self, wanted: Wanted, given: Given | None, token_count: int) -> None:
         """``given``: the caller's planes, from ``given_planes``. Raises InvalidRequest when one of them is too
         short."""
-        spec = wanted.spec
         self._wanted = wanted
         self._token_count = token_count
         self.is_callers = given is not None
+        self._are_tensors = given is not None and given.are_tensors
+        self._layers: Sequence[Sequence[Tensor]]
         if given is None:
             self._layers = _owned_layers(wanted, token_count)
         else:
-            self._layers = given
-            _check_room(given, token_count)
-        shape = (1, token_count, spec.hidden_size)
-        rows = _owned([shape] * len(wanted.hidden_layers), item_size(spec.hidden_dtype))
-        self.hidden = dict(zip(wanted.hidden_layers, rows, strict=True))
+            self._layers = given.layers
+            given.check_room(token_count)
+        self.hidden = _owned_rows(wanted, token_count)
         self._raw_hidden = {layer: raw(plane) for layer, plane in self.hidden.items()}
 
     def layer(self, position: int, token_count: int) -> Layer:
@@ -82,14 +80,14 @@ class DenseTarget:
             else:
                 self._copy_run(run, index, self._raw[position])
 
-    def pairs(self, runs: Sequence[MappedRun]) -> list[Pair] | None:
+    def pairs(self, runs: Sequence[MappedRun], kept: Sources | None) -> list[Pair] | None:
         """Return all copies of the requested layers at once; None where each layer has work of its own."""
         wanted = self._wanted
         if wanted.verify or wanted.spec.keeps_e or not wanted.layers:
             return None
         heads = range(wanted.head_start, wanted.head_start + wanted.heads_of(wanted.layers[0]))
-        planes = self._layers if all(map(is_tensor, chain.from_iterable(self._layers))) else self._raw
-        return plainly(pairs_of, planes, self._token_count, runs, wanted.layers, heads)
+        planes = self._layers if self._are_tensors else self._raw
+        return plainly(pairs_of, planes, self._token_count, runs, wanted.layers, heads, kept)
 
     def copy_hidden(self, layer: int, runs: Sequence[MappedRun], bad: set[int]) -> None:
         for run in runs:
@@ -158,6 +156,15 @@ def _owned_layers(wanted: Wanted, token_count: int) -> list[list[Tensor]]:
     return [[next(planes) for _ in each] for each in shapes]
 
 
+def _owned_rows(wanted: Wanted, token_count: int) -> dict[int, Tensor]:
+    """Return memory for E of each requested hidden layer."""
+    if not wanted.hidden_layers:
+        return {}
+    shape = (1, token_count, wanted.spec.hidden_size)
+    rows = _owned([shape] * len(wanted.hidden_layers), item_size(wanted.spec.hidden_dtype))
+    return dict(zip(wanted.hidden_layers, rows, strict=True))
+
+
 def _owned(shapes: list[tuple[int, int, int]], size: int) -> list[Tensor]:
     sizes = [-(-int(np.prod(shape)) * size // ALIGNMENT) * ALIGNMENT for shape in shapes]
     memory = destination(sum(sizes))
@@ -174,25 +181,3 @@ def given_places(wanted: Wanted, into: Into) -> Places:
     if isinstance(into, Paged):
         return partial(PagedTarget, wanted, Pages(wanted, into))
     return partial(DenseTarget, wanted, given_planes(wanted, into))
-
-
-def given_planes(wanted: Wanted, into: Into) -> list[list[Tensor]] | None:
-    """Return, per requested layer, its planes of ``into``, checked before anything is sent. Raises InvalidRequest
-    naming the plane that is wrong."""
-    if into is None:
-        return None
-    if not isinstance(into, Sequence) or len(into) != len(wanted.layers):
-        found = len(into) if isinstance(into, Sequence) else type(into).__name__
-        entry = "E" if wanted.spec.keeps_e else "(K, V)"
-        raise InvalidRequest(f"into must be one {entry} per layer, {len(wanted.layers)} of them, not {found}")
-    layers = checked_layers(wanted.spec, wanted.layers, into, "into", wanted.head_count)
-    check_targets(layers, "into")
-    settle_device([plane for planes in layers for plane in planes])
-    return layers
-
-
-def _check_room(layers: list[list[Tensor]], token_count: int) -> None:
-    for number, planes in enumerate(layers):
-        room = min(plane.shape[1] for plane in planes)
-        if room < token_count:
-            raise InvalidRequest(f"into[{number}] has room for {room} tokens, {token_count} are stored")

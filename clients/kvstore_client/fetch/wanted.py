@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import index
 from typing import TypeAlias
 
@@ -33,9 +35,9 @@ class Wanted:
         """Return the checked part. Raises InvalidRequest for layers, heads or hidden layers that the spec does not
         have."""
         chosen = spec.slab_layers if layers is None else _numbers("layers", layers)
-        for layer in chosen:
-            if layer not in spec.slab_layers:
-                raise InvalidRequest(f"layer {layer} keeps no cache in this model of {spec.layer_count} layers")
+        if not set(chosen) <= set(spec.slab_layers):
+            layer = next(each for each in chosen if each not in spec.slab_layers)
+            raise InvalidRequest(f"layer {layer} keeps no cache in this model of {spec.layer_count} layers")
         hidden = _numbers("hidden_layers", hidden_layers)
         if len(set(hidden)) < len(hidden) or not all(0 <= layer < spec.layer_count for layer in hidden):
             raise InvalidRequest(f"hidden_layers {hidden} must be different layers in 0..{spec.layer_count - 1}")
@@ -43,8 +45,10 @@ class Wanted:
             raise InvalidRequest(
                 "hidden_layers: this spec keeps E of every layer as its cache (keeps_e): ask for layers="
             )
+        if heads is None:
+            return Wanted(spec, chosen, 0, None, hidden, verify)
         most = min((spec.layers[layer].kv_heads for layer in chosen), default=1)
-        start, stop = (0, None) if heads is None else _head_range(heads, 0 if spec.mla or spec.keeps_e else most)
+        start, stop = _head_range(heads, 0 if spec.mla or spec.keeps_e else most)
         return Wanted(spec, chosen, start, stop, hidden, verify)
 
     @property
@@ -58,12 +62,26 @@ class Wanted:
 
     def byte_count(self, token_count: int) -> int:
         """Return the bytes that ``token_count`` tokens of this part take."""
+        return token_count * self._token_bytes
+
+    @cached_property
+    def kept(self) -> dict[tuple[int, tuple[int, ...]], int]:
+        """What the layers keep, as ``ModelSpec.kept`` says it, and the number of layers that keep it."""
+        if self.spec.are_layers_alike:
+            return {self.spec.kept(0): len(self.layers)}
+        return dict(Counter(map(self.spec.kept, self.layers)))
+
+    @cached_property
+    def _token_bytes(self) -> int:
         spec = self.spec
+        e_bytes = spec.hidden_size * item_size(spec.hidden_dtype)
         if not spec.layers:
-            return token_count * spec.hidden_size * item_size(spec.hidden_dtype)
-        widths = (self.heads_of(each) * sum(spec.kept(each)[1]) for each in self.layers)
-        hidden = len(self.hidden_layers) * spec.hidden_size * item_size(spec.hidden_dtype)
-        return token_count * (sum(widths) * spec.item_size + hidden)
+            return e_bytes
+        numbers = sum(
+            (heads if self.head_stop is None else self.head_stop - self.head_start) * sum(dims) * layer_count
+            for (heads, dims), layer_count in self.kept.items()
+        )
+        return numbers * spec.item_size + len(self.hidden_layers) * e_bytes
 
 
 def _numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -32,11 +32,14 @@ from kvstore.presence import (
     STATE_MASK,
     TAILS,
     Found,
+    FoundFew,
     Words,
     find,
+    find_few,
     lengths_bits,
     lengths_tags,
     pack_news,
+    tag_of,
     tags_of,
     unpack_news,
 )
@@ -46,8 +49,10 @@ from kvstore.spec import ChunkState, MissReason
 from kvstore.v1 import cache_pb2 as pb
 
 INTERVAL_S = 1.0
-_STATE, _BUT_TAILS = np.uint64(STATE_MASK), np.uint64(NEWS_MASK - TAILS)
-_COLD = np.uint64(pack_news(ChunkState.MISS, reason=MissReason.COLD))
+FEW = 12
+"""The most chunks that are looked up one by one: for more, numpy's steps cost less."""
+_BUT_TAILS_NUMBER, _COLD_NUMBER = NEWS_MASK - TAILS, pack_news(ChunkState.MISS, reason=MissReason.COLD)
+_STATE, _BUT_TAILS, _COLD = np.uint64(STATE_MASK), np.uint64(_BUT_TAILS_NUMBER), np.uint64(_COLD_NUMBER)
 _log = logging.getLogger("kvstore.client")
 
 
@@ -150,12 +155,45 @@ class Presence:
             self.ask()
             return None
         found = find(words, tags_of(salt, b"".join(digests)))
-        if found is not None and self._is_open():  # checked after reading: a table outlives the sidecar that wrote it
+        if found is not None and self._is_in_use():
             return found
+        self._forget(words)
+        return None
+
+    def _is_in_use(self) -> bool:
+        """Return True when words that were read before were a living sidecar's: a table outlives its writer."""
+        return self._is_open()
+
+    def _forget(self, words: Words) -> None:
         if self._words is words:  # else a new table has come meanwhile
             self._words = None
         self.ask()
+
+    def _found_few(self, chain: Chain) -> FoundFew | None:
+        """Return as ``find`` does, for the root and a few chunks."""
+        words = self._words
+        if words is None:
+            self.ask()
+            return None
+        found = find_few(words, [tag_of(chain.salt, each) for each in (ROOT_DIGEST, *chain.digests)])
+        if found is not None and self._is_in_use():
+            return found
+        self._forget(words)
         return None
+
+    def _look_up(self, chain: Chain) -> Answer | None:
+        if len(chain.digests) <= FEW:
+            few = self._found_few(chain)
+            if few is None or not (few.is_whole or all(few.news[1:])):
+                return None
+            answer, is_whole = answer_of_few(few.news), few.is_whole
+        else:
+            found = self.find(chain.salt, [ROOT_DIGEST, *chain.digests])
+            if found is None or not (found.is_whole or found.news[1:].all()):
+                return None
+            answer, is_whole = answer_of(found.news), found.is_whole
+        # Else only a call tells if partial chunks follow the root.
+        return answer if is_whole or answer.hit_count else None
 
     def look_up(self, chains: Sequence[Chain]) -> list[Answer] | None:
         """Return the answer for each chain. None when only a call can tell. A caller that then needs no call ``count``s
@@ -165,12 +203,10 @@ class Presence:
             return None  # the call's error names the limit
         answers = []
         for chain in chains:
-            found = self.find(chain.salt, [ROOT_DIGEST, *chain.digests])
-            if found is None or not (found.is_whole or found.news[1:].all()):
+            answer = self._look_up(chain)
+            if answer is None:
                 return None
-            answers.append(answer_of(found.news))
-            if not (found.is_whole or answers[-1].hit_count):
-                return None  # only a call tells if partial chunks follow the root
+            answers.append(answer)
         return answers
 
     def answer(self, chains: Sequence[Chain], readers: int) -> Answer | None:
@@ -268,6 +304,17 @@ def answer_of(found: NDArray[np.uint64]) -> Answer:
     starts = [0, *(np.flatnonzero(news[1:] != news[:-1]) + 1).tolist(), news.size]
     runs = [_run(stop - start, int(news[start])) for start, stop in pairwise(starts) if start < stop]
     return Answer(hits, runs, unpack_news(int(found[hits])).has_tails)
+
+
+def answer_of_few(found: Sequence[int]) -> Answer:
+    """Return as ``answer_of`` does."""
+    news = [each & _BUT_TAILS_NUMBER for each in found[1:]]
+    hits = len(list(takewhile(lambda each: each & STATE_MASK == ChunkState.HIT, news)))
+    for at in range(hits, len(news)):
+        if not news[at] or news[at] & STATE_MASK == ChunkState.HIT:
+            news[at] = _COLD_NUMBER
+    runs = [_run(len(list(alike)), each) for each, alike in groupby(news)]
+    return Answer(hits, runs, unpack_news(found[hits]).has_tails)
 
 
 def _run(count: int, news: int) -> StateRun:

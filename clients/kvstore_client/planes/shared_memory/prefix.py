@@ -236,7 +236,7 @@ class MappedPrefix(ResidentPrefix):
     # ------------------------------------------------------------ copies
 
     def copy_all(self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], timeout_s: float) -> None:
-        """Copy every requested layer, in two halves where all of it is in memory."""
+        """Copy every requested layer, at once where all of it is in memory."""
         if self.is_arriving:
             land(self.landing(target, copier, faults, bad, nothing), timeout_s)
             return

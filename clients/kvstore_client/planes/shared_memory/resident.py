@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from kvstore.seams import FaultPoints
 from kvstore.seams.fence import fence
 from kvstore.spec import Exactness, MissReason, Tier
 from kvstore_client.copying import Copier, on_callers_thread
-from kvstore_client.fetch.fused import copy_pairs
+from kvstore_client.fetch.fused import Pair, Sources, copy_pairs, pieces_of
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Target
 from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun, runs_of
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 HERE_BYTES_MAX = 8 << 20
 """The most bytes copied on the calling thread: to wake another thread takes as long."""
+PIECE_BYTES, PIECES_MAX = 2 << 20, 32
+"""Larger fetches are shared by two threads, in pieces: the last one is what a thread may wait for."""
 
 
 class ResidentPrefix:
@@ -36,26 +38,28 @@ class ResidentPrefix:
         self.chunks: list[Chunk] = []
         self.token_count = self._stop = 0
         self._generations = session.generations
+        self._sources: Sources | None = None
 
     def runs(self, part: int) -> list[MappedRun]:
         """Return the chunks of one part, grouped for copying."""
         return runs_of([chunk for chunk in self.chunks if chunk.part == part])
 
     def copy_all(self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], timeout_s: float) -> None:
-        """Copy every requested layer of the chunks in memory, in two halves."""
+        """Copy every requested layer of the chunks in memory; two threads share large ones."""
         cache = self.runs(0)
-        pairs = None if self.wanted.hidden_layers else target.pairs(cache)
+        pairs = None if self.wanted.hidden_layers else target.pairs(cache, self._sources)
         if pairs is not None:
-            copy = partial(copy_pairs, faults)
-            if self.wanted.byte_count(self.token_count) <= HERE_BYTES_MAX:
-                on_callers_thread(copy, pairs)
+            copy, byte_count = partial(copy_pairs, faults), self.wanted.byte_count(self.token_count)
+            if byte_count <= HERE_BYTES_MAX:
+                on_callers_thread(_over, copy, pieces_of(pairs, 2))
             else:
-                copier.split(copy, pairs, timeout_s)
+                count = min(PIECES_MAX, max(2, byte_count // PIECE_BYTES))
+                copier.share(copy, pieces_of(pairs, count), timeout_s)
             return
         work = [partial(target.copy_layer, each, cache, bad, faults) for each in range(len(self.wanted.layers))]
         for part, layer in enumerate(self.wanted.hidden_layers, start=1):
             work.append(partial(target.copy_hidden, layer, self.runs(part), bad))
-        copier.split(_each, work, timeout_s)
+        copier.share(_run, work, timeout_s)
 
     def settle(self, bad: set[int]) -> int:
         """Return the number of leading tokens whose copies are good: generations unchanged, no bad checksum (``bad``:
@@ -75,6 +79,10 @@ class ResidentPrefix:
         return slot < len(self._generations) and bool(self._generations[slot] == generation)
 
 
-def _each(work: Sequence[Callable[[], None]]) -> None:
-    for copy in work:
-        copy()
+def _over(copy: Callable[[Sequence[Pair]], None], pieces: Iterable[Sequence[Pair]]) -> None:
+    for piece in pieces:
+        copy(piece)
+
+
+def _run(copy: Callable[[], None]) -> None:
+    copy()

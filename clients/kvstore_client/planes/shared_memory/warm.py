@@ -17,6 +17,7 @@ import xxhash
 from kvstore.seams import FaultPoints
 from kvstore.spec import ChunkState, Exactness, MissReason, Tier
 from kvstore_client.copying import Copier
+from kvstore_client.fetch.fused import Sources
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.lookup.presence import Answer, ChainName
 from kvstore_client.planes.prefix import Target
@@ -52,6 +53,7 @@ class WarmChunks:
         self._known: dict[tuple[ChainName, bytes], Known] = {}
         self._header_bytes = 0
         self._is_over = False
+        self.sources = Sources()
 
     def note(self, name: ChainName, digests: Sequence[bytes], chunks: Sequence[Chunk], chunk_tokens: int) -> None:
         """Remember the chunks that a fetch read; they are whole and committed."""
@@ -97,6 +99,7 @@ class WarmChunks:
             self._is_over = True
             self._known.clear()
             self._header_bytes = 0
+        self.sources.clear()
 
 
 def _hash_of_header(chunk: Chunk) -> int:
@@ -115,6 +118,7 @@ class WarmPrefix(ResidentPrefix):
     ) -> None:  # fmt: skip
         super().__init__(session, wanted, exactness, Tier.DRAM, reason)
         self.chunks = chunks
+        self._sources = session.warm.sources
         last = chunks[-1]
         self._stop = last.token_start + last.layout.token_count
         self.token_count = self._stop
