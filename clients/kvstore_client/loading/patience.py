@@ -23,18 +23,20 @@ LEFT_S_MIN, LEFT_S_MAX = 0.05, 3600.0
 _log = logging.getLogger("kvstore.client")
 
 
-def _until(plan: LoadPlan) -> float:
-    """Return how many seconds a load may take. A load whose front is computed beside it may only be late by a part of a
-    prefill: giving it up loses no more than the tokens it was to bring."""
+def patience_s(plan: LoadPlan) -> float:
+    """Return how many seconds a load may take: as long as in nine of ten cases, or as a plain prefill where that is
+    sooner, and a part of a prefill more. So a load that stalls costs little beside the prefill after it. A load whose
+    front is computed beside it may only be late by that part: giving it up loses no more than the tokens it was to
+    bring."""
     chosen, prefill_s = plan.chosen, plan.prefill.ttft_s
     late_s = max(chosen.front_s, chosen.load_s) + chosen.ttft_high_s - chosen.ttft_s
-    return (late_s if chosen.front_s else prefill_s) + BUDGET * prefill_s
+    return (late_s if chosen.front_s else min(prefill_s, chosen.ttft_high_s)) + BUDGET * prefill_s
 
 
 class Patience:
-    """Ends a load that has not landed after the time of a plain prefill and a twentieth more: the waiting caller then
-    computes the prompt. So a tier that stops in the middle of a plan costs at most one prefill more, not the deadline
-    of a call. ``with`` it around the load; ``end`` it once all has landed. Cost: a thread per load."""
+    """Ends a load that has not landed in time (``patience_s``): the waiting caller then computes the prompt. So a tier
+    that stops in the middle of a plan costs what the load was expected to take, and a twentieth of a prefill, not the
+    deadline of a call. ``with`` it around the load; ``end`` it once all has landed. Cost: a thread per load."""
 
     def __init__(
         self, client: Client, plan: LoadPlan | None, since_s: float, is_waiting: Callable[[], bool],
@@ -50,7 +52,8 @@ class Patience:
         if plan is None or client.planner.mode != "on" or not plan.is_measured or not plan.loaded_tokens:
             return
         self._prefill_s = plan.prefill.ttft_s
-        self._left_s = since_s + _until(plan) - client.planner.clock.monotonic()
+        self._patience_s = patience_s(plan)
+        self._left_s = since_s + self._patience_s - client.planner.clock.monotonic()
         try:
             start_thread(self._wait, "kvstore-patience")
         except KVStoreError as error:
@@ -66,7 +69,7 @@ class Patience:
                 self.is_spent = self._is_waiting()
             if self.is_spent:
                 self._client.planner.given_up()
-                _log.warning("kvstore: a load took longer than a prefill of %.3f s: given up", self._prefill_s)
+                _log.warning("kvstore: a load has not landed in %.3f s: given up", self._patience_s)
                 self._give_up()
                 return
 
