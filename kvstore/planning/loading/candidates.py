@@ -86,7 +86,7 @@ class _Pattern:
         """Each tier's slowness on average, and in one case of ten. None: memory."""
         known = [self.facts.tiers.get(tier) for tier in self.stock.tiers]
         return tuple(
-            tuple(each and _slowness(each, each.rate.caution if is_high else 1.0) for each in known)
+            tuple(None if each is None else _slowness(each, each.rate.caution if is_high else 1.0) for each in known)
             for is_high in (False, True)
         )
 
