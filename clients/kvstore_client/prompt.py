@@ -76,6 +76,12 @@ class PageHashes:
             raise InvalidRequest(f"pages of {self.page_tokens} tokens do not divide chunks of {spec.chunk_tokens}")
         return replace(spec, model_id=f"{spec.model_id}#{self.scheme}")
 
+    def first(self, token_count: int) -> PageHashes:
+        """Return the hashes of the whole pages among the first ``token_count`` tokens."""
+        count = token_count // self.page_tokens
+        tokens = None if self.tokens is None else self.tokens[: count * self.page_tokens]
+        return replace(self, hashes=self.hashes[:count], tokens=tokens)
+
     def digest(self, stop: int) -> bytes:
         """Return the digest of the first ``stop`` tokens; empty when no page ends there."""
         return b"" if stop % self.page_tokens else self.hashes[stop // self.page_tokens - 1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvstore.errors import Internal
 from kvstore.planning.loading import Candidate, ComputeRate, LoadPlan, Prefill, TierRate, Way
 from kvstore.v1alpha import prefill_pb2 as pb
 
@@ -13,6 +12,8 @@ WAY_NUMBERS = {
 MODES = {pb.PLANNING_MODE_UNSPECIFIED: "off", **{number: mode for mode, number in MODE_NUMBERS.items()}}
 WAYS = {number: way for way, number in WAY_NUMBERS.items()}
 """The wire's number -> the way. Ways that only a later release knows are missing."""
+UNKNOWN_WAY = "the sidecar chose a way that this release does not know: everything is computed"
+_PREFILL = Candidate(Way.PREFILL, "", 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def compute_to_message(rate: ComputeRate) -> pb.ComputeRate:
@@ -68,15 +69,16 @@ def plan_to_message(plan: LoadPlan) -> pb.LoadPlan:
 
 
 def plan_from_message(message: pb.LoadPlan) -> LoadPlan:
-    """Return the plan in a message. Raises Internal when it chose a way that this release does not know."""
+    """Return the plan in a message. A chosen way that this release does not know becomes a plain prefill."""
+    known = tuple(_candidate_from_message(each) for each in message.candidates if each.way in WAYS)
+    if not known or known[0].way is not Way.PREFILL:
+        known = (_PREFILL, *known)
     chosen = next(iter(message.candidates[message.chosen :]), None)
     if chosen is None or chosen.way not in WAYS:
-        raise Internal("the sidecar chose a way that this release does not know: use the same release of both")
+        return LoadPlan(message.token_count, known[0], known, UNKNOWN_WAY, is_measured=message.is_measured)
     return LoadPlan(
-        message.token_count, _candidate_from_message(chosen),
-        tuple(_candidate_from_message(each) for each in message.candidates if each.way in WAYS), message.why,
-        is_measured=message.is_measured,
-    )  # fmt: skip
+        message.token_count, _candidate_from_message(chosen), known, message.why, is_measured=message.is_measured
+    )
 
 
 def _candidate_to_message(each: Candidate) -> pb.Candidate:

@@ -19,8 +19,8 @@ from kvstore_ops.cli import app
 from kvstore_ops.sidecar import Sidecar
 from typer.testing import CliRunner
 
-from kvstore.errors import Exhausted, Internal, InvalidRequest, KVStoreError, Unauthenticated, from_status
-from kvstore.planning.loading import BusyTime, BusyTimes, Prefill, Way
+from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, Unauthenticated, from_status
+from kvstore.planning.loading import BusyTime, BusyTimes, LoadPlan, Prefill, Way
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2, prefill_pb2
 from kvstore.wire.plans import plan_from_message
@@ -364,9 +364,30 @@ def test_a_client_that_goes_in_the_middle_holds_nothing(client: Client, operator
     assert operator.last().state == "gone"
 
 
-def test_a_plan_that_no_release_makes_is_refused() -> None:
-    with pytest.raises(Internal, match="same release"):
-        plan_from_message(prefill_pb2.LoadPlan(chosen=1))
+def test_a_plan_that_no_release_makes_computes_everything() -> None:
+    plan = plan_from_message(prefill_pb2.LoadPlan(token_count=9, chosen=1))
+    assert (plan.chosen.way, plan.chosen is plan.prefill, plan.token_count) == (Way.PREFILL, True, 9)
+
+
+def test_a_chosen_way_that_only_a_later_release_knows_means_compute(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sidecar holds chunks for it. The client loads none of them, and they are free afterwards."""
+    tokens = prompt(COUNT, 64)
+    keep(client, RECEIVER, tokens)
+    speeds(client, 1e12, 1e-3)
+
+    def later(message: prefill_pb2.LoadPlan) -> LoadPlan:
+        for each in message.candidates:
+            each.way = 99 if each.way else 0  # type: ignore[assignment]
+        return plan_from_message(message)
+
+    monkeypatch.setattr("kvstore_client.loading.call.plan_from_message", later)
+    found = client.partial_prefill(RECEIVER, tokens)
+    assert found.plan.loading is not None
+    assert "does not know" in found.plan.loading.why
+    assert found.plan.reused_token_count == 0
+    assert torch.allclose(found.logits[-1], plain(tokens), atol=1e-4)
 
 
 def test_a_way_that_only_a_later_release_knows_is_left_out() -> None:
@@ -374,7 +395,6 @@ def test_a_way_that_only_a_later_release_knows_is_left_out() -> None:
     told = prefill_pb2.LoadPlan(candidates=[later, load, first], chosen=1)
     plan = plan_from_message(told)
     assert plan.chosen.way is Way.LOAD
-    assert [each.way for each in plan.candidates] == [Way.LOAD, Way.FIRST]
+    assert [each.way for each in plan.candidates] == [Way.PREFILL, Way.LOAD, Way.FIRST]
     told.chosen = 0
-    with pytest.raises(Internal, match="same release"):
-        plan_from_message(told)
+    assert plan_from_message(told).chosen.way is Way.PREFILL

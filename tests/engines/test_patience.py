@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
+from queue import SimpleQueue
 
 import pytest
 import torch
 from kvstore_client import Client, connect
 from kvstore_client.engines.transformers import CachedModel, TransformersRunner
-from kvstore_client.loading.patience import Patience
+from kvstore_client.loading.patience import Patience, in_time, prior_s
 
 from kvstore.planning.loading import LoadPlan, Prefill, Way
+from kvstore.spec import MissReason
 from tests.e2e.third_tier import KIND, ThirdTierSidecar
 from tests.engines.stalling import Cold, cold_prompts, is_free, is_tier, patient_sidecar
-from tests.engines.test_planned_loads import is_engine, is_link
+from tests.engines.test_planned_loads import COUNT, is_engine, is_link
 from tests.engines.test_transformers import STEP, logits, model_of
 from tests.fakes import Switch
 
@@ -73,6 +77,62 @@ def test_a_generation_computes_what_a_stalled_tier_does_not_bring(
     assert client.statistics()["loads_given_up"] == 1
     assert client.statistics()["unavailable"] == 0, "it was no call's deadline that ended it"
     is_free(client)
+
+
+def test_a_sidecar_that_stands_still_is_not_waited_for(
+    sidecar: ThirdTierSidecar, client: Client, model: torch.nn.Module, cold: Cold
+) -> None:
+    """Neither the answer to a lookup nor the opening of a fetch takes a call's deadline."""
+    ids, expected = cold
+    cached = CachedModel(model, client, chunk_tokens=STEP)
+    is_link(client, 1e12)
+    is_tier(client)
+    is_engine(client, cached, 1e-3)
+    os.kill(sidecar.pid, signal.SIGSTOP)
+    try:
+        began_s = client.planner.clock.monotonic()
+        found, report = logits(cached, ids)
+        assert client.planner.clock.monotonic() - began_s < client.planner.timeout_s, "a call's deadline was waited for"
+    finally:
+        os.kill(sidecar.pid, signal.SIGCONT)
+    assert torch.equal(found, expected)
+    assert (report.reused_token_count, report.reason) == (0, MissReason.UNAVAILABLE)
+    assert client.statistics()["loads_given_up"] == 1
+    cached.close()
+    is_free(client)
+
+
+def test_an_answer_that_comes_too_late_is_undone() -> None:
+    comes, undone = threading.Event(), SimpleQueue[str]()
+
+    def slow() -> str:
+        comes.wait(10.0)
+        return "answer"
+
+    assert in_time(slow, 0.0, undone.put) is None
+    comes.set()
+    assert undone.get(timeout=10.0) == "answer"
+    assert in_time(slow, 10.0, undone.put) == "answer"
+    with pytest.raises(ZeroDivisionError):
+        in_time(lambda: 1 / 0, 10.0, lambda _: None)
+    assert undone.empty()
+
+
+def test_where_no_prefill_was_measured_a_slow_engine_is_assumed(
+    client: Client, model: torch.nn.Module, cold: Cold
+) -> None:
+    """Else a tier of 10 MB/s would cost the first prompts of an engine many prefills."""
+    cached = CachedModel(model, client, chunk_tokens=STEP)
+    plan = client.plan(cached.spec, cold[0][0], step_tokens=STEP)
+    assert not plan.is_measured
+    assert plan.loaded_tokens
+    assert (
+        prior_s(cached.spec, 2000, "cpu") > prior_s(cached.spec, 1000, "cpu") > prior_s(cached.spec, 1000, "cuda") > 0
+    )
+    given_up = threading.Event()
+    with Patience(client, plan, 0.0, lambda: True, given_up.set, prior_s(cached.spec, COUNT, "cpu")) as patience:
+        assert given_up.wait(10.0)
+        assert patience.is_spent
 
 
 def test_a_partial_prefill_does_so_too(

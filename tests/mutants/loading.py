@@ -26,7 +26,33 @@ T_KEPT = "tests/planning/test_kept.py"
 T_METERS = "tests/tiers/test_meters.py"
 T_RATES = "tests/planning/test_rates.py"
 
+INQUIRY = "clients/kvstore_client/recompute/inquiry.py"
+
 MUTANTS = [
+    Mutant(
+        "a-way-that-nobody-knows-is-loaded",
+        INQUIRY,
+        'if planner.mode == "on" and plan is not None and plan.chosen.way is Way.PREFILL:\n',
+        "if False:\n",
+        "chunks that a later release holds for a way of its own are loaded as if they began the prompt",
+        (f"{T_CALL}::test_a_chosen_way_that_only_a_later_release_knows_means_compute",),
+    ),
+    Mutant(
+        "a-steps-time-is-memorys",
+        CLIENT,
+        "            if least_s <= expected_s <= most_s and most_s > TELLING * least_s:\n",
+        "            if False:\n",
+        "small loads that wait for a long step make memory look slow, until nothing is loaded",
+        (f"{T_VLLM}::test_a_small_load_that_waits_for_a_long_step_does_not_make_memory_slow",),
+    ),
+    Mutant(
+        "a-stalled-load-costs-two-prefills",
+        PATIENCE,
+        "min(prefill_s, chosen.ttft_high_s)",
+        "prefill_s",
+        "a tier that stops is waited for as long as a prefill takes, and then all is computed",
+        (f"{T_VLLM}::test_what_is_faster_loaded_is_loaded_whole",),
+    ),
     Mutant(
         "nobody-ages",
         ORDER,

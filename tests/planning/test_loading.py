@@ -18,6 +18,7 @@ from kvstore.planning.loading import (
     TierFacts,
     TierRate,
     Way,
+    candidates,
     merged_runs,
     plan_loading,
 )
@@ -183,8 +184,6 @@ def test_a_blend_is_chosen_only_where_it_is_faster_than_exact_work() -> None:
 
 def test_512_chunks_in_512_runs_take_few_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan looks at runs and bisects; it never walks over chunks, nor over pairs of them."""
-    from kvstore.planning.loading import candidates
-
     runs = tuple(HeldRun(64, (Tier.DRAM, Tier.NVME)[index % 2], 1e5) for index in range(512))
     facts = plain(token_count=512 * 64 + 64, reusable_tokens=512 * 64, stocks=(Stock(runs),))
     seen, waits = [0], candidates._Pattern.waits
@@ -196,6 +195,35 @@ def test_512_chunks_in_512_runs_take_few_evaluations(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(candidates._Pattern, "waits", counted)
     assert plan_loading(facts).chosen.way is not Way.PREFILL
     assert seen[0] <= 250
+
+
+def test_a_million_tokens_in_runs_that_alternate_are_planned_at_a_bounded_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sidecar plans on its loop, for all tenants: a plan walks over the runs once, not once per place."""
+    from kvstore.planning.loading import facts as inputs
+
+    kinds = (Tier.DRAM, Tier.NVME, Tier.S3)
+    runs = tuple(HeldRun(64, kinds[index % 3], 1e5) for index in range(1 << 14))
+    tiers = {tier: nvme(1e-10)[Tier.NVME] for tier in kinds[1:]}
+    facts = plain(token_count=(1 << 20) + 64, reusable_tokens=1 << 20, stocks=(Stock(runs),), tiers=tiers)
+    seen, counted = [0], inputs.Stock._counted
+    walked: list[int] = []
+    begins = candidates._Pattern.__dict__["_begins"].func
+
+    def count(stock: Stock, token: int) -> tuple[float, ...]:
+        seen[0] += 1
+        return counted(stock, token)
+
+    def walk(pattern: object) -> list[int]:
+        walked.append(1)
+        return begins(pattern)
+
+    monkeypatch.setattr(inputs.Stock, "_counted", count)
+    monkeypatch.setattr(candidates._Pattern.__dict__["_begins"], "func", walk)
+    plan = plan_loading(facts)
+    assert 0 < plan.loaded_tokens <= 1 << 20
+    assert plan.chosen.ttft_high_s < plan.prefill.ttft_s
+    assert seen[0] <= 300
+    assert len(walked) == 1
 
 
 def test_neighbours_that_are_alike_are_one_run() -> None:

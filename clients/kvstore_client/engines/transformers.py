@@ -34,7 +34,7 @@ from kvstore_client.engines.transformers_options import why_left
 from kvstore_client.engines.transformers_planning import PromptPlan, Stopwatch
 from kvstore_client.engines.transformers_runner import TransformersRunner
 from kvstore_client.engines.transformers_spec import check_spec, followed, is_of
-from kvstore_client.loading.patience import Patience
+from kvstore_client.loading.patience import Patience, prior_s, with_budget
 from kvstore_client.prompt import GivenTokens
 from kvstore_client.recompute import dense_planes
 from kvstore_client.store.receipt import Receipt
@@ -243,12 +243,16 @@ class CachedModel:
         report = Report(token_count=count)
         prompt_e = PromptE(whose.runner, self._whole(count)) if whose.runner else None
         reused, planned = 0, None
+        unmeasured_s = prior_s(whose.spec, count, self.model.device.type)
         watch = Stopwatch(self.client, whose.spec, self.step_tokens, self._clock)
         if may_reuse and last_step:
-            planned = PromptPlan(self.client, whose.spec, tokens, last_step, self.step_tokens)
+            prefill_s = self.client.planner.prefill_s(whose.spec, count, self.step_tokens) or unmeasured_s
+            late_s = started_s + with_budget(prefill_s)
+            left_s = late_s - self._clock.monotonic()
+            planned = PromptPlan(self.client, whose.spec, tokens, last_step, self.step_tokens, left_s)
             report.reason = planned.reason
             report.plan, wanted = planned.plan, tokens[: planned.token_count]
-            reused = self._reuse(whose.spec, wanted, layers, prompt_e, arrivals, report, started_s)
+            reused = self._reuse(planned, wanted, layers, prompt_e, arrivals, report, started_s, late_s)
         cache = DynamicCache(config=self.model.config)
         cache.layers = layers
 
@@ -261,7 +265,9 @@ class CachedModel:
             if planned is not None and planned.plan is not None:
                 begun(self._background, planned.probe)
 
-        patience = Patience(self.client, report.plan, started_s, lambda: arrivals.is_blocked, arrivals.give_up)
+        patience = Patience(
+            self.client, report.plan, started_s, lambda: arrivals.is_blocked, arrivals.give_up, unmeasured_s
+        )
         with patience, prompt_e.captured(cache) if prompt_e else nullcontext():
             for start in range(reused, last_step, self.step_tokens):
                 watch.computes(start, waits=arrivals.is_waiting)
@@ -298,8 +304,8 @@ class CachedModel:
         ]
 
     def _reuse(
-        self, spec: ModelSpec, tokens: Any, layers: list[CacheLayer], prompt_e: PromptE | None, arrivals: Arrivals,
-        report: Report, started_s: float,
+        self, planned: PromptPlan, tokens: Any, layers: list[CacheLayer], prompt_e: PromptE | None, arrivals: Arrivals,
+        report: Report, started_s: float, late_s: float,
     ) -> int:  # fmt: skip
         """Open the fetch of the stored prefix. Returns the number of its tokens, in whole steps, that will arrive."""
         if not len(tokens):
@@ -308,9 +314,12 @@ class CachedModel:
         into: list[Any] = [layer.first(len(tokens)) for layer in layers]
         if prompt_e is not None:
             into = [plane[: len(tokens)] for plane in prompt_e.planes]
-        stream = self.client.fetch_layers(spec, tokens, into=into)
+        stream = planned.opened(tokens, into, late_s - self._clock.monotonic())
         opened_s = self._clock.monotonic()
         report.lookup_s = opened_s - started_s
+        if stream is None:
+            report.reason = MissReason.UNAVAILABLE
+            return 0
         report.reason = stream.reason
         reused = self._whole(stream.token_count)
         if not reused:

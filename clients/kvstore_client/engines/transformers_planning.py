@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 from kvstore.planning.loading import LoadPlan, Prefill
 from kvstore.seams import Clock
 from kvstore.spec import MissReason, ModelSpec
 from kvstore_client.client import Client
+from kvstore_client.fetch.stream import LayerStream
+from kvstore_client.loading.patience import in_time
 from kvstore_client.loading.probe import probe
-from kvstore_client.lookup.match import Match
+from kvstore_client.lookup.match import Match, missed_chunks
 
 
 class PromptPlan:
     """The client's plan for one prompt, of which at most ``most_tokens`` may be loaded. ``token_count``: number of
     tokens to load; all where planning is off or only observes."""
 
-    def __init__(self, client: Client, spec: ModelSpec, tokens: Any, most_tokens: int, step_tokens: int) -> None:
+    def __init__(
+        self, client: Client, spec: ModelSpec, tokens: Any, most_tokens: int, step_tokens: int, left_s: float = math.inf
+    ) -> None:
+        """``left_s``: seconds after which an answer of the sidecar comes too late, where plans are carried out."""
         self._client, self._spec, self._tokens = client, spec, tokens
         self.plan: LoadPlan | None = None
         self.token_count = most_tokens
@@ -26,13 +33,34 @@ class PromptPlan:
         if planner.mode == "off" or not most_tokens:
             return
         match = client.peek(spec, tokens[:most_tokens])
-        self._match = client.lookup(spec, tokens[:most_tokens]) if match is None else match
+        self._match = self._looked_up(most_tokens, left_s) if match is None else match
         if planner.mode == "on" and any(each.reason is MissReason.UNAVAILABLE for each in self._match.chunks[:1]):
             self.token_count, self.reason = 0, MissReason.UNAVAILABLE  # do not ask a sidecar again that did not answer
             return
         self.plan = planner.plan(spec, self._match, len(tokens), most_tokens, step_tokens)
         if planner.mode == "on" and self._match:
             self.token_count = self.plan.chosen.load_stop
+
+    def _looked_up(self, most_tokens: int, left_s: float) -> Match:
+        look = partial(self._client.lookup, self._spec, self._tokens[:most_tokens])
+        if self._client.planner.mode != "on":
+            return look()
+        found = in_time(look, left_s, lambda _: None)
+        if found is None:
+            self._client.planner.given_up()
+            return Match(0, missed_chunks(self._spec.chunk_tokens, 0, most_tokens, MissReason.UNAVAILABLE))
+        return found
+
+    def opened(self, tokens: Any, into: list[Any], left_s: float) -> LayerStream | None:
+        """Open the fetch of the tokens that the plan loads. None: the sidecar did not answer in time. Nothing is
+        written to ``into`` before the stream is read."""
+        opening = partial(self._client.fetch_layers, self._spec, tokens, into=into)
+        if self._client.planner.mode != "on":
+            return opening()
+        stream = in_time(opening, left_s, LayerStream.close)
+        if stream is None:
+            self._client.planner.given_up()
+        return stream
 
     def probe(self) -> None:
         """Measure the load that the plan left out, if it is time. Blocks; never raises."""

@@ -43,6 +43,9 @@ RATES_WAIT_S = 1.0
 """The most seconds that a plan waits for the sidecar's rates."""
 LOOK_S_MIN = 1.0
 """The least seconds between two looks of partial prefills at tiers that their plans left out."""
+TELLING = 1.25
+"""Bounds of a measured time are as good as the time itself when the upper one is at most this many times the
+lower."""
 GIVEN_UP = "loads_given_up"
 ENGINES_MAX = 64
 """The most engines whose prefills the planner remembers: those that computed last."""
@@ -89,6 +92,22 @@ class Planner:
         with self._lock:
             self._link = self._link.observed(BusyTime(byte_count, seconds))
 
+    def landed_between(self, byte_count: int, least_s: float, most_s: float) -> None:
+        """Learn from a move out of the sidecar's memory that took between ``least_s`` and ``most_s``. Bounds that lie
+        far apart, with the expected time between them, tell nothing."""
+        with self._lock:
+            expected_s = (self._link.rate or ASSUMED[Tier.DRAM]).seconds(byte_count)
+            if least_s <= expected_s <= most_s and most_s > TELLING * least_s:
+                return
+            took_s = most_s if expected_s > most_s else (least_s + most_s) / 2
+            self._link = self._link.observed(BusyTime(byte_count, took_s))
+
+    @property
+    def is_link_measured(self) -> bool:
+        """False while the way from the sidecar's memory has an assumed rate."""
+        with self._lock:
+            return self._link.rate is not None
+
     def late(self, byte_count: int, seconds: float) -> None:
         """Learn that so many bytes of the sidecar's memory had not come after so many seconds."""
         with self._lock:
@@ -119,6 +138,12 @@ class Planner:
         ``reusable_tokens`` on are computed in any case. Asks the sidecar for the rates of the tiers that have the
         prompt, at most once a second."""
         return plan_loading(self.facts(spec, match, token_count, reusable_tokens, step_tokens, ways))
+
+    def prefill_s(self, spec: ModelSpec, token_count: int, step_tokens: int) -> float:
+        """Return the seconds of a plain prefill; 0: none was measured."""
+        with self._lock:
+            known = self._prefills.get((spec, step_tokens))
+        return known.rate.seconds(token_count, 0, step_tokens) if known is not None else 0.0
 
     def or_miss(self) -> Miss:
         """See ``Connection.or_miss``."""
@@ -152,15 +177,20 @@ class Planner:
             tiers=tiers, step_tokens=step_tokens, ways=ways,
         )  # fmt: skip
 
-    def probe(self, spec: ModelSpec, chunks: Sequence[ChunkMatch], loaded_tokens: int) -> Probe | None:
+    def probe(
+        self, spec: ModelSpec, chunks: Sequence[ChunkMatch], loaded_tokens: int, *, measures_link: bool = False
+    ) -> Probe | None:
         """Return a fetch that measures a tier whose chunks a prompt's plan left out, or the way from memory where it
-        loads nothing. Otherwise nobody would learn that they are fast again. None: nothing to measure now."""
+        loads nothing. Otherwise nobody would learn that they are fast again. ``measures_link``: measure the way from
+        memory also where the plan loads from there, for loads whose time the caller does not learn. None: nothing to
+        measure now."""
         tried: set[Tier] = set()
         for chunk in chunks:
             if chunk.state is not ChunkState.HIT:
                 break
             tier = Tier.DRAM if chunk.tier in IN_MEMORY else chunk.tier
-            if chunk.token_start < loaded_tokens or (tier is Tier.DRAM and chunk.token_start) or tier in tried:
+            is_loaded = chunk.token_start < loaded_tokens and not (tier is Tier.DRAM and measures_link)
+            if is_loaded or (tier is Tier.DRAM and chunk.token_start) or tier in tried:
                 continue
             tried.add(tier)
             if self._is_due(tier, Wanted.of(spec, None, None, (), False).byte_count(spec.chunk_tokens)):

@@ -4,13 +4,16 @@ network is fast again."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import KVStoreError
+from kvstore.keys import Extra
 from kvstore.seams.scheduler import start_thread
 from kvstore.spec import ModelSpec, Tier
 from kvstore_client.lookup.match import Match
+from kvstore_client.prompt import GivenTokens, PageHashes
 
 if TYPE_CHECKING:
     from kvstore_client.client import Client
@@ -18,18 +21,22 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvstore.client")
 
 
-def probe(client: Client, spec: ModelSpec, tokens: Any, loaded_tokens: int, match: Match | None = None) -> None:
+def probe(
+    client: Client, spec: ModelSpec, tokens: Any, loaded_tokens: int, match: Match | None = None, *,
+    extras: Sequence[Extra] = (), measures_link: bool = False,
+) -> None:  # fmt: skip
     """Fetch a chunk, if it is time, that a plan to load ``loaded_tokens`` of a prompt left out, and throw it away.
-    ``match``: what is stored of the prompt, if known. Blocks; never raises."""
+    ``match``: what is stored of the prompt, if known. ``measures_link``: see ``Planner.probe``. Blocks; never
+    raises."""
     try:
-        found = client.peek(spec, tokens) if match is None else match
+        found = client.peek(spec, tokens, extras=extras) if match is None else match
         if found is None:
-            found = client.lookup(spec, tokens)
-        due = client.planner.probe(spec, found.chunks, loaded_tokens)
+            found = client.lookup(spec, tokens, extras=extras)
+        due = client.planner.probe(spec, found.chunks, loaded_tokens, measures_link=measures_link)
         if due is None:
             return
         layers = None if due.tier is Tier.DRAM else spec.slab_layers[:1]
-        transfer = client.start_fetch_prefix(spec, tokens[: due.token_stop], layers=layers)
+        transfer = client.start_fetch_prefix(spec, _first(tokens, due.token_stop), layers=layers, extras=extras)
         try:
             transfer.wait(client.planner.timeout_s)
         finally:
@@ -40,11 +47,21 @@ def probe(client: Client, spec: ModelSpec, tokens: Any, loaded_tokens: int, matc
         _log.info("kvstore: a tier was not measured: %s", error.message)
 
 
-def begin_probe(client: Client, spec: ModelSpec, tokens: Any, loaded_tokens: int) -> None:
+def _first(tokens: Any, token_count: int) -> GivenTokens:
+    return tokens.first(token_count) if isinstance(tokens, PageHashes) else tokens[:token_count]
+
+
+def begin_probe(
+    client: Client, spec: ModelSpec, tokens: Any, loaded_tokens: int, *, extras: Sequence[Extra] = (),
+    measures_link: bool = False,
+) -> None:  # fmt: skip
     """Run ``probe`` on a thread of its own, once a second at most."""
     if not client.planner.may_look():
         return
     try:
-        start_thread(partial(probe, client, spec, tokens, loaded_tokens), "kvstore-probe")
+        measure = partial(
+            probe, client, spec, tokens, loaded_tokens, extras=extras, measures_link=measures_link
+        )  # fmt: skip
+        start_thread(measure, "kvstore-probe")
     except KVStoreError as error:
         _log.info("kvstore: a tier was not measured: %s", error.message)

@@ -13,7 +13,7 @@ from kvstore.planning.profile import Origin
 from kvstore.spec import ChunkState, Exactness, MissReason, ModelSpec
 from kvstore_client.loading.call import Asked, PrefillCall
 from kvstore_client.loading.planner import ENGINE_WAYS
-from kvstore_client.lookup.match import Match, missed_chunks
+from kvstore_client.lookup.match import Match, chunk_matches, missed_chunks
 from kvstore_client.prompt import Prompt
 from kvstore_client.recompute.request import Request
 
@@ -94,13 +94,17 @@ def _by_call(client: Client, request: Request, held: Held) -> _Own | None:
         held.call = planner.begin(prompt, asked)
         if held.call is None:
             return None
+        plan = held.call.plan
+        if planner.mode == "on" and plan is not None and plan.chosen.way is Way.PREFILL:
+            chunks = chunk_matches(held.call.answer.found.runs, step, 0, prompt.token_count)
+            return _Own(Match(0, chunks), plan)  # the call's end releases whatever the sidecar holds
         match = planner.found(prompt, held.call)
         if match.ticket:
             held.tickets[spec] = match.ticket
         first, count = held.call.answer.chunk_first, held.call.answer.chunk_count
         if count < held.call.answer.found.hit_count:
             match = replace(match, prefix_token_count=(first + count) * step)
-        return _Own(match, held.call.plan, first * step)
+        return _Own(match, plan, first * step)
     assert miss.why, "what did not return has missed"
     return _Own(Match(0, missed_chunks(step, 0, prompt.token_count, MissReason.UNAVAILABLE)))
 

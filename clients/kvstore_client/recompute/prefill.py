@@ -23,7 +23,7 @@ from kvstore.seams import Clock
 from kvstore.spec import Exactness
 from kvstore_client.fetch.transfer import without_frames
 from kvstore_client.loading.call import PrefillCall
-from kvstore_client.loading.patience import Patience
+from kvstore_client.loading.patience import Patience, prior_s
 from kvstore_client.loading.probe import begin_probe
 from kvstore_client.recompute.arrivals import Arrivals
 from kvstore_client.recompute.fused import recompute
@@ -120,7 +120,12 @@ class _Prompt:
             prepared_s = clock.monotonic()
             front = plan.front_token_count
             with Patience(
-                client, plan.loading, began_s, lambda: self._front >= front and arrivals.is_waiting, arrivals.stop
+                client,
+                plan.loading,
+                began_s,
+                lambda: self._front >= front and arrivals.is_waiting,
+                arrivals.stop,
+                prior_s(request.runner.spec, plan.token_count, request.runner.device.type),
             ) as patience:
                 try:
                     runs = self._with_front(plan, runs) if front else self._raced(plan, runs)

@@ -8,12 +8,13 @@ and rises from there. So the best stop lies where the two cross, or where a slow
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from kvstore.planning.loading.facts import Blend, HeldRun, LoadFacts, Stock
+from kvstore.planning.loading.facts import Blend, HeldRun, LoadFacts, Stock, TierFacts
 from kvstore.planning.loading.timeline import Candidate, Way
 
 STOPS_MAX = 8
@@ -58,6 +59,17 @@ class _Waits(NamedTuple):
         return max(self.first_s + pass_s, last_s)
 
 
+_Slowness: TypeAlias = tuple[float, float, int, float]
+"""A tier's latency in seconds, its seconds per byte, the least bytes that count, and the seconds of its queue."""
+
+
+def _slowness(tier: TierFacts, caution: float) -> _Slowness:
+    rate = tier.rate
+    return (
+        caution * rate.latency_s, caution * rate.byte_s, rate.least_bytes, caution * rate.byte_s * tier.queued_bytes
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class _Pattern:
     """One form of a prompt's prefix, and the time that loading a stretch of it takes."""
@@ -69,25 +81,33 @@ class _Pattern:
     def _prefill_s(self) -> float:
         return self._computed_s(self.facts.token_count, 0)
 
+    @cached_property
+    def _tiers(self) -> tuple[tuple[_Slowness | None, ...], ...]:
+        """Each tier's slowness on average, and in one case of ten. None: memory."""
+        known = [self.facts.tiers.get(tier) for tier in self.stock.tiers]
+        return tuple(
+            tuple(None if each is None else _slowness(each, each.rate.caution if is_high else 1.0) for each in known)
+            for is_high in (False, True)
+        )
+
     def _computed_s(self, new_tokens: int, context_tokens: int) -> float:
         return self.facts.compute.seconds(new_tokens, context_tokens, self.facts.step_tokens)
 
     def waits(self, start: int, stop: int, *, is_high: bool = False) -> _Waits:
         """Return when the loaded bytes land. Tiers deliver side by side, each behind its queue, and each piece of a
         chunk whole. The link takes layers in order: a late one delays the next."""
-        facts, layers = self.facts, self.facts.layer_count
+        facts, layers, pieces = self.facts, self.facts.layer_count, self.facts.pieces
         first_s = last_s = busy_s = total_bytes = 0.0
-        for tier in self.stock.tiers:
-            byte_count = self.stock.bytes_of(tier, start, stop)
+        before, until = self.stock.bytes_until(start), self.stock.bytes_until(stop)
+        for skipped, end, found in zip(before, until, self._tiers[is_high], strict=True):
+            byte_count = end - skipped
             total_bytes += byte_count
-            found = facts.tiers.get(tier)
             if found is None or not byte_count:
                 continue
-            rate, caution = found.rate, found.rate.caution if is_high else 1.0
-            read_s = caution * rate.seconds(byte_count)
-            queue_s = caution * rate.byte_s * found.queued_bytes
-            latency_s = queue_s + min(caution * rate.latency_s, read_s)
-            first_s = max(first_s, latency_s + (queue_s + read_s - latency_s) / facts.pieces)
+            tier_latency_s, byte_s, least_bytes, queue_s = found
+            read_s = tier_latency_s + byte_s * (byte_count if byte_count > least_bytes else least_bytes)
+            latency_s = queue_s + tier_latency_s
+            first_s = max(first_s, latency_s + (queue_s + read_s - latency_s) / pieces)
             last_s, busy_s = max(last_s, queue_s + read_s), busy_s + read_s
         link_s = facts.link.seconds(total_bytes) * (facts.link.caution if is_high else 1.0)
         layer_s = link_s / layers
@@ -125,11 +145,18 @@ class _Pattern:
 
     def boundaries(self, usable: int) -> list[int]:
         """Return the tokens at which another tier begins, at most STOPS_MAX, and ``usable``: loading may stop there."""
-        unit = self.facts.unit_tokens
-        found = sorted({start // unit * unit for start in self.stock.starts[1:] if start < usable} - {0})
-        if len(found) > STOPS_MAX:
-            found = [found[index * len(found) // STOPS_MAX] for index in range(STOPS_MAX)]
+        count = bisect_left(self._begins, usable)
+        found = self._begins[:count]
+        if count > STOPS_MAX:
+            found = [found[index * count // STOPS_MAX] for index in range(STOPS_MAX)]
         return [*found, usable]
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        """The tokens at which runs begin, in whole units and ascending, but for the first run. Kept because a long
+        prefix may have thousands of runs, and a search asks several times."""
+        unit = self.facts.unit_tokens
+        return [each for each in dict.fromkeys(start // unit * unit for start in self.stock.starts[1:]) if each]
 
     def stops(self, usable: int) -> list[int]:
         """Return the stops to try for a load of the first tokens: the boundaries, and the crossing at which the load

@@ -66,23 +66,39 @@ class Stock:
 
     def bytes_of(self, tier: Tier, start: int, stop: int) -> float:
         """Return the number of bytes of tokens ``start .. stop`` that lie in a tier."""
-        return self._before(tier, stop) - (self._before(tier, start) if start else 0.0)
+        if tier not in self.tiers:
+            return 0.0
+        position = self.tiers.index(tier)
+        return self.bytes_until(stop)[position] - self.bytes_until(start)[position]
+
+    def bytes_until(self, token: int) -> tuple[float, ...]:
+        """Return the number of bytes of the tokens before ``token`` in each of ``tiers``."""
+        found = self._known.get(token)
+        if found is None:
+            found = self._known[token] = self._counted(token)
+        return found
 
     @cached_property
-    def _sums(self) -> dict[Tier, tuple[float, ...]]:
-        sizes = [(run.tier, run.token_count * run.token_bytes) for run in self.runs]
-        return {
-            tier: (0.0, *accumulate([size if lies_in is tier else 0.0 for lies_in, size in sizes]))
-            for tier in self.tiers
-        }
+    def _known(self) -> dict[int, tuple[float, ...]]:
+        """Bytes before a token. Kept because a search asks for the same tokens many times."""
+        return {0: (0.0,) * len(self.tiers)}
 
-    def _before(self, tier: Tier, token: int) -> float:
+    @cached_property
+    def _sums(self) -> tuple[tuple[float, ...], ...]:
+        sizes = [(run.tier, run.token_count * run.token_bytes) for run in self.runs]
+        return tuple(
+            (0.0, *accumulate([size if lies_in is tier else 0.0 for lies_in, size in sizes])) for tier in self.tiers
+        )
+
+    def _counted(self, token: int) -> tuple[float, ...]:
         index = bisect_right(self.starts, token) - 1
         if index >= len(self.runs):
-            return self._sums[tier][-1]
-        run = self.runs[index]
-        part = (token - self.starts[index]) * run.token_bytes if run.tier is tier else 0.0
-        return self._sums[tier][index] + part
+            return tuple(each[-1] for each in self._sums)
+        run, part = self.runs[index], (token - self.starts[index]) * self.runs[index].token_bytes
+        return tuple(
+            each[index] + part if tier is run.tier else each[index]
+            for tier, each in zip(self.tiers, self._sums, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -144,7 +160,7 @@ class LoadFacts:
     ways: frozenset[Way] = frozenset(Way)
     prices: Prices = Prices()
 
-    @property
+    @cached_property
     def pieces(self) -> int:
         """Number of pieces in which tiers deliver the layers of a chunk."""
         return min(self.piece_count or self.layer_count, self.layer_count)

@@ -5,6 +5,7 @@ SHARED = frozenset(
         "result",
         "copying",
         "model_1b",
+        "plan_cost",
         "paged",
         "recomputed",
         "memory",

@@ -1,37 +1,38 @@
 """Planning: decides once how much of a waiting prompt is loaded, and learns from the engine's steps and loads.
 
 The thread that looked the prompt up makes the decision, because it may wait for the sidecar's rates; the engine's loop
-reads it. Times of loads and steps are measured in the scheduler. So a load's time includes the wait for the next step,
-as it does for the request.
+reads it. Times of loads and steps are measured in the scheduler, which hears of a load's end with the results of a
+step. So it knows bounds of a load's time; the wait for that step is no part of it, and is planned apart.
 """
 
 from __future__ import annotations
 
 import logging
+import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
+from kvstore.keys import Extra
 from kvstore.planning.loading import HeldRun, LoadFacts, LoadPlan, Prefill, Prices, Stock, Way, plan_loading
 from kvstore.seams import Clock
 from kvstore.spec import ModelSpec, Tier
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.step import Load
+from kvstore_client.loading.patience import patience_s
 from kvstore_client.loading.probe import begin_probe
 from kvstore_client.lookup.match import Match
 
 WAYS = frozenset({Way.PREFILL, Way.LOAD, Way.FIRST})
 """The plans that vLLM can carry out: it computes nothing before the tokens that it has."""
 IN_MEMORY = (Tier.DRAM, Tier.HBM)
-BUDGET = 0.05
-"""The share of the prefill's time by which a load may take longer than computing the same tokens."""
 GIVE_UP_S_MIN = 0.05
 SUMMARY_S = 60.0
 STEPS_MAX = 2
 """Steps in flight in an engine that schedules ahead."""
+STEPS_SEEN = 8
+"""Number of steps of which the usual time is the median."""
 _log = logging.getLogger("kvstore.vllm")
 
 
@@ -47,8 +48,8 @@ class Decision:
 
     @property
     def give_up_s(self) -> float:
-        """Seconds after which a load is given up: it has been slower than computing."""
-        return max(GIVE_UP_S_MIN, (1 + BUDGET) * self.plan.prefill.ttft_s)
+        """Seconds after which a load is given up: it is later than in nine of ten cases, or than computing."""
+        return max(GIVE_UP_S_MIN, patience_s(self.plan))
 
     def bytes_in_memory(self, stop: int) -> int:
         """Return the bytes that a load up to ``stop`` brings from the sidecar's memory; 0 where some lie in a lower
@@ -74,6 +75,8 @@ class RequestPlanner:
         self._is_layerwise = is_layerwise
         self._steps = deque[_Running](maxlen=STEPS_MAX)
         self._ended_s = 0.0
+        self._begun_s = deque[float](maxlen=STEPS_MAX + 1)
+        self._took_s = deque[float](maxlen=STEPS_SEEN)
         self._loading: dict[str, tuple[float, int]] = {}
         self._told_s = clock.monotonic()
         self._saved_s = 0.0
@@ -96,6 +99,7 @@ class RequestPlanner:
         given = self._client.planner.facts(self._spec, match, token_count, token_count - 1, self._step_tokens, WAYS)
         facts = replace(
             behind(given, computed), unit_tokens=chunk, prices=Prices(compute=float(waiting)),
+            link=replace(given.link, latency_s=given.link.latency_s + self._wait_s),
             layer_count=given.layer_count if self._is_layerwise else 1,
         )  # fmt: skip
         plan = plan_loading(facts)
@@ -109,6 +113,12 @@ class RequestPlanner:
             "are loaded" if self.mode == "on" else "would be loaded", plan,
         )  # fmt: skip
         return decision
+
+    @property
+    def _wait_s(self) -> float:
+        """The time for which a load that has landed waits on average: half of a step, while the engine works."""
+        took_s = tuple(self._took_s)
+        return statistics.median(took_s) / 2 if took_s and self._steps and not self._is_layerwise else 0.0
 
     def _count(self, plan: LoadPlan) -> None:
         """Count a decision, and log a summary once in a while, as a warning: vLLM shows no lower level of other
@@ -126,11 +136,17 @@ class RequestPlanner:
                 self.mode, ", ".join(f"{name} {count}" for name, count in sorted(self.counts.items())), self._saved_s,
             )  # fmt: skip
 
-    def look(self, spec: ModelSpec, prompt: Any, decision: Decision) -> None:
-        """Begin to measure the load that a decision left out, if it is time. ``prompt``: its tokens; a prompt named by
-        the engine's own hashes is not measured. Never raises, and waits for nothing."""
-        if isinstance(prompt, np.ndarray):
-            begin_probe(self._client, spec, prompt, decision.stop)
+    def look(
+        self, spec: ModelSpec, prompt: Any, extras: Sequence[Extra], decision: Decision, stored: int
+    ) -> None:  # fmt: skip
+        """Begin to measure the load that a decision left out of the ``stored`` tokens, if it is time, and the way from
+        memory where loads do not measure it: before the first of them, and layerwise. ``prompt``: its tokens, or the
+        engine's own hashes. Never raises, and waits for nothing."""
+        measures_link = self._is_layerwise or not self._client.planner.is_link_measured
+        if self.mode == "on" and (decision.stop < stored or measures_link):
+            begin_probe(
+                self._client, spec, prompt, decision.stop, extras=extras, measures_link=measures_link
+            )  # fmt: skip
 
     # ------------------------------------------------------------ what loads take
 
@@ -147,13 +163,16 @@ class RequestPlanner:
     def landed(self, request_ids: Iterable[str], failed: Callable[[str], bool]) -> None:
         """Learn from the loads of these requests, which have ended; ``failed`` tells which of them failed."""
         now = self._clock.monotonic()
+        # The report of the step before came after that step had begun, and did not name these requests.
+        heard_s = self._begun_s[0] if len(self._begun_s) > STEPS_MAX else 0.0
         for name in request_ids:
             begun_s, byte_count = self._loading.pop(name, (now, 0))
-            has_failed = failed(name)
+            has_failed, least_s = failed(name), max(0.0, heard_s - begun_s)
             self.counts["failed"] += has_failed
-            if byte_count:
-                learn = self._client.planner.late if has_failed else self._client.planner.landed
-                learn(byte_count, now - begun_s)
+            if byte_count and has_failed:
+                self._client.planner.late(byte_count, least_s)
+            elif byte_count:
+                self._client.planner.landed_between(byte_count, least_s, now - begun_s)
 
     def forget(self, request_id: str) -> None:
         """Drop the load of a request that is gone."""
@@ -164,6 +183,7 @@ class RequestPlanner:
     def step_begins(self, output: Any, *, loads: bool) -> None:
         """Note that vLLM has scheduled a step. ``loads``: it loads as it goes; layerwise, its time says nothing of
         computing alone."""
+        self._begun_s.append(self._clock.monotonic())
         if self.mode != "off" and output.num_scheduled_tokens:
             is_measured = not (loads and self._is_layerwise)
             self._steps.append(_Running.of(output, self._clock.monotonic(), is_measured=is_measured))
@@ -175,6 +195,7 @@ class RequestPlanner:
             return
         done, now = self._steps.popleft(), self._clock.monotonic()
         took_s, self._ended_s = now - max(done.begun_s, self._ended_s), now
+        self._took_s.append(took_s)
         if done.is_measured and done.has_prefill:
             prefill = Prefill(done.new_tokens, done.context_tokens, took_s)
             self._client.planner.computed(self._spec, self._step_tokens, prefill)

@@ -193,11 +193,11 @@ class SchedulerSide:
                 match = self._lookup(tracked, prompt)
                 decision = self._planner.decide(match, int(tracked.request.num_tokens), computed, waiting)
                 stored = match.prefix_token_count
+                if decision is not None:
+                    self._planner.look(tracked.spec, prompt, tracked.extras, decision, stored)
                 if decision is not None and self._planner.mode == "on" and decision.stop < stored:
                     self._client.release_ticket(match.ticket)
                     cut = self._naming.prompt(tracked.request, decision.stop)
-                    if not tracked.extras:
-                        self._planner.look(tracked.spec, prompt, decision)
                     match = self._lookup(tracked, cut) if decision.stop > computed else Match(0, ())
                 return _Answer(match, stored, decision)
         except KVStoreError as error:
