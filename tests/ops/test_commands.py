@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -78,6 +79,16 @@ def test_one_benchmark_ends_with_its_row() -> None:
     done = kvstore("bench", "lookup", "--tiny")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["name"] == "lookup"
+
+
+def test_a_benchmark_of_vllm_says_how_to_get_it() -> None:
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("vLLM is here")
+    done = kvstore("bench", "vllm-cold", "--tiny")
+    assert done.returncode == 4
+    assert "make setup-vllm" in done.stderr
+    assert "vllm-cold" in kvstore("bench", "list").stdout
+    assert "vllm-cold" not in _benchmarks()  # and "all" leaves it out
 
 
 def test_a_benchmark_beside_somebody_else_says_what_it_needs_or_runs() -> None:

@@ -14,8 +14,10 @@ SHARED = frozenset(
         "lmcache",
         "lmcache_peer",
         "throttled",
+        "vllm_engine",
+        "vllm_imports",
     }
 )
 """Modules of this package that are not benchmarks."""
-BESIDE = frozenset({"peers"})
+BESIDE = frozenset({"peers", "vllm-cold"})
 """Benchmarks that need another product's environment: "all" leaves them out, only their names run them."""
