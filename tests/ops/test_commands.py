@@ -10,7 +10,8 @@ import sys
 from typing import Any
 
 import pytest
-from kvstore_ops.bench.peers import ENVIRONMENT
+from kvstore_ops.bench.peers import LMCACHE, MOONCAKE
+from kvstore_ops.bench.peers_redis import ENVIRONMENT
 from kvstore_ops.cli import _benchmarks
 from kvstore_ops.sidecar import Sidecar
 
@@ -91,10 +92,11 @@ def test_a_benchmark_of_vllm_says_how_to_get_it() -> None:
     assert "vllm-cold" not in _benchmarks()  # and "all" leaves it out
 
 
-def test_a_benchmark_beside_somebody_else_says_what_it_needs_or_runs() -> None:
-    done = kvstore("bench", "peers", "--tiny")
-    if ENVIRONMENT not in os.environ:
+@pytest.mark.parametrize(("name", "wanted"), [("peers", (LMCACHE, MOONCAKE)), ("peers-redis", (ENVIRONMENT,))])
+def test_a_benchmark_beside_somebody_else_says_what_it_needs_or_runs(name: str, wanted: tuple[str, ...]) -> None:
+    done = kvstore("bench", name, "--tiny")
+    if not any(each in os.environ for each in wanted):
         assert done.returncode == 4
-        assert ENVIRONMENT in done.stderr
-        pytest.skip(f"{ENVIRONMENT} names no environment of LMCache's")
+        assert all(each in done.stderr for each in wanted)
+        pytest.skip(f"{' and '.join(wanted)} name no environment of another product's")
     assert set(json.loads(done.stdout.splitlines()[-1])) == FIELDS, done.stderr
