@@ -19,6 +19,7 @@ from kvstore_client.context import Context
 from kvstore_client.fetch import calls as fetches
 from kvstore_client.fetch import ticket as tickets
 from kvstore_client.fetch.fetched import FetchedKV
+from kvstore_client.fetch.paged import Paged
 from kvstore_client.fetch.stream import LayerStream
 from kvstore_client.fetch.target import Into
 from kvstore_client.fetch.transfer import Transfer
@@ -177,16 +178,16 @@ class Client:
 
     # ------------------------------------------------------------ store
     def store(
-        self, spec: ModelSpec, tokens: GivenTokens, kv: Sequence[Layer], *, hidden: Mapping[int, Tensor] | None = None,
-        durability: Durability | None = None, extras: Sequence[Extra] = (), exactness: Exactness | None = None,
+        self, spec: ModelSpec, tokens: GivenTokens, kv: Sequence[Layer] | Paged, *, extras: Sequence[Extra] = (),
+        hidden: Mapping[int, Tensor] | None = None, durability: Durability | None = None,
+        exactness: Exactness | None = None,
     ) -> Receipt:  # fmt: skip
         """Keep a context's cache. Returns as soon as the tensors may be reused; the receipt tells what was kept.
 
         Shapes: ``kv`` per layer (K, V), each [kv_heads, tokens, head_dim] in the spec's dtype, or E, [tokens,
-        hidden_size], where the spec keeps that; ``hidden`` {layer: [tokens, hidden_size]}. ``durability``: the level
-        that the receipt's ``wait`` waits for; None: the highest level the sidecar has. ``exactness`` None: exact, and
-        refused for a cache known to be derived. Raises: InvalidRequest.
-        """
+        hidden_size], where the spec keeps that, or all in ``Paged``; ``hidden`` {layer: [tokens, hidden_size]}.
+        ``durability``: the level that the receipt's ``wait`` waits for; None: the highest level the sidecar has.
+        ``exactness`` None: exact, and refused for a cache known to be derived. Raises: InvalidRequest."""
         return stores.keep(self._context, Prompt.of(spec, tokens, extras, exactness), kv, hidden, durability)
 
     def start_store(

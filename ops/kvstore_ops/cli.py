@@ -182,11 +182,8 @@ def locate(
 def _benchmarks() -> list[str]:
     import kvstore_ops.bench as bench
 
-    return sorted(
-        module.name.replace("_", "-")
-        for module in pkgutil.iter_modules(bench.__path__)
-        if module.name not in bench.SHARED | bench.BESIDE
-    )
+    modules = {module.name for module in pkgutil.iter_modules(bench.__path__)} - bench.SHARED
+    return sorted({name.replace("_", "-") for name in modules} - bench.BESIDE)
 
 
 @app.command()

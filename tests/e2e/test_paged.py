@@ -12,6 +12,7 @@ from kvstore_client.planes.shared_memory.chunk import Chunk
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
+from kvstore.keys import Extra
 from tests.specs import bits, odd_spec, random_cache, small_spec, tokens_of
 
 SPEC = small_spec()
@@ -106,6 +107,64 @@ def test_mla_pages(sidecar: Sidecar) -> None:
     for page, (latent, rope) in zip(layers, [each for each in cache if each], strict=True):
         flat = page.reshape(384, 32)[slots]
         assert (flat == np.concatenate([latent[0], rope[0]], axis=-1)).all()
+
+
+@pytest.mark.parametrize("tensor", [True, False], ids=["torch", "numpy"])
+@pytest.mark.parametrize("size", [1, 16, 24])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_store_takes_every_token_from_its_slot(client: Client, layout: str, size: int, tensor: bool) -> None:
+    pages, pairs = -(-COUNT // size) + 3, layout == "page slot head dim"
+    layers = engine_pages(layout, pages, size, 2, 8, pairs=pairs, tensor=tensor)
+    kept = Paged(layers, scattered(COUNT, pages, size), layout)
+    assert client.fetch(SPEC, tokens_of(COUNT), into=kept).token_count == COUNT
+    salt = [Extra(0, f"{layout}/{size}/{tensor}".encode())]
+    receipt = client.store(SPEC, tokens_of(COUNT), kept, extras=salt)
+    for layer in layers:
+        for plane in layer if pairs else [layer]:
+            plane[...] = 0  # they may be reused
+    receipt.wait()
+    assert receipt.stored_token_count == COUNT, receipt.reason
+    fetched = client.fetch(SPEC, tokens_of(COUNT), extras=salt, verify=True)
+    assert fetched.token_count == COUNT
+    for pair, expected in zip(fetched, random_cache(SPEC, COUNT), strict=True):
+        for plane, right in zip(pair, expected, strict=True):
+            assert (bits(plane) == right).all()
+
+
+def test_a_store_from_pages_of_a_latent_cache(sidecar: Sidecar) -> None:
+    spec = odd_spec("bfloat16", 1, 24, 8, 128, mla=True)
+    tokens, cache = tokens_of(300), random_cache(spec, 300)
+    slots = scattered(300, 24, 16)
+    layers = [np.zeros((384, 32), np.uint16) for _ in range(2)]
+    for page, (latent, rope) in zip(layers, [each for each in cache if each], strict=True):
+        page[slots] = np.concatenate([latent[0], rope[0]], axis=-1)
+    salt = [Extra(0, b"from pages")]
+    with connect(sidecar.address) as client:
+        paged = Paged([page.reshape(24, 16, 32) for page in layers], slots, "page slot dim")
+        assert client.store(spec, tokens, paged, extras=salt).wait()
+        fetched = client.fetch(spec, tokens, extras=salt, verify=True)
+    assert fetched.token_count == 300
+    for pair, expected in zip(fetched, [each for each in cache if each], strict=True):
+        for plane, right in zip(pair, expected, strict=True):
+            assert (bits(plane) == right).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"slots": np.arange(COUNT - 1)}, "names 89 tokens, the prompt has 90"),
+        ({"slots": np.append(np.arange(COUNT - 1), -1)}, "a token without a place"),
+        ({"slots": np.arange(COUNT) + 9 * 16}, "outside"),
+        ({"layers": []}, "0 entries"),
+        ({"hidden": {0: np.zeros((COUNT, 32), np.uint16)}}, "pages hold K and V"),
+    ],
+)
+def test_a_store_from_pages_that_do_not_fit_is_refused(client: Client, change: dict[str, Any], words: str) -> None:
+    hidden = change.get("hidden")
+    layers = engine_pages("kv page slot head dim", 9, 16, 2, 8, pairs=False, tensor=False)
+    given = {"layers": layers, "slots": np.arange(COUNT), **{key: change[key] for key in change if key != "hidden"}}
+    with pytest.raises(InvalidRequest, match=words):
+        client.store(SPEC, tokens_of(COUNT, 3), Paged(**given), hidden=hidden)
 
 
 @pytest.mark.parametrize(

@@ -251,8 +251,8 @@ MUTANTS = [
     Mutant(
         "kept-over-a-failed-load",
         WORKER,
-        "            is_doubtful = any(block in self._doubtful for block in save.block_ids)\n",
-        "            is_doubtful = False\n",
+        "is_wanted=self._doubtful.keys().isdisjoint(save.block_ids))\n",
+        "is_wanted=True)\n",
         "what was computed from blocks that never came is stored as the model's own",
         ("tests/engines/vllm/test_loads.py::test_what_is_computed_over_a_failed_load_is_not_kept",),
     ),

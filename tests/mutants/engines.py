@@ -12,6 +12,10 @@ JOBS = "kvstore/seams/scheduler.py"
 T_BYTES = "tests/e2e/test_bytes.py"
 T_SGLANG = "tests/engines/test_sglang.py"
 T_VLLM = "tests/engines/vllm/test_loads.py"
+T_SAVES = "tests/engines/vllm/test_saves.py"
+SAVES = "clients/kvstore_client/engines/vllm/saves.py"
+WORKER = "clients/kvstore_client/engines/vllm/worker.py"
+GATHERING = "clients/kvstore_client/store/gathering.py"
 INDICES = f"{T_SGLANG}::test_indices_that_are_no_page_of_the_pool_touch_no_memory"
 
 MUTANTS = [
@@ -182,6 +186,65 @@ MUTANTS = [
         "                pass\n",
         "what two sets of weights computed is stored as one cache",
         (f"{T_VLLM}::test_after_a_reset_nothing_of_before_is_loaded_or_kept",),
+    ),
+    Mutant(
+        "pages-given-away-while-read",
+        SAVES,
+        "        if wait(reading, END_S_MAX).not_done:\n",
+        "        if False:\n",
+        "a prompt is stored with the tokens of the one that got its blocks",
+        (
+            f"{T_SAVES}::test_a_block_that_is_given_out_again_is_read_before_it_is_written",
+            f"{T_SAVES}::test_pages_are_not_given_away_under_a_save_that_reads_on",
+        ),
+    ),
+    Mutant(
+        "read-though-given-up",
+        SAVES,
+        "            self._reads = self._is_wanted\n",
+        "            self._reads = True\n",
+        "a save that was given up stores what its blocks hold by then",
+        (f"{T_SAVES}::test_a_save_that_has_not_begun_is_given_up_for_its_blocks",),
+    ),
+    Mutant(
+        "saves-that-nobody-ends",
+        WORKER,
+        "        if self._is_waiting or not self._can_give_way:\n",
+        "        if self._is_waiting:\n",
+        "where vLLM does not say what it writes, a save reads another prompt's tokens",
+        (f"{T_SAVES}::test_where_nobody_says_which_blocks_change_a_save_ends_in_its_step",),
+    ),
+    Mutant(
+        "blocks-given-out-unsaid",
+        SCHEDULER,
+        "                step.written += block_ids[computed // self._block_tokens :] if is_whole else block_ids\n",
+        "",
+        "a save reads blocks that are another request's by then",
+        (f"{T_SAVES}::test_the_scheduler_names_the_blocks_that_a_step_may_write",),
+    ),
+    Mutant(
+        "blocks-loaded-into-unsaid",
+        SCHEDULER,
+        "        self._written += block_ids[start // self._block_tokens :]\n",
+        "",
+        "a load writes blocks that a save still reads",
+        (f"{T_SAVES}::test_the_scheduler_names_the_blocks_that_a_step_may_write",),
+    ),
+    Mutant(
+        "blocks-computed-again-unsaid",
+        SCHEDULER,
+        "                if tracked.has_failed:  # it computes blocks again that it has\n",
+        "                if False:\n",
+        "blocks are written again, after a load that failed, while a save reads them",
+        (f"{T_SAVES}::test_the_scheduler_names_the_blocks_that_a_step_may_write",),
+    ),
+    Mutant(
+        "one-layer-for-all",
+        GATHERING,
+        "        self._position = position\n",
+        "        self._position = 0\n",
+        "each layer is stored as a copy of the first",
+        ("tests/e2e/test_paged.py::test_a_store_takes_every_token_from_its_slot",),
     ),
     Mutant(
         "memory-kept-by-who-did-the-job",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvstore_ops.bench.peers import ENVIRONMENT
+from kvstore_ops.bench.peers import LMCACHE, MOONCAKE
+from kvstore_ops.bench.peers_redis import ENVIRONMENT
 from kvstore_ops.cli import _benchmarks
 from kvstore_ops.locate import read_tokens
 from kvstore_ops.sidecar import Sidecar
@@ -106,10 +108,21 @@ def test_one_benchmark_ends_with_its_row() -> None:
     assert json.loads(done.stdout.splitlines()[-1])["name"] == "lookup"
 
 
-def test_a_benchmark_beside_somebody_else_says_what_it_needs_or_runs() -> None:
-    done = kvstore("bench", "peers", "--tiny")
-    if ENVIRONMENT not in os.environ:
+def test_a_benchmark_of_vllm_says_how_to_get_it() -> None:
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("vLLM is here")
+    done = kvstore("bench", "vllm-cold", "--tiny")
+    assert done.returncode == 4
+    assert "make setup-vllm" in done.stderr
+    assert "vllm-cold" in kvstore("bench", "list").stdout
+    assert "vllm-cold" not in _benchmarks()  # and "all" leaves it out
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("peers", (LMCACHE, MOONCAKE)), ("peers-redis", (ENVIRONMENT,))])
+def test_a_benchmark_beside_somebody_else_says_what_it_needs_or_runs(name: str, wanted: tuple[str, ...]) -> None:
+    done = kvstore("bench", name, "--tiny")
+    if not any(each in os.environ for each in wanted):
         assert done.returncode == 4
-        assert ENVIRONMENT in done.stderr
-        pytest.skip(f"{ENVIRONMENT} names no environment of LMCache's")
+        assert all(each in done.stderr for each in wanted)
+        pytest.skip(f"{' and '.join(wanted)} name no environment of another product's")
     assert set(json.loads(done.stdout.splitlines()[-1])) == FIELDS, done.stderr

@@ -13,10 +13,12 @@ from kvstore.wire import spec_from_message
 from kvstore_client.arrays import Layer, Tensor
 from kvstore_client.context import Context
 from kvstore_client.copying import commit_beside
+from kvstore_client.fetch.paged import Paged
 from kvstore_client.fetch.ticket import cut
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.lookup.tails import superseded
 from kvstore_client.prompt import EXACTNESSES, Prompt, check_count
+from kvstore_client.store.pages import PagesSource
 from kvstore_client.store.receipt import Outcome, Receipt, Settle, Settling
 from kvstore_client.store.store import Store, ask_settled, beyond, reserve_request
 from kvstore_client.store.tensors import Tensors
@@ -66,14 +68,15 @@ def _answered(context: Context, asked: Settling) -> Outcome:
 
 
 def keep(
-    context: Context, prompt: Prompt, kv: Sequence[Layer], hidden: Mapping[int, Tensor] | None,
+    context: Context, prompt: Prompt, kv: Sequence[Layer] | Paged, hidden: Mapping[int, Tensor] | None,
     durability: Durability | None,
 ) -> Receipt:  # fmt: skip
     """See ``Client.store``."""
     check_durability(durability)
     if not prompt.digests:
         raise InvalidRequest("tokens is empty: there is nothing to store")
-    source = Tensors.of(prompt, kv, hidden)
+    source: Tensors | PagesSource
+    source = PagesSource.of(prompt, kv, hidden) if isinstance(kv, Paged) else Tensors.of(prompt, kv, hidden)
     try:
         with context.or_miss() as miss:
             session, name = context.ready(prompt.spec)

@@ -69,26 +69,28 @@ class Dense:
 
 
 class FromPages:
-    """Tokens of one layer, in an engine's pages. Every token must have a slot."""
+    """Tokens of one layer, the one at ``position``, in an engine's pages. Every token must have a slot."""
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, pages: Pages, position: int = 0) -> None:
         if (pages.slots < 0).any():
             raise InvalidRequest("slots: a token without a place cannot be stored: put runs without gaps")
         self._pages = pages
+        self._position = position
         self.token_count = len(pages.slots)
 
-    def copy(self, part: Part, start: int, stop: int, token: int) -> None:
-        """Copy as ``Dense.copy`` does. Whole pages come in one call, by numpy's index."""
+    def copy(self, part: Part, start: int, stop: int, token: int, heads: slice = slice(None)) -> None:
+        """Copy as ``Dense.copy`` does, these ``heads`` of the pages. Whole pages come in one call, by numpy's index."""
         pages, base = self._pages, token - part.token_start
-        plane, array = pages.planes[0][part.which], pages.arrays[0][part.which]
+        plane, array = pages.planes[self._position][part.which], pages.arrays[self._position][part.which]
+        plane, array = plane[:, :, heads], None if array is None else array[:, :, heads]
         cut = pages.whole_pages if array is not None else pages.pieces_only
         runs, rest = cut(base + start, base + stop)
         strips = part.array[0]
-        heads, _, dim = strips.shape
+        head_count, _, dim = strips.shape
         for first, numbers in runs:
             count = len(numbers) * pages.page_size
             target = strips[:, first - token : first - token + count].view(array.dtype)  # type: ignore[union-attr]
-            shaped = target.reshape(heads, len(numbers), pages.page_size, dim).transpose(1, 2, 0, 3)
+            shaped = target.reshape(head_count, len(numbers), pages.page_size, dim).transpose(1, 2, 0, 3)
             shaped[...] = array[numbers]  # type: ignore[index]
         tensor = raw(strips) if rest else None
         for piece in rest:

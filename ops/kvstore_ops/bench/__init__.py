@@ -12,11 +12,15 @@ SHARED = frozenset(
         "s3_responder",
         "origin",
         "alone",
-        "lmcache",
+        "peer",
         "lmcache_peer",
+        "lmcache_redis_peer",
+        "mooncake_peer",
         "throttled",
+        "vllm_engine",
+        "vllm_imports",
     }
 )
 """Modules of this package that are not benchmarks."""
-BESIDE = frozenset({"peers"})
+BESIDE = frozenset({"peers", "peers-redis", "vllm-cold"})
 """Benchmarks that need another product's environment: "all" leaves them out, only their names run them."""

@@ -12,12 +12,25 @@ def build(scale: str, *, is_mha: bool = False) -> Any:
     """Build a model: 16 layers (quick: 4), hidden 2048, 32 / 8 heads, head dim 64, MLP 8192, vocabulary 128,256, bf16.
     ``is_mha``: it has a KV head for every query head."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(1)
+    config = config_of(scale, is_mha=is_mha)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def config_of(scale: str, *, is_mha: bool = False) -> Any:
+    """Return the configuration of the model of ``build``."""
+    import torch
+    from transformers import LlamaConfig
+
     tiny = scale == "tiny"
     heads = 4 if tiny else 32
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=512 if tiny else 128_256,
         hidden_size=TINY_HIDDEN if tiny else 2048,
         intermediate_size=256 if tiny else 8192,
@@ -31,11 +44,6 @@ def build(scale: str, *, is_mha: bool = False) -> Any:
         eos_token_id=None,
         dtype=torch.bfloat16,
     )
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        return LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def prompts(model: Any, count: int, token_count: int) -> Any:

@@ -1,179 +1,182 @@
-"""peers: chunks to and from one Redis by LMCache and by kvstore, in turns, the same bytes.
+"""peers: a cache of 256 MiB stored, looked up and fetched by kvstore, LMCache's daemon and Mooncake's store, in turns.
 
-LMCache has an environment of its own (2 GB) at KVSTORE_BENCH_LMCACHE; pip makes it here when it is missing. LMCache's
-side is the native client of its Redis adapter, from memory to memory. Our side is a sidecar, from the arena and back
-into it, with every strip checked. Both reach one server by TCP on loopback.
+Each product has an environment of its own: KVSTORE_BENCH_LMCACHE and KVSTORE_BENCH_MOONCAKE name their directories, and
+pip makes one that is missing. The table says why a product is not in it. All run on this machine's processors, through
+memory that they share with their client, or TCP on loopback where a product has nothing else.
+
+A store of ours and of Mooncake's ends when all of it can be fetched, LMCache's with its answer, which may come before.
+A fetch goes from the server's memory into memory of the client that was
+there before: tensors (kvstore), pages (LMCache), registered memory (Mooncake). The bytes that the peers fetch are
+compared after the time was taken.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import statistics
-import subprocess
-import sys
+import sysconfig
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import redis
-
-from kvstore.errors import Unavailable
-from kvstore.tiers.redis.embedded import dying_with_us, server_binary
-from kvstore_ops.bench import lmcache_peer
-from kvstore_ops.bench.redis import CHUNKS, CONTEXTS, RUNS, Rig, Seconds, rig
+from kvstore.errors import KVStoreError, Unavailable
+from kvstore_ops.bench import copying as shared
+from kvstore_ops.bench import lmcache_peer, mooncake_peer
+from kvstore_ops.bench.peer import Daemon, Program, environment, free_port
 from kvstore_ops.bench.result import Result, note, quartiles, show
 
-ENVIRONMENT = "KVSTORE_BENCH_LMCACHE"
-PACKAGES = ("torch==2.13.0", "lmcache==0.5.6")
-SERVER_BYTES = 8 << 30
-START_S_MAX = 10.0
+LMCACHE, LMCACHE_PACKAGES = "KVSTORE_BENCH_LMCACHE", ("lmcache==0.5.6", "torch==2.13.0")
+MOONCAKE, MOONCAKE_PACKAGES = "KVSTORE_BENCH_MOONCAKE", ("mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy")
+LMCACHE_GB = 2
+CHUNKS = {"full": 8, "quick": 8, "tiny": 1}
+CHUNK_BYTES = 32 << 20
+RUNS = {"full": 30, "quick": 10, "tiny": 1}
+WORDS = ("store", "lookup", "fetch")
+Seconds = dict[str, list[float]]
 
 
-def environment() -> Path:
-    """Return the Python of LMCache's environment. Raises Unavailable when the variable is not set."""
-    place = os.environ.get(ENVIRONMENT)
-    if not place:
-        raise Unavailable(f"{ENVIRONMENT} is not set: name a directory with LMCache's environment, or where to make it")
-    python = Path(place) / "bin" / "python"
-    if not python.exists():
-        note(f"making {place}: {' '.join(PACKAGES)}")
-        subprocess.run([sys.executable, "-m", "venv", place], check=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
-    return python
+class Ours:
+    """kvstore's side. A store's number seeds its tokens."""
+
+    def __init__(self, client: Any, count: int) -> None:
+        self._client = client
+        self._count = count
+        self._spec = shared.geometry("quick")
+        self._source, self._target = (shared.tensors(self._spec, count) for _ in range(2))
+
+    def do(self, what: str, name: str) -> float:
+        """Do a command as a peer's program does."""
+        tokens = shared.random_tokens(self._count, 1000 + int(name))
+        if what == "store":
+            return shared.timed(lambda: self._client.store(self._spec, tokens, self._source).wait())
+        found: list[int] = []
+        if what == "fetch":
+            took = shared.timed(
+                lambda: found.append(self._client.fetch(self._spec, tokens, into=self._target).token_count)
+            )
+        else:
+            took = shared.timed(lambda: found.append(self._client.lookup(self._spec, tokens).prefix_token_count))
+        assert found == [self._count], found
+        return took
 
 
 @contextmanager
-def server() -> Iterator[tuple[int, str]]:
-    """Run a private Redis, and yield its port on loopback and its socket's path."""
-    with tempfile.TemporaryDirectory(prefix="kvstore-redis-") as directory:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port: int = free.getsockname()[1]
-        path = f"{directory}/redis.sock"
-        command = [
-            *dying_with_us(), str(server_binary()), "--port", str(port), "--bind", "127.0.0.1", "--unixsocket", path,
-            "--save", "", "--appendonly", "no", "--maxmemory", str(SERVER_BYTES), "--dir", directory,
-        ]  # fmt: skip
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+def lmcache(directory: Path, chunk_count: int) -> Iterator[Program]:
+    """Run LMCache's daemon, and yield its client's program."""
+    python = environment(LMCACHE, LMCACHE_PACKAGES)
+    port, http_port = free_port(), free_port()
+    variables = {"LMCACHE_TRACK_USAGE": "false", "OMP_NUM_THREADS": "2"}
+    words = (
+        f"server --host 127.0.0.1 --port {port} --http-host 127.0.0.1 --http-port {http_port} --l1-size-gb "
+        f"{LMCACHE_GB} --eviction-policy LRU --chunk-size {shared.CHUNK_TOKENS} --disable-observability"
+    )
+    with ExitStack() as stack:
+        command = [str(python), "-P", str(python.parent / "lmcache"), *words.split()]
+        stack.callback(Daemon(command, http_port, variables, directory / "lmcache-server").close)
+        tokens = str(chunk_count * shared.CHUNK_TOKENS)
+        command = [str(python), "-P", str(lmcache_peer.__file__), str(port), str(http_port), tokens]
+        program = Program(command, variables, log=directory / "lmcache-client")
+        stack.callback(program.close)
+        yield program
+
+
+@contextmanager
+def mooncake(directory: Path, chunk_count: int) -> Iterator[Program]:
+    """Run Mooncake's master and the process that owns the memory, and yield its client's program."""
+    python = environment(MOONCAKE, MOONCAKE_PACKAGES)
+    place = Path(sysconfig.get_path("platlib", vars={"platbase": str(python.parents[1])})) / "mooncake"
+    libraries = f"{place}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    variables = {"LD_LIBRARY_PATH": libraries, "MC_LOG_LEVEL": "ERROR"}
+    port = free_port()
+    words = f"--rpc_address=127.0.0.1 --rpc_port={port} --metrics_host=127.0.0.1 --metrics_port={free_port()}"
+    with ExitStack() as stack:
+        command = [str(place / "mooncake_master"), *words.split()]
+        stack.callback(Daemon(command, port, variables, directory / "mooncake-master").close)
+        program = str(mooncake_peer.__file__)
+        for role, sizes in (("segment", []), ("client", [str(chunk_count), str(CHUNK_BYTES)])):
+            command = [str(python), "-P", program, role, str(port), str(free_port()), *sizes]
+            last = Program(command, variables, log=directory / f"mooncake-{role}")
+            stack.callback(last.close)
+        yield last
+
+
+def turn(sides: dict[str, Any], number: int, took: dict[str, Seconds]) -> None:
+    """Let each side store a new cache, look it up and fetch it; another side begins each time."""
+    names = list(sides)
+    first = number % len(names)
+    for name in names[first:] + names[:first]:
+        for what in WORDS:
+            took[name][what].append(sides[name].do(what, str(number)))
+
+
+def measured(scale: str) -> tuple[dict[str, Seconds], dict[str, str]]:
+    """Return each side's seconds, after a warm-up, and why others are missing. Raises Unavailable without any peer."""
+    missing: dict[str, str] = {}
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-peers-")))
+        _, client = stack.enter_context(shared.ready("quick"))
+        sides: dict[str, Any] = {"kvstore": Ours(client, CHUNKS[scale] * shared.CHUNK_TOKENS)}
+        for name, begin in (("LMCache", lmcache), ("Mooncake", mooncake)):
             try:
-                _wait(port)
-                yield port, path
-            finally:
-                process.kill()
+                sides[name] = stack.enter_context(begin(directory, CHUNKS[scale]))
+            except KVStoreError as error:
+                missing[name] = error.message
+                note(f"peers: without {name}: {error.message}")
+        if len(sides) == 1:
+            raise Unavailable("; ".join(missing.values()))
+        took: dict[str, Seconds] = {}
+        for number in range(-2, RUNS[scale]):
+            if number <= 0:  # the first rounds warm up
+                took = {name: {what: [] for what in WORDS} for name in sides}
+            turn(sides, number + 2, took)
+            note(f"peers: round {number + 1} of {RUNS[scale]}")
+    return took, missing
 
 
-def _wait(port: int) -> None:
-    until_s = time.monotonic() + START_S_MAX
-    while True:
-        try:
-            redis.Redis(host="127.0.0.1", port=port).ping()
-            return
-        except redis.ConnectionError:
-            if time.monotonic() > until_s:
-                raise
-            time.sleep(0.01)
+def _cells(took: dict[str, Seconds], what: str, byte_count: int) -> str:
+    """Return what each side took for one command, the first side's time over it beside."""
+    cells = []
+    for name, seconds in took.items():
+        middle = statistics.median(seconds[what])
+        cell = f"{name} {middle * 1e3:.2f} ms" + ("" if what == "lookup" else f", {byte_count / middle / 1e9:.2f} GB/s")
+        if name != "kvstore":
+            cell += f" ({_ratio(took, name, what):.2f}x ours)"
+        cells.append(cell)
+    return "\n".join(cells)
 
 
-class Peer:
-    """LMCache's program, which gets its commands line by line."""
-
-    def __init__(self, python: Path, port: int, path: Path, count: int) -> None:
-        command = [*dying_with_us(), str(python), "-P", str(lmcache_peer.__file__), str(port), str(path), str(count)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._said() == "ready"
-
-    def _said(self) -> str:
-        assert self.process.stdout is not None
-        while (line := self.process.stdout.readline()) and not (line[:1].isdigit() or line == "ready\n"):
-            continue  # skip its log
-        if not line:
-            raise Unavailable(f"LMCache's program ended with status {self.process.wait()}: see what it said above")
-        return line.strip()
-
-    def do(self, what: str, name: str) -> float:
-        """Do a "store" or "fetch" of all chunks under a name, and return its seconds."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{what} {name}\n")
-        self.process.stdin.flush()
-        return float(self._said())
-
-    def close(self) -> None:
-        """Kill the program. Idempotent."""
-        self.process.kill()
-        self.process.wait()
-
-
-def turn(ours: Rig, peer: Peer, number: int, ours_s: Seconds, peer_s: Seconds) -> None:
-    """Let each side fetch a stored context and store one more; the first side alternates."""
-
-    def mine() -> None:
-        ours.fetch(number % CONTEXTS, ours_s)
-        _, stored = ours.store(ours_s)
-        ours.bare.drop(list(dict.fromkeys(key for key, _, _ in stored)))
-
-    def theirs() -> None:
-        peer_s.fetch.append(peer.do("fetch", str(number % CONTEXTS)))
-        peer_s.store.append(peer.do("store", "again"))
-        ours.bare.drop(ours.bare.client.keys("peer@again@*"))
-
-    for each in (mine, theirs) if number % 2 else (theirs, mine):
-        each()
-
-
-def measured(scale: str, round_count: int) -> tuple[Seconds, Seconds, int]:
-    """Return our seconds and LMCache's, after a warm-up, and the bytes that a round moves each way."""
-    import torch
-
-    python = environment()
-    with server() as (port, path), rig(scale, "none", f"redis://127.0.0.1:{port}", path) as ours:
-        with tempfile.NamedTemporaryFile() as file:
-            planes = [plane.view(torch.uint8).numpy().ravel() for pair in ours.source for plane in pair]
-            np.concatenate(planes).tofile(file.name)
-            peer = Peer(python, port, Path(file.name), CHUNKS[scale])
-            try:
-                for number in range(CONTEXTS):
-                    peer.do("store", str(number))
-                    turn(ours, peer, number, Seconds(), Seconds())
-                ours_s, peer_s = Seconds(), Seconds()
-                for number in range(round_count):
-                    turn(ours, peer, number, ours_s, peer_s)
-            finally:
-                peer.close()
-        return ours_s, peer_s, ours.byte_count
+def _ratio(took: dict[str, Seconds], name: str, what: str) -> float:
+    """Return a peer's time over ours, the median of the rounds."""
+    pairs = zip(took[name][what], took["kvstore"][what], strict=True)
+    return statistics.median(theirs / mine for theirs, mine in pairs)
 
 
 def run(scale: str) -> Result:
-    """Measure both sides. ``ratio``: LMCache's time of a fetch over ours, round by round."""
-    ours, peer, byte_count = measured(scale, RUNS[scale])
-    ratios = [theirs / mine for theirs, mine in zip(peer.fetch, ours.fetch, strict=True)]
-    store_ratios = [theirs / mine for theirs, mine in zip(peer.store, ours.store, strict=True)]
-
-    def rate(seconds: list[float]) -> float:
-        return float(byte_count / statistics.median(seconds))
-
+    """Measure all. ``ratio``: the time of the faster peer's fetch over ours, round by round."""
+    took, missing = measured(scale)
+    byte_count = CHUNKS[scale] * CHUNK_BYTES
+    peers = [name for name in took if name != "kvstore"]
+    faster = min(peers, key=lambda name: _ratio(took, name, "fetch"))
+    ours, theirs = took["kvstore"]["fetch"], took[faster]["fetch"]
+    ratios = [each / mine for each, mine in zip(theirs, ours, strict=True)]
     show(
-        f"peers: {byte_count >> 20} MiB, {len(ratios)} rounds, one Redis",
+        f"peers: {byte_count >> 20} MiB, {len(ours)} rounds",
         [
-            ("fetch, kvstore: into the arena, checked", f"{rate(ours.fetch) / 1e9:.2f} GB/s"),
-            (
-                "  LMCache: into memory",
-                f"{rate(peer.fetch) / 1e9:.2f} GB/s, ours {statistics.median(ratios):.2f} of it",
-            ),
-            ("store, kvstore: until all of it can be read", f"{rate(ours.store) / 1e9:.2f} GB/s"),
-            ("  LMCache", f"{rate(peer.store) / 1e9:.2f} GB/s, ours {statistics.median(store_ratios):.2f} of it"),
+            *((what, _cells(took, what, byte_count)) for what in WORDS),
+            *((f"without {name}", reason) for name, reason in missing.items()),
         ],
     )
-    ratio = statistics.median(ratios)
+    conditions: dict[str, Any] = {
+        "scale": scale, "bytes": byte_count, "processors": os.cpu_count(), "missing": missing, "faster": faster,
+        "peers": [LMCACHE_PACKAGES[0], MOONCAKE_PACKAGES[0]],
+    }  # fmt: skip
+    for name, seconds in took.items():
+        for what in WORDS:
+            conditions[f"{name.lower()}_{what}_s"] = statistics.median(seconds[what])
     return Result(
-        name="peers", value=rate(ours.fetch), unit="B/s", limit=rate(peer.fetch), ratio=ratio, target="none",
-        met=True, runs=len(ratios), spread=quartiles(ratios),
-        conditions={
-            "scale": scale, "bytes": byte_count, "line": "TCP, loopback", "peer": PACKAGES[-1],
-            "processors": os.cpu_count(), "store_bytes_per_s": rate(ours.store),
-            "peer_store_bytes_per_s": rate(peer.store), "store_ratio": statistics.median(store_ratios),
-            "store_spread": quartiles(store_ratios),
-        },
+        name="peers", value=byte_count / statistics.median(ours), unit="B/s",
+        limit=byte_count / statistics.median(theirs), ratio=statistics.median(ratios), target="none", met=True,
+        runs=len(ours), spread=quartiles(ratios), conditions=conditions,
     )  # fmt: skip

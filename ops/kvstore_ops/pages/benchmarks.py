@@ -20,9 +20,15 @@ HEAD = """\
 <!-- Made by `python -m kvstore_ops.pages` from docs/benchmarks.json; change that. -->
 
 `kvstore bench list` names the benchmarks; `kvstore bench NAME --quick` runs one in less than 45 s, without `--quick` in
-full, and `make bench` all but `peers`, quick. Each measures a figure and, in the same run, the limit that it is held
-against. The last line is JSON. `kvstore bench NAME --quick --json FILE` also writes it to a file, with commit, day and
-machine, and `python -m kvstore_ops.pages FILE` takes that in here.
+full, and `make bench` all that need no other product, quick. Each measures a figure and, in the same run, the limit
+that it is held against. The last line is JSON. `kvstore bench NAME --quick --json FILE` also writes it to a file, with
+commit, day and machine, and `python -m kvstore_ops.pages FILE` takes that in here.
+
+`vllm-cold` needs vLLM (`make setup-vllm`) and runs as `.venv-vllm/bin/kvstore bench vllm-cold`. `peers` runs beside
+LMCache's daemon and Mooncake's store without a GPU. Each has an environment of its own, in the directory that
+`KVSTORE_BENCH_LMCACHE` (1.9 GB) or `KVSTORE_BENCH_MOONCAKE` names; pip makes one that is missing, and without one the
+table says so. Mooncake needs Debian's libibverbs1, librdmacm1, libnl-3-200 and libnl-route-3-200, installed or in
+`LD_LIBRARY_PATH`. `peers-redis` moves chunks to one Redis beside LMCache's client (`KVSTORE_BENCH_LMCACHE`).
 
 GB are 10^9 bytes. Machines like these are shared with others, so ratios hold better than rates. Figures of different
 commits stand side by side below: each row says its own, and is of a quick run unless it says "in full". No speed and

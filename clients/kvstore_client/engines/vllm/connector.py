@@ -126,8 +126,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         rank = _rank() if ranks > 1 else 0
         pages = PagesOfModel(spec, tensors, self._geometry.block_tokens, backend, writer, rank=rank, ranks=ranks)
         self._worker = WorkerSide(
-            self._connect(), pages, self._geometry.block_tokens, is_layerwise=self._settings.load == "layerwise"
-        )
+            self._connect(), pages, self._geometry.block_tokens, is_layerwise=self._settings.load == "layerwise",
+            is_waiting=bool(self._config.model_config.enable_sleep_mode),
+        )  # fmt: skip
 
     def _backend_of(self, layer_name: str) -> str:
         layer = self._config.compilation_config.static_forward_context[layer_name]
@@ -139,6 +140,11 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         assert isinstance(metadata, StepMetadata)
         return metadata.step
 
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """End saves that still read blocks which the coming step may write: vLLM calls this before it."""
+        if self._worker is not None:
+            self._worker.give_way(kv_connector_metadata.step)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
             self._worker.begin(self._step())
@@ -148,7 +154,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
             self._worker.wait_layer(self._layer_of[layer_name])
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: layers are kept when the step ends."""
+        """Do nothing: layers are kept once the step has ended."""
 
     def wait_for_save(self) -> None:
         if self._worker is not None:

@@ -51,6 +51,21 @@ class PagesOfModel:
         if not self.page_tokens or block_tokens % self.page_tokens:
             raise InvalidRequest(f"pages of {self.page_tokens} tokens do not divide vLLM's blocks of {block_tokens}")
 
+    def computed(self) -> Callable[[], None]:
+        """Return a function that waits until all is done that this thread has asked of the pages' GPUs so far."""
+        import torch
+
+        cuda: Any = torch.cuda  # its events have no types
+        events = [
+            cuda.current_stream(device).record_event() for device in {k.device for k, _ in self.views if k.is_cuda}
+        ]
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return wait
+
     def settle(self) -> None:
         """Wait until other threads' copies into a GPU's pages are done: they run on its default stream."""
         import torch

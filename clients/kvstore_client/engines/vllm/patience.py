@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from kvstore.seams import Clock
 
 SLOW_S = 2.0
 PAUSE_S = 10.0
+
+
+@dataclass
+class Watched:
+    """A call that is timed. ``more_s`` may be changed until it has ended."""
+
+    more_s: float
 
 
 class Patience:
@@ -24,13 +32,13 @@ class Patience:
         return self._clock.monotonic() < self._until_s
 
     @contextmanager
-    def watch(self, more_s: float = 0.0) -> Iterator[None]:
+    def watch(self, more_s: float = 0.0) -> Iterator[Watched]:
         """Time a call that waits for the sidecar. ``more_s``: seconds that it may take beyond ``SLOW_S``."""
-        started_s = self._clock.monotonic()
+        started_s, watched = self._clock.monotonic(), Watched(more_s)
         try:
-            yield
+            yield watched
         finally:
-            if self._clock.monotonic() - started_s > SLOW_S + more_s:
+            if self._clock.monotonic() - started_s > SLOW_S + watched.more_s:
                 self.end()
 
     def end(self) -> None:

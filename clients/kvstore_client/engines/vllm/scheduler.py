@@ -105,6 +105,7 @@ class SchedulerSide:
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[Load] = []
         self._settled: list[int] = []
+        self._written: list[int] = []
 
     # ------------------------------------------------------------ before a request runs
 
@@ -237,6 +238,7 @@ class SchedulerSide:
         start, count = found.computed, found.match.prefix_token_count
         load = Load(str(request.request_id), found.match.ticket, count, list(block_ids), start, start + external)
         self._loads.append(self._planner.handed(load, found.decision))
+        self._written += block_ids[start // self._block_tokens :]
 
     # ------------------------------------------------------------ every step
 
@@ -244,13 +246,16 @@ class SchedulerSide:
         """Return the workers' loads and saves in the step that ``output`` describes."""
         self._wait_s = WAIT_S
         self._planner.step_begins(output, loads=bool(self._loads))
-        step = Step(self._loads, [], self._settled)
-        self._loads, self._settled = [], []
+        step = Step(self._loads, [], self._settled, self._written)
+        self._loads, self._settled, self._written = [], [], []
         if self._does_save:
             for name, block_ids, is_whole, computed in _scheduled(output):
+                step.written += block_ids[computed // self._block_tokens :] if is_whole else block_ids
                 tracked = self._tracked.get(name)
                 if tracked is None:
                     continue
+                if tracked.has_failed:  # it computes blocks again that it has
+                    step.written += tracked.block_ids[computed // self._block_tokens :]
                 tracked.block_ids = list(block_ids) if is_whole else tracked.block_ids + list(block_ids)
                 save = self._save(tracked, computed, computed + output.num_scheduled_tokens.get(name, 0))
                 if save is not None:

@@ -60,8 +60,10 @@ class Save:
 
 @dataclass
 class Step:
-    """``settled``: blocks whose failed load the scheduler has noted; vLLM has computed them since."""
+    """``settled``: blocks whose failed load the scheduler has noted; vLLM has computed them since. ``written``: blocks
+    that this step may write and that a save of an earlier step may still read."""
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     settled: list[int] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)

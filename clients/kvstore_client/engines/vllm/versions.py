@@ -19,6 +19,7 @@ WANTED = {
     "request_finished": ("request", "block_ids"),
     "update_connector_output": ("connector_output",),
     "register_kv_caches": ("kv_caches",),
+    "handle_preemptions": ("kv_connector_metadata",),
     "start_load_kv": ("forward_context",),
     "wait_for_layer_load": ("layer_name",),
     "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata"),

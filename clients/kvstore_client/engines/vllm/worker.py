@@ -12,15 +12,13 @@ from kvstore.seams import Clock, SystemClock
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.pages import LAYOUT, PagesOfModel
 from kvstore_client.engines.vllm.patience import Patience
-from kvstore_client.engines.vllm.step import Load, Save, Step, slots_of
+from kvstore_client.engines.vllm.saves import Saves
+from kvstore_client.engines.vllm.step import Load, Save, Step
 from kvstore_client.fetch.paged import Paged
 from kvstore_client.fetch.transfer import Transfer
-from kvstore_client.store.writer import StoreWriter
 
 LOAD_S_MAX = 30.0
 """Seconds after which a load is given up, and its prompt computed."""
-COPY_S_MAX = 2.0
-"""Seconds that copying a prompt may take, beside waiting for the sidecar."""
 _log = logging.getLogger("kvstore.vllm")
 
 
@@ -36,17 +34,21 @@ class _Moving:
 
 
 class WorkerSide:
-    """The connector of one worker. No call raises because of the sidecar: ``failed_blocks`` tells of failures."""
+    """The connector of one worker. No call raises because of the sidecar: ``failed_blocks`` tells of failures.
+    ``is_waiting``: saves end within their step, because the pages may go away between steps."""
 
     def __init__(
-        self, client: Client, pages: PagesOfModel, block_tokens: int, *, is_layerwise: bool, clock: Clock | None = None
-    ) -> None:
+        self, client: Client, pages: PagesOfModel, block_tokens: int, *, is_layerwise: bool, is_waiting: bool = False,
+        clock: Clock | None = None,
+    ) -> None:  # fmt: skip
         self._client = client
         self._pages = pages
         self._block_tokens = block_tokens
         self._is_layerwise = is_layerwise
         self._clock = clock or SystemClock()
-        self._patience = Patience(self._clock)
+        self._saves = Saves(client, pages, block_tokens, Patience(self._clock))
+        self._is_waiting = is_waiting
+        self._can_give_way = False
         self._moving: dict[str, _Moving] = {}
         self._waited: set[int] = set()
         self._failed: set[int] = set()
@@ -133,36 +135,23 @@ class WorkerSide:
 
     # ------------------------------------------------------------ saves
 
+    def give_way(self, step: Step) -> None:
+        """Let go of the blocks that this step may write. Call it before the step writes anything."""
+        self._can_give_way = True
+        self._saves.give_way(step.written)
+
     def save(self, saves: Iterable[Save]) -> None:
-        """Keep the blocks that this step completed. Returns as soon as the pages may change."""
+        """Keep the blocks that this step completed. Copies go on after the step, except where nobody says when pages
+        change: then this returns when they have ended."""
         for save in saves:
             # Blocks computed over a failed load are not the model's exact cache.
-            is_doubtful = any(block in self._doubtful for block in save.block_ids)
-            if self._patience.is_spent or (is_doubtful and not save.ticket):
-                continue
-            try:
-                self._keep(save, is_doubtful)
-            except KVStoreError as error:
-                _log.error("kvstore: %s; this prompt is not kept", error.message)
-
-    def _keep(self, save: Save, is_doubtful: bool) -> None:
-        with self._patience.watch():
-            writer = self._writer(save)
-        with writer, self._patience.watch(COPY_S_MAX):
-            if is_doubtful or not writer.wanted_token_count:
-                return  # leaving the writer aborts the store for the other ranks, too
-            slots = slots_of(save.block_ids, self._block_tokens, 0, save.tokens.size)
-            for layer, views in enumerate(self._pages.views):
-                writer.put_layer(layer, Paged([views], slots, LAYOUT), heads=self._pages.heads)
-            writer.commit()
-
-    def _writer(self, save: Save) -> StoreWriter:
-        if save.ticket:
-            return self._client.join_store(save.ticket, 1 + self._pages.rank)
-        return self._client.start_store(save.spec, save.tokens, extras=save.extras)
+            self._saves.begin(save, is_wanted=self._doubtful.keys().isdisjoint(save.block_ids))
+        if self._is_waiting or not self._can_give_way:
+            self._saves.end()
 
     def close(self) -> None:
         """Stop the loads in flight, and finish the stores."""
+        self._saves.close()
         for moving in self._moving.values():
             if moving.transfer is not None:
                 moving.transfer.cancel(LOAD_S_MAX)

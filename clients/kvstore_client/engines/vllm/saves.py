@@ -1,0 +1,145 @@
+"""Saves beside the engine's steps: a thread copies pages to the sidecar while vLLM goes on.
+
+A save reads its blocks until its copy has ended, even after vLLM has freed them: vLLM is not asked to keep them. The
+scheduler says with each step which blocks the step may write, and before it writes anything ``give_way`` ends the saves
+that still read one of them. Almost always there are none: of its free blocks vLLM gives out first what was freed first.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, wait
+
+from kvstore.errors import Internal, KVStoreError
+from kvstore.seams import WorkerThreads
+from kvstore.seams.jobs import begun, failure_of
+from kvstore_client.client import Client
+from kvstore_client.engines.vllm.pages import LAYOUT, PagesOfModel
+from kvstore_client.engines.vllm.patience import SLOW_S, Patience
+from kvstore_client.engines.vllm.step import Save, slots_of
+from kvstore_client.fetch.paged import Paged
+
+COPY_S_MAX = 2.0
+"""Seconds that copying a prompt may take, beside waiting for the sidecar."""
+END_S_MAX = 30.0
+"""Seconds that a save may go on reading a block that is about to be written."""
+PENDING_MAX = 64
+"""Saves that wait or run at once. Any more are dropped."""
+_log = logging.getLogger("kvstore.vllm")
+
+
+class _Pending:
+    """A save that has not ended. ``done`` ends with it."""
+
+    def __init__(self, save: Save, *, is_wanted: bool) -> None:
+        self.save = save
+        self.done: Future[None] = Future()
+        self._lock = threading.Lock()
+        self._is_wanted = is_wanted
+        self._reads = False
+
+    def may_read(self) -> bool:
+        """Return True when its blocks still hold its tokens, and will until it has ended."""
+        with self._lock:
+            self._reads = self._is_wanted
+            return self._reads
+
+    def give_up(self) -> bool:
+        """Return True when it reads no block now, and never will. False: it does until ``done``."""
+        with self._lock:
+            self._is_wanted = False
+            return not self._reads or self.done.done()
+
+
+class Saves:
+    """The saves of one worker. No call raises because of the sidecar."""
+
+    def __init__(self, client: Client, pages: PagesOfModel, block_tokens: int, patience: Patience) -> None:
+        self._client = client
+        self._pages = pages
+        self._block_tokens = block_tokens
+        self._patience = patience
+        self._thread = WorkerThreads(1, "kvstore-save")
+        self._pending: list[_Pending] = []
+
+    def begin(self, save: Save, *, is_wanted: bool = True) -> None:
+        """Keep blocks that hold their tokens once all is done that this thread has asked of the GPU. ``is_wanted``
+        False: the ranks that share this save are told to drop it."""
+        self._forget_ended()
+        if len(self._pending) >= PENDING_MAX:
+            _log.warning("kvstore: the sidecar is slower than the engine; a prompt is not kept")
+            return  # ranks that share it are told by the sidecar, when its reservation ends
+        if not is_wanted and not save.ticket:
+            return
+        pending = _Pending(save, is_wanted=is_wanted)
+        pending.done = begun(self._thread, self._keep, pending, self._pages.computed())
+        self._pending.append(pending)
+
+    def give_way(self, blocks: Collection[int]) -> None:
+        """Return when no save reads one of these blocks, nor will. A save that does not end within ``SLOW_S`` is given
+        up, unless it reads already. Raises Internal when one reads on and on: to write under it would store another
+        prompt's tokens as this one's."""
+        if self._pending and blocks:
+            self._forget_ended()
+            given = frozenset(blocks)
+            self.end([each for each in self._pending if not given.isdisjoint(each.save.block_ids)])
+
+    def end(self, some: Collection[_Pending] | None = None) -> None:
+        """As ``give_way``, for these saves, or all."""
+        waited = list(self._pending if some is None else some)
+        if not waited:
+            return
+        wait([each.done for each in waited], 0.0 if self._patience.is_spent else SLOW_S)
+        reading = [each.done for each in waited if not each.give_up()]
+        if wait(reading, END_S_MAX).not_done:
+            raise Internal(f"a save of pages cannot be stopped within {END_S_MAX} s")
+
+    def _forget_ended(self) -> None:
+        for each in self._pending:
+            if each.done.done() and (failure := failure_of(each.done)) is not None:
+                _log.error("kvstore: %s; a prompt is not kept", failure.message)
+        self._pending = [each for each in self._pending if not each.done.done()]
+
+    def close(self) -> None:
+        """Finish the saves."""
+        self.end()
+        self._thread.close()
+
+    # ------------------------------------------------------------ on the thread
+
+    def _keep(self, pending: _Pending, computed: Callable[[], None]) -> None:
+        if self._patience.is_spent:
+            return
+        try:
+            if pending.save.ticket:
+                self._keep_part(pending, computed)
+            elif pending.may_read():
+                self._keep_all(pending.save, computed)
+        except KVStoreError as error:
+            _log.error("kvstore: %s; this prompt is not kept", error.message)
+
+    def _keep_all(self, save: Save, computed: Callable[[], None]) -> None:
+        """Keep all layers by one put. Returns when nothing reads the pages."""
+        computed()
+        slots = slots_of(save.block_ids, self._block_tokens, 0, save.tokens.size)
+        paged = Paged(self._pages.views, slots, LAYOUT)
+        with self._patience.watch(COPY_S_MAX) as watched:
+            receipt = self._client.store(save.spec, save.tokens, paged, extras=save.extras)
+            if receipt.is_done and not receipt.stored_token_count:
+                watched.more_s = 0.0  # nothing was copied: this was waiting for the sidecar
+
+    def _keep_part(self, pending: _Pending, computed: Callable[[], None]) -> None:
+        """Keep this rank's heads. Leaving the writer without a commit aborts the store for the other ranks, too."""
+        save, pages = pending.save, self._pages
+        with self._patience.watch():
+            writer = self._client.join_store(save.ticket, 1 + pages.rank)
+        with writer, self._patience.watch(COPY_S_MAX):
+            if not writer.wanted_token_count or not pending.may_read():
+                return
+            computed()
+            slots = slots_of(save.block_ids, self._block_tokens, 0, save.tokens.size)
+            for layer, views in enumerate(pages.views):
+                writer.put_layer(layer, Paged([views], slots, LAYOUT), heads=pages.heads)
+            writer.commit()
