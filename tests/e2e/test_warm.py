@@ -93,6 +93,21 @@ def test_a_second_fetch_needs_no_sidecar(small: Sidecar, client: Client, shape: 
         assert not any(plane[:, COUNT:].any() for layer in target for plane in layer)
 
 
+@pytest.mark.parametrize("rooms", [(16, 20), (20, 16), (16, 16)])
+@pytest.mark.parametrize("count", [16, 13])
+def test_layers_have_room_of_their_own(client: Client, rooms: tuple[int, int], count: int) -> None:
+    """A chunk may fill one layer's tensors and not another's."""
+    tokens, cache = stored(client, 10 + count, count=count)
+    for _ in range(2):
+        into = [
+            tuple(torch.zeros(plane.shape[0], room, plane.shape[2], dtype=torch.bfloat16) for plane in layer)
+            for layer, room in zip(cache, rooms, strict=True)
+        ]
+        assert client.fetch(SPEC, tokens, into=into).token_count == count
+        assert same([tuple(plane[:, :count] for plane in layer) for layer in into], cache)
+        assert not any(plane[:, count:].any() for layer in into for plane in layer)
+
+
 def test_some_layers_some_heads_and_a_shorter_prompt(small: Sidecar, client: Client) -> None:
     tokens, cache = stored(client, 2)
     client.fetch(SPEC, tokens)

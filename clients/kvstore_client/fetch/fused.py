@@ -105,7 +105,7 @@ def pairs_of(
         for which, sources in enumerate(found):
             shape = sources[0].shape
             targets: Iterable[Tensor] = (both[which] for both in planes)
-            if count > 1 or first.token_start or planes[0][which].shape != shape:
+            if count > 1 or first.token_start or any(both[which].shape != shape for both in planes):
                 targets = _token_runs(targets, shape, count, first.layout.token_count, first.token_start)
             pairs.extend(zip(targets, sources, strict=True))
     return pairs
