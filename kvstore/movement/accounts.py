@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvstore.catalog import Copies
 from kvstore.movement.shared import SharedCopies
+from kvstore.movement.states import TierStates
 from kvstore.movement.writes import Writes
 from kvstore.spec import Durability, Tier
 from kvstore.tiers import TierStatistics
@@ -27,7 +28,9 @@ class TierAccount:
     is_draining: bool = False
 
 
-def accounts_of(local: Iterable[Copies], shared: Iterable[SharedCopies], writes: Iterable[Writes]) -> list[TierAccount]:
+def accounts_of(
+    local: Iterable[Copies], shared: Iterable[SharedCopies], writes: Iterable[Writes], states: TierStates
+) -> list[TierAccount]:
     """Return the account of every tier, in the order given."""
     to = {each.target.name: (each.backlog_count, each.reason, each.is_draining) for each in writes}
     found = []
@@ -35,17 +38,18 @@ def accounts_of(local: Iterable[Copies], shared: Iterable[SharedCopies], writes:
         backlog_count, problem, is_draining = to.get(copies.tier.name, (0, "", False))
         found.append(
             TierAccount(
-                stats=copies.tier.statistics(), kind=copies.kind, durability=copies.durability,
+                stats=states.seen(copies.tier.statistics()), kind=copies.kind, durability=copies.durability,
                 stalled_s=copies.tier.stalled_s(),
                 backlog_count=backlog_count, problem=problem, is_draining=is_draining,
             )
         )  # fmt: skip
     for each in shared:
         backlog_count, problem, is_draining = to.get(each.tier.name, (0, "", False))
+        stats = states.seen(each.statistics(), each.failing_since_s())
         found.append(
             TierAccount(
-                stats=each.statistics(), kind=each.tier.kind, durability=each.tier.durability,
-                stalled_s=each.tier.stalled_s(), backlog_count=backlog_count, problem=problem or each.breaker.reason,
+                stats=stats, kind=each.tier.kind, durability=each.tier.durability,
+                stalled_s=each.tier.stalled_s(), backlog_count=backlog_count, problem=problem or stats.reason,
                 write_policy=each.write_policy.value, is_draining=is_draining,
             )
         )  # fmt: skip

@@ -21,6 +21,8 @@ class Breaker:
         self._clock = clock
         self._failures = 0
         self._closes_s = float("-inf")
+        self.failing_since_s = float("-inf")
+        """The time of the first of the failures in a row."""
         self.reason = ""
         """The error text of the last call that failed; empty once a call was answered."""
 
@@ -29,15 +31,17 @@ class Breaker:
         """True while no call should be made to the tier."""
         return self._clock.monotonic() < self._closes_s
 
-    def failed(self, reason: str = "") -> None:
+    def failed(self, reason: str) -> None:
         """Count a call that raised Unavailable, or had no answer in time."""
-        self.reason = reason or self.reason
+        self.reason = reason
+        if not self._failures:
+            self.failing_since_s = self._clock.monotonic()
         self._failures += 1
         excess = self._failures - FAILURE_COUNT
         if excess < 0:
             return
         if not excess:
-            _log.warning("a tier does not answer: going on without it", extra={"tier": self._tier})
+            _log.warning("a tier does not answer: going on without it", extra={"tier": self._tier, "reason": reason})
         self._closes_s = self._clock.monotonic() + min(PAUSE_S_MIN * 2 ** min(excess, 10), PAUSE_S_MAX)
 
     def worked(self) -> None:

@@ -28,6 +28,7 @@ from kvstore.movement.removal import Removal
 from kvstore.movement.room import Room
 from kvstore.movement.shared import REUSED, SharedTarget
 from kvstore.movement.shared_tiers import SharedTiers
+from kvstore.movement.states import TierStates
 from kvstore.movement.targets import LocalTarget, Target
 from kvstore.movement.uses import Uses
 from kvstore.movement.writes import Writes
@@ -90,6 +91,7 @@ class Movement:
         self.uses = Uses(
             catalog, self.names, parts.clock, parts.counters, self.shared_tiers.tiers, self.shared_writes
         )  # fmt: skip
+        self.states = TierStates(parts.clock)
         self.absent: list[str] = []
         """Reasons why configured tiers are not in use."""
         self.checks = Checks(
@@ -163,8 +165,9 @@ class Movement:
 
     def statistics(self) -> tuple[TierStatistics, ...]:
         """Return the statistics of every tier below memory, the fastest first, the shared ones last."""
-        local = (copies.tier.statistics() for copies in self._table.copies[1:])
-        return *local, *(shared.statistics() for shared in self.shared_tiers.tiers)
+        local = (self.states.seen(copies.tier.statistics()) for copies in self._table.copies[1:])
+        shared = (self.states.seen(each.statistics(), each.failing_since_s()) for each in self.shared_tiers.tiers)
+        return *local, *shared
 
     def looks(self, row: int) -> list[tuple[str, Callable[[], Awaitable[bool | None]]]]:
         """Return, for each copy of a chunk, its tier's name and a function that reads the whole copy. Its result: True,
@@ -180,7 +183,7 @@ class Movement:
 
     def accounts(self) -> list[TierAccount]:
         """Return the account of each tier, the fastest first."""
-        return accounts_of(self._table.copies, self.shared_tiers.tiers, self.all_writes)
+        return accounts_of(self._table.copies, self.shared_tiers.tiers, self.all_writes, self.states)
 
     @property
     def problems(self) -> list[str]:
@@ -205,6 +208,7 @@ class Movement:
 
     async def retry(self) -> None:
         """Try again to write chunks that a tier refused, once it had some time. Yields to other requests in between."""
+        self.statistics()  # for the time since when each tier is in its state
         for writes in self.all_writes:
             await writes.retry()
 

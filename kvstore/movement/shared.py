@@ -37,6 +37,7 @@ CLAIM_S, CLAIM_BYTES_PER_S, CLAIM_S_MAX = 5.0, 20e6, 15.0
 """Seconds for which other nodes leave chunks to us: CLAIM_S plus the time for the chunks' bytes, at most CLAIM_S_MAX. A
 node that dies meanwhile delays the others no longer than that."""
 BAD_COUNT_MAX = 65_536
+SILENT = "no answer at present: it is left alone for a while"
 REUSED = 2
 """The number of uses at which a chunk counts as reused."""
 Answer = TypeVar("Answer")
@@ -119,7 +120,7 @@ class SharedCopies:
             return None
         except Exception as error:  # noqa: BLE001 - the boundary: what an engine does fails no lookup
             _log.warning("a shared tier could not be asked", extra={"tier": name, "reason": str(error)})
-            self.breaker.failed()
+            self.breaker.failed(_reason_of(error))
             return None
         self.breaker.worked()
         return answers
@@ -127,7 +128,15 @@ class SharedCopies:
     def statistics(self) -> TierStatistics:
         """Return the tier's account; its state is "failing" while the tier is not asked."""
         found = replace(self.tier.statistics(), is_shared=True)
-        return found if self.is_asked else replace(found, state="failing")
+        if self.is_asked:
+            return found
+        return replace(found, state="failing", reason=self.breaker.reason or found.reason or SILENT)
+
+    def failing_since_s(self) -> float | None:
+        """Return the time since when the tier is not asked; None while it is."""
+        if self.is_asked:
+            return None
+        return self.breaker.failing_since_s if self.breaker.is_open else self.clock.monotonic() - self.tier.stalled_s()
 
 
 class SharedTarget:
@@ -233,7 +242,7 @@ class SharedTarget:
             return False
         except Exception as error:
             if not isinstance(error, Exhausted):  # a limit of our own says nothing of the tier
-                shared.breaker.failed()
+                shared.breaker.failed(_reason_of(error))
             raise Unavailable(f"tiers.{self.name} did not give a chunk that it has: {error!r}") from error
         return True
 
@@ -261,8 +270,9 @@ class SharedTarget:
             async with asyncio.timeout(seconds):
                 await shared.tier.write(header, layout, pieces)
         except TimeoutError as error:
-            shared.breaker.failed()
-            raise Unavailable(f"tiers.{self.name} took longer than {seconds:.0f} s for a chunk") from error
+            reason = f"tiers.{self.name} took longer than {seconds:.0f} s for a chunk"
+            shared.breaker.failed(reason)
+            raise Unavailable(reason) from error
         except (Exhausted, PermissionDenied):  # it answers, and may well be read
             raise
         except Exception as error:
@@ -274,7 +284,7 @@ class SharedTarget:
 
     def _check_asked(self) -> None:
         if not self.shared.is_asked:
-            raise Unavailable(self.shared.breaker.reason or "no answer at present: it is left alone for a while")
+            raise Unavailable(self.shared.breaker.reason or SILENT)
 
     def keep(self, row: int, residency: Residency) -> None:
         self.shared.see(row)
@@ -283,6 +293,11 @@ class SharedTarget:
 
     def discard(self, row: int, residency: Residency) -> None:
         """Keep the copy: it is good for other nodes."""
+
+
+def _reason_of(error: BaseException) -> str:
+    """Return an error's words, or its name where it has none."""
+    return str(error) or type(error).__name__
 
 
 def is_for_others(space: Namespace) -> bool:

@@ -80,14 +80,14 @@ class SharedSource:
             self._shared.is_bad(self._chunk.storage_key)
             self._forget()
         elif not isinstance(error, Exhausted):  # a limit of our own says nothing of the tier
-            self._shared.breaker.failed()
+            self._shared.breaker.failed(error.message)
 
     def late(self) -> float:
         """Wait longer for a tier that answers other calls meanwhile: it is busy."""
         more_s = self.patience_s - self._shared.tier.stalled_s()
         if more_s >= REARM_S_MIN:
             return more_s
-        self._shared.breaker.failed()
+        self._shared.breaker.failed(f"tiers.{self.name} has not answered for {self.patience_s:.0f} s")
         return 0.0
 
     def _forget(self) -> None:

@@ -90,6 +90,6 @@ class Uses:
                 await shared.tier.touch(keys)
         except Exception as error:  # noqa: BLE001 - the boundary: what an engine does to a hint is nobody's failure
             _log.warning("a tier was not told of uses", extra={"tier": shared.tier.name, "reason": repr(error)})
-            shared.breaker.failed()
+            shared.breaker.failed(repr(error))
             return
         self._counters.add_of(shared.tier.name, "touched_chunks", len(keys))

@@ -43,6 +43,7 @@ _TIER_GAUGES = {
     "free_bytes": "Bytes of slots that are free",
     "quarantined_bytes": "Bytes of slots out of use because a check failed",
     "chunk_count": "Chunks in the tier",
+    "state_seconds": "Seconds for which the tier has been in its state: up, read-only or failing",
 }
 _MODEL_COUNTERS = {
     "served_tokens": "Tokens that engines fetched and did not compute",

@@ -62,7 +62,8 @@ class TierStatistics:
     """A tier's account, in bytes: ``file_bytes`` = ``allocated_bytes`` + ``free_bytes`` + ``quarantined_bytes`` +
     ``overhead_bytes``, and never above ``capacity_bytes``. ``state`` is "up", "read-only" or "failing". ``is_shared``:
     other nodes use the tier, too. ``envelope``: the means that proves copies in the tier to be ours, where it is
-    known."""
+    known. ``state_s``: the seconds for which it has been in that state, 0 where nobody counts them. ``reason``: why it
+    is not "up", in words."""
 
     name: str
     state: str
@@ -77,6 +78,13 @@ class TierStatistics:
     written_bytes: int
     is_shared: bool = False
     envelope: str = ""
+    state_s: float = 0.0
+    reason: str = ""
+
+    @property
+    def state_seconds(self) -> float:
+        """``state_s``, as the wire calls it."""
+        return self.state_s
 
     @property
     def verified_bytes(self) -> int:

@@ -89,7 +89,7 @@ class ServedHour(_message.Message):
     def __init__(self, start_seconds: _Optional[int] = ..., saving: _Optional[_Union[Saving, _Mapping]] = ...) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("name", "state", "capacity_bytes", "file_bytes", "allocated_bytes", "free_bytes", "quarantined_bytes", "overhead_bytes", "chunk_count", "read_bytes", "written_bytes", "verified_bytes", "is_shared", "envelope")
+    __slots__ = ("name", "state", "capacity_bytes", "file_bytes", "allocated_bytes", "free_bytes", "quarantined_bytes", "overhead_bytes", "chunk_count", "read_bytes", "written_bytes", "verified_bytes", "is_shared", "envelope", "state_seconds", "reason")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,8 @@ class TierStats(_message.Message):
     VERIFIED_BYTES_FIELD_NUMBER: _ClassVar[int]
     IS_SHARED_FIELD_NUMBER: _ClassVar[int]
     ENVELOPE_FIELD_NUMBER: _ClassVar[int]
+    STATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: str
     capacity_bytes: int
@@ -118,7 +120,9 @@ class TierStats(_message.Message):
     verified_bytes: int
     is_shared: bool
     envelope: str
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., file_bytes: _Optional[int] = ..., allocated_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ..., chunk_count: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., verified_bytes: _Optional[int] = ..., is_shared: _Optional[bool] = ..., envelope: _Optional[str] = ...) -> None: ...
+    state_seconds: float
+    reason: str
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., file_bytes: _Optional[int] = ..., allocated_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ..., chunk_count: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., verified_bytes: _Optional[int] = ..., is_shared: _Optional[bool] = ..., envelope: _Optional[str] = ..., state_seconds: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class TierRate(_message.Message):
     __slots__ = ("tier", "kind", "bytes_per_second", "latency_seconds", "caution", "confidence", "sample_count", "queued_bytes", "least_bytes")

@@ -17,6 +17,7 @@ from kvstore.server.secrets import read_keys
 from kvstore.tiers.s3.listing import Examined, examine, pages
 from kvstore.tiers.s3.writing import remove_objects
 from kvstore.units import format_bytes
+from kvstore_ops.status import age_of
 
 PAGE_COUNT = 64
 """Objects that are examined between two lines of progress."""
@@ -167,7 +168,7 @@ def render(found: Found, now_s: float, *, is_verified: bool) -> Group:
     """Draw the counts for people."""
     table = Table("tenant", "model", "kind", "chunks", "bytes", "newest", "oldest")
     for row in sorted(found.rows.values(), key=lambda row: -row.byte_count):
-        ages = (_age(now_s - row.newest_s), _age(now_s - row.oldest_s))
+        ages = (age_of(now_s - row.newest_s), age_of(now_s - row.oldest_s))
         table.add_row(row.tenant, row.model, row.kind, f"{row.chunk_count:,}", format_bytes(row.byte_count), *ages)
     lines = [f"{found.object_count:,} objects, {format_bytes(found.byte_count)}"]
     how = "all bytes" if is_verified else "headers and lengths; --verify reads all bytes"
@@ -180,13 +181,6 @@ def render(found: Found, now_s: float, *, is_verified: bool) -> Group:
     if found.foreign_count:
         lines.append(f"no chunks: {found.foreign_count:,}, left alone")
     return Group(table, *map(Text, lines))
-
-
-def _age(seconds: float) -> str:
-    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
 
 
 def with_progress(work: Callable[[Callable[[Found], None]], Found]) -> Found:

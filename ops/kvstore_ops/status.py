@@ -88,10 +88,25 @@ def _engines(engines: Iterable[admin_pb2.EngineRate]) -> Table:
     return drawn
 
 
+def state_of(tier: admin_pb2.TierStats) -> str:
+    """Return a tier's state, and for how long it has been in it."""
+    return f"{tier.state} for {age_of(tier.state_seconds)}" if tier.state_seconds >= 1 else str(tier.state)
+
+
+def age_of(seconds: float) -> str:
+    """Return a time in its largest unit of which there are two."""
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
 def _tier(tier: admin_pb2.TierStats) -> Table:
     """Draw one tier below the arena: the account of its files, or for a shared tier its own statistics."""
     shared = ", shared" if tier.is_shared else ""
-    drawn = Table(f"{tier.name} ({tier.state}{shared})", "")
+    drawn = Table(f"{tier.name} ({state_of(tier)}{shared})", "")
+    if tier.reason:
+        drawn.add_row("why", cell(tier.reason, "red"))
     if tier.is_shared:
         room = f" of {format_bytes(tier.capacity_bytes)}" if tier.capacity_bytes else ""
         if tier.chunk_count or room:  # a bucket gives no counts: ``kvstore scan`` counts its chunks

@@ -67,7 +67,8 @@ class RedisTier:
         self._turns = asyncio.Semaphore(self._write_count)
         self._failure_count = 0
         self._read_bytes = self._written_bytes = 0
-        self._is_read_only = False
+        self._refused = ""
+        """The reason why the server takes no writes; empty while it does."""
 
     def begin(self) -> None:
         """Begin to ask for the server's state, from the running loop. The first call does it, too."""
@@ -128,10 +129,10 @@ class RedisTier:
             if isinstance(error, DataLoss):  # a foreign key there: the copy in memory is not damaged
                 raise Unavailable(f"tiers.redis did not take a chunk: {error.message}") from error
             if isinstance(error, Unavailable) and NO_WRITES in error.fields:
-                self._is_read_only = True
+                self._refused = error.message
                 raise PermissionDenied(error.message) from error
             raise
-        self._is_read_only = False
+        self._refused = ""
         if outcome == "incomplete":
             raise Exhausted(
                 "the engine of tiers.redis drops chunks while they are written: raise its maxmemory, or write less"
@@ -222,10 +223,11 @@ class RedisTier:
         seconds ago."""
         account = self._errands.account
         capacity = max(account.capacity_bytes, account.used_bytes)
-        state = "failing" if self._errands.problem else "read-only" if self._is_read_only else "up"
+        state = "failing" if self._errands.problem else "read-only" if self._refused else "up"
         return TierStatistics(
             name=self.name, state=state, capacity_bytes=capacity,
             file_bytes=account.used_bytes, allocated_bytes=account.used_bytes, free_bytes=0, quarantined_bytes=0,
             overhead_bytes=0, chunk_count=account.key_count, read_bytes=self._read_bytes,
             written_bytes=self._written_bytes, envelope=self._trust.kind,
+            reason=self._errands.problem or self._refused,
         )  # fmt: skip

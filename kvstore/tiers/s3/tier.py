@@ -342,9 +342,12 @@ class S3Tier:
     def statistics(self) -> TierStatistics:
         """Return the account without the bucket's content, which is not known: ``kvstore scan`` counts it, in its own
         time."""
-        state = "failing" if self._allowance.reached else "read-only" if self._is_read_only else "up"
+        reached = self._allowance.reached
+        state = "failing" if reached else "read-only" if self._is_read_only else "up"
+        denied = "the bucket does not take writes from this node: give it s3:PutObject" if self._is_read_only else ""
         return TierStatistics(
             name=self.name, state=state, capacity_bytes=0, file_bytes=0, allocated_bytes=0, free_bytes=0,
             quarantined_bytes=0, overhead_bytes=0, chunk_count=0, read_bytes=self._read_bytes,
             written_bytes=self._written_bytes, envelope=self._trust.kind,
+            reason=f"tiers.s3.{reached} is reached" if reached else denied,
         )  # fmt: skip

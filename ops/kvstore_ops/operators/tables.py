@@ -13,6 +13,7 @@ from kvstore.spec import Durability, Encoding, Exactness, MissReason, Provenance
 from kvstore.units import format_bytes
 from kvstore.v1alpha import admin_pb2
 from kvstore_ops.operators.harmless import cell
+from kvstore_ops.status import state_of
 
 DIGEST_BYTES = 32
 DIGITS = 16
@@ -62,7 +63,7 @@ def _tier_as_dict(tier: admin_pb2.TierReport) -> dict[str, Any]:
         "durability": Durability(tier.durability).name.lower(), "backlog_chunk_count": tier.backlog_chunk_count,
         "problem": tier.problem, "is_draining": tier.is_draining,
         "stalled_seconds": tier.stalled_seconds, "write_policy": tier.write_policy,
-        "envelope": stats.envelope,
+        "envelope": stats.envelope, "state_seconds": stats.state_seconds, "reason": stats.reason,
     }  # fmt: skip
 
 
@@ -75,10 +76,12 @@ def render_tiers(found: admin_pb2.TiersResponse) -> Group:
         is_stalled = tier.stalled_seconds > 0
         state = f"stalled {tier.stalled_seconds:.0f} s" if is_stalled else stats.state
         state = "draining" if tier.is_draining else state
+        state = state_of(stats) if state == stats.state else state
+        is_well = stats.state == "up" and not (is_stalled or tier.is_draining)
         name = f"{stats.name} (shared, {tier.write_policy})" if stats.is_shared else stats.name
         is_told = bool(stats.chunk_count or stats.allocated_bytes or not stats.is_shared)
         table.add_row(
-            cell(name), cell(state, "" if state == "up" else "red"), Durability(tier.durability).name,
+            cell(name), cell(state, "" if is_well else "red"), Durability(tier.durability).name,
             f"{stats.chunk_count:,}" if is_told else "not told", format_bytes(stats.allocated_bytes) if is_told else "",
             format_bytes(stats.capacity_bytes) if stats.capacity_bytes else "", f"{tier.backlog_chunk_count:,}",
         )  # fmt: skip

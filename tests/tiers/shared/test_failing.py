@@ -158,3 +158,44 @@ def test_an_engine_that_stalls_is_not_asked_on(world: World) -> None:
         assert "failing" in [each.state for each in other.controller.parts.movement.statistics()]
 
     world.run(scenario)
+
+
+def test_a_tier_says_since_when_it_fails_and_why(world: World) -> None:
+    async def scenario() -> None:
+        movement, other = world.other.controller.parts.movement, world.other
+        await asyncio.sleep(30.0)
+        assert movement.statistics()[-1].state_s >= 25.0
+        world.switches.turn_on(Switch.AWAY)
+        for token in range(10, 13):
+            await other.lookup(token)
+            await asyncio.sleep(1.0)
+        await other.lookup(13)
+        for found in (movement.statistics()[-1], movement.accounts()[-1].stats):
+            assert (found.state, found.state_s) == ("failing", 3.0), "since the first of the failures"
+            assert found.reason
+        assert movement.accounts()[-1].problem == movement.statistics()[-1].reason
+        world.switches.turn_off()
+        await asyncio.sleep(10.0)
+        await other.lookup(14)
+        await movement.retry()
+        await asyncio.sleep(5.0)
+        found = movement.statistics()[-1]
+        assert (found.state, found.reason) == ("up", "")
+        assert found.state_s <= 15.0
+
+    world.run(scenario)
+
+
+def test_a_tier_that_stalls_says_so(world: World) -> None:
+    async def scenario() -> None:
+        await world.one.give(1)
+        await world.other.lookup(1)
+        world.switches.turn_on(Switch.STALLED)
+        await world.other.fetch(1)
+        await asyncio.sleep(1.0)
+        found = world.other.controller.parts.movement.statistics()[-1]
+        assert found.state == "failing"
+        assert found.state_s >= 2.0
+        assert found.reason
+
+    world.run(scenario)
