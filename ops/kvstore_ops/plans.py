@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console, Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from kvstore.errors import InvalidRequest
@@ -60,10 +60,15 @@ def plans(
 
 def listed(found: Sequence[admin_pb2.PlanEntry]) -> Group:
     """Draw a row per plan, and a summary."""
-    rows = Table("plan", "began", "model", "tokens", "stored", "way", "loads", "planned", "took", "waited", "became")
+    rows = Table(
+        *(Column(name, no_wrap=True) for name in ("plan", "began")), Column("model", overflow="fold"),
+        *(Column(name, no_wrap=True, justify="right") for name in ("tokens", "stored")), Column("way", no_wrap=True),
+        *(Column(name, no_wrap=True, justify="right") for name in ("loads", "planned\nms", "took\nms", "waited\nms")),
+        "became", box=None, pad_edge=False, padding=(0, 1, 0, 0),
+    )  # fmt: skip
     for each in found:
         plan = plan_from_message(each.plan) if each.HasField("plan") else None
-        took, waited = (f"{each.end.ttft_seconds * 1e3:,.1f} ms", f"{each.end.wait_seconds * 1e3:,.1f} ms")
+        took, waited = (f"{each.end.ttft_seconds * 1e3:,.1f}", f"{each.end.wait_seconds * 1e3:,.1f}")
         rows.add_row(
             str(each.number), f"{datetime.fromtimestamp(each.began_seconds):%H:%M:%S}", cell(each.model_id),
             f"{plan.token_count:,}" if plan else "", f"{each.stored_token_count:,}", plan.chosen.way if plan else "",
@@ -112,7 +117,7 @@ def summary(found: Sequence[admin_pb2.PlanEntry]) -> str:
 def _planned(plan: LoadPlan | None) -> str:
     if plan is None:
         return ""
-    return f"{plan.chosen.ttft_s * 1e3:,.1f} ms" if plan.is_measured else "unknown"
+    return f"{plan.chosen.ttft_s * 1e3:,.1f}" if plan.is_measured else "unknown"
 
 
 def register(app: typer.Typer) -> None:

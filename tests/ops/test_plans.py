@@ -46,6 +46,17 @@ def test_names_and_reasons_are_drawn_letter_by_letter(name: str) -> None:
         assert not set(text) & set("\x1b\r\u202e")
 
 
+def test_a_row_of_every_width_fits_eighty_columns_with_its_numbers_whole() -> None:
+    slow = entry("a-model-with-a-long-name-" * 4)
+    slow.stored_token_count, slow.plan.token_count, slow.plan.chosen = 131_072, 131_072, 1
+    slow.end.ttft_seconds, slow.end.wait_seconds = 12.3456, 9.8765
+    out = io.StringIO()
+    Console(file=out, width=80).print(plans.listed([slow]))
+    for number in ("131,072", "12,345.6", "9,876.5"):
+        assert number in out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) <= 80
+
+
 def test_a_number_that_no_plan_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "Operator", lambda _: Known())
     monkeypatch.setattr(plans, "door_of", lambda *_: Nobody())

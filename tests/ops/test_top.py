@@ -48,7 +48,13 @@ def sample(at_s: float, uptime_s: float = 100.0, **counters: int) -> Sample:
         admin_pb2.TierReport(stats=dram),
         admin_pb2.TierReport(stats=shared, problem="access denied " * 50, backlog_chunk_count=10**8),
     ]
-    return Sample(at_s, stats, admin_pb2.TiersResponse(tiers=tiers, absent=["the nvme tier is off"]), prefixes, WALL_S)
+    plans = [
+        admin_pb2.PlanEntry(number=2, model_id="m[/]\x1b" + "x" * 500, state="on its way"),
+        admin_pb2.PlanEntry(number=1, model_id="m", state="done", end={"ttft_seconds": 2.0, "wait_seconds": 0.5}),
+    ]
+    return Sample(
+        at_s, stats, admin_pb2.TiersResponse(tiers=tiers, absent=["the nvme tier is off"]), prefixes, WALL_S, plans
+    )
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -67,6 +73,8 @@ def test_what_is_said_needs_no_colour() -> None:
     assert "! no answer: it is gone" in said
     assert "! 3 chunks failed their checks" in said
     assert "10 tokens/s not computed; this hour 7; 24 h 1,007, 2 min of prefill" in said
+    assert re.search(r"^ +2 +-  on its way  m\[/\]\\u001b", said, re.MULTILINE)
+    assert re.search(r"^ +1 +2\.000 s +0\.500 s  done +m$", said, re.MULTILINE)
     assert re.search(r"^1,048,576 +3\.2  gone +0000", said, re.MULTILINE)
     assert re.search(
         r"^  1,048,576 +3\.2  dram +0101.*\n    1,048,576 .* 0202.*\n1,048,576 .* 6363", said, re.MULTILINE

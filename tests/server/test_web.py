@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +23,12 @@ from kvstore_client.prompt import Prompt
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.config import load
+from kvstore.controller.benefit import Saving, ServedModel
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.movement.accounts import TierAccount
 from kvstore.planning.loading import Prefill, Way
 from kvstore.seams import SystemClock
-from kvstore.server.web.facts import NAME_CHARACTERS_MAX
+from kvstore.server.web.facts import NAME_CHARACTERS_MAX, Watched
 from kvstore.server.web.history import EVENT_COUNT_MAX, SAMPLE_COUNT_MAX, History
 from kvstore.server.web.listener import CONNECTION_COUNT_MAX, Gate, Reply, Request, Route
 from kvstore.server.web.site import FILE_BYTES_MAX, FILES, HERE, Asked, gate_of, read_page_tokens
@@ -337,6 +339,29 @@ def test_history_has_an_hour_and_no_more() -> None:
     assert history.rates("nvme") == (10.0, 0.0)
     assert len(history.events) == EVENT_COUNT_MAX
     assert [each.text for each in history.events][-2:] == ["up", "up: full"]
+
+
+def test_the_hour_tells_what_fetches_and_plans_saved() -> None:
+    told: list[tuple[float, int]] = [(0.0, 0), (1.5, 40), (1.75, 40)]
+
+    class Grows:
+        """A controller of two models, and operators without tiers."""
+
+        def stats(self) -> Any:
+            seconds, milliseconds = told.pop(0)
+            models = [SimpleNamespace(served=ServedModel(Saving(1, 16, seconds / 2)))] * 2
+            return SimpleNamespace(counters={"partial_prefill_saved_milliseconds": milliseconds}, models=models)
+
+        def tiers(self) -> list[TierAccount]:
+            return []
+
+    grows: Any = Grows()
+    watched = Watched(grows, grows, grows, SystemClock(), shows_digests=False)
+    for _ in range(3):
+        watched.note()
+    flows = watched._history.flows()
+    assert flows["served_milliseconds"] == [1500, 250]
+    assert flows["partial_prefill_saved_milliseconds"] == [40, 0]
 
 
 def test_health_tells_what_changed_and_when() -> None:

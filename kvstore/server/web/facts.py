@@ -17,7 +17,7 @@ from kvstore.controller.prefills import PartialPrefills, PlanRecord
 from kvstore.controller.values import ModelCount
 from kvstore.movement import TierAccount
 from kvstore.seams import Clock
-from kvstore.server.web.history import INTERVAL_S, HealthEvent, History, health_of
+from kvstore.server.web.history import INTERVAL_S, SAVED, HealthEvent, History, health_of
 
 HOT_COUNT = 32
 HOT_AGE_S = 10.0
@@ -51,7 +51,9 @@ class Watched:
 
     def note(self) -> None:
         """Record the interval that has just ended in the history. Cost: some 50 us."""
-        self._history.note(self._controller.stats().counters, self._operators.tiers(), self._clock.wall())
+        stats = self._controller.stats()
+        saved_ms = int(1e3 * sum(model.served.total.seconds for model in stats.models))
+        self._history.note({**stats.counters, SAVED: saved_ms}, self._operators.tiers(), self._clock.wall())
 
     async def facts(self) -> dict[str, Any]:
         """Return the page's content for the tenant, as plain values."""

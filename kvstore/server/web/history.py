@@ -14,7 +14,12 @@ SAMPLE_COUNT_MAX = 360
 EVENT_COUNT_MAX = 64
 WORDS_MAX = 300
 """Characters after which a tier's problem is cut."""
-FLOWS = ("fetch_hit_chunks", "fetch_miss_chunks", "fetch_bytes", "store_committed_bytes")
+SAVED = "served_milliseconds"
+"""What computing the tokens of fetches would have taken, of all models."""
+FLOWS = (
+    "fetch_hit_chunks", "fetch_miss_chunks", "fetch_bytes", "store_committed_bytes", SAVED,
+    "partial_prefill_saved_milliseconds",
+)  # fmt: skip
 """Counters whose growth in each interval the history keeps."""
 STALLED_S = 2.0
 

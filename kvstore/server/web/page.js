@@ -84,6 +84,8 @@ function hour(tenant, interval, id) {
   const flows = tenant.flows, size = Math.max(1, Math.ceil(360 / POINTS));
   const hits = grouped(flows, "fetch_hit_chunks", size), misses = grouped(flows, "fetch_miss_chunks", size);
   const went = grouped(flows, "fetch_bytes", size), came = grouped(flows, "store_committed_bytes", size);
+  const spared = grouped(flows, "served_milliseconds", size);
+  const sooner = grouped(flows, "partial_prefill_saved_milliseconds", size);
   const all = (list) => list.reduce((one, other) => one + other, 0);
   const asked = all(hits) + all(misses);
   const words = asked
@@ -91,7 +93,8 @@ function hour(tenant, interval, id) {
     : "No fetch in this time.";
   const told = span(flows.fetch_bytes.length * interval);
   const found = el("div", {}, el("p", {}, `The last ${told}: ${words} ${bytes(all(went))} were handed out, `
-    + `${bytes(all(came))} stored.`));
+    + `${bytes(all(came))} stored.` + (all(spared) ? ` Prefill saved: ${short(all(spared))}.` : "")
+    + (all(sooner) ? ` First tokens of planned prefills came ${short(all(sooner))} sooner.` : "")));
   if (asked) {
     const svg = drawn("svg", { class: "hour", viewBox: "0 0 60 100", preserveAspectRatio: "none", role: "img",
       "aria-label": `Hit rate of ${id} over the last ${told}. The table below has the numbers.` });
@@ -112,11 +115,12 @@ function hour(tenant, interval, id) {
   const rows = hits.map((count, place) => {
     const total = count + misses[place];
     return [span((hits.length - place) * size * interval) + " ago", whole(count), whole(misses[place]),
-      total ? Math.round((100 * count) / total) + " %" : "-", bytes(went[place]), bytes(came[place])];
+      total ? Math.round((100 * count) / total) + " %" : "-", bytes(went[place]), bytes(came[place]),
+      short(spared[place]), short(sooner[place])];
   }).reverse();
   const more = el("details", { "data-key": id + " hour" }, el("summary", {}, "Numbers of the hour"),
     table(`Fetches and stores of ${id}`, [["Since"], ["Hits", "n"], ["Misses", "n"], ["Hit rate", "n"], ["Out", "n"],
-      ["In", "n"]], rows, "Nothing yet."));
+      ["In", "n"], ["Prefill saved", "n"], ["First tokens sooner", "n"]], rows, "Nothing yet."));
   found.append(more);
   return found;
 }
@@ -124,6 +128,8 @@ function hour(tenant, interval, id) {
 function brief(seconds) {
   return seconds < 1 ? (1e3 * seconds).toFixed(seconds < 0.1 ? 1 : 0) + " ms" : seconds.toFixed(2) + " s";
 }
+
+function short(ms) { return ms ? (ms < 60e3 ? brief(ms / 1e3) : span(ms / 1e3)) : "-"; }
 
 function timeline(plan, took) {
   // Above: what the engine computes. Below: the load. The stroke: when the first token came.

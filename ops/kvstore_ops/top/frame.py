@@ -33,6 +33,7 @@ def lines_of(first: Sample | None, last: Sample, width: int, problem: str = "") 
         *_benefit(rates, width),
         *_hottest(last, width),
         *_models(last, width),
+        *_plans(rates, width),
     ]
     return [_cut(each, width) for each in found]
 
@@ -155,6 +156,19 @@ def _hottest(last: Sample, width: int) -> Iterator[Text]:
             f"{f'{indent}{prefix.token_count:,}':<18} {prefix.heat:>8.1f}  {tier:<8} "
             f"{prefix.digest.hex()[:DIGITS]}  {plain(prefix.model_id)}"
         )
+
+
+def _plans(rates: Rates, width: int) -> Iterator[Text]:
+    """Yield a line for each of the last partial prefills, below the time that they saved since the start."""
+    saved_s = rates.last.count("partial_prefill_saved_milliseconds") / 1e3
+    if rates.last.plans:
+        title = f"plans: to first token, of that waited, became; saved {saved_s:,.1f} s"
+        yield Text(title if width >= NARROW else "plans", _TITLE)
+    for each in rates.last.plans:
+        took = (
+            f"{each.end.ttft_seconds:>8.3f} s {each.end.wait_seconds:>8.3f} s" if each.HasField("end") else f"{'-':>21}"
+        )
+        yield Text(f"{each.number:>7} {took}  {plain(each.state, 10):<10}  {plain(each.model_id)}")
 
 
 def _models(last: Sample, width: int) -> Iterator[Text]:

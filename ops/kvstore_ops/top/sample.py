@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore.v1alpha import admin_pb2
-from kvstore_ops.operators.calls import Operator
+from kvstore_ops.operators.calls import Operator, OtherRelease
 
-HOT_COUNT = 8
+HOT_COUNT, PLAN_COUNT = 8, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class Sample:
     tiers: admin_pb2.TiersResponse
     hottest: list[admin_pb2.HotPrefix] = field(default_factory=list)
     wall_s: float = 0.0
+    plans: list[admin_pb2.PlanEntry] = field(default_factory=list)
 
     def count(self, name: str) -> int:
         """Return a counter since the service's start; 0 for a counter that the sidecar's release does not have."""
@@ -34,7 +35,12 @@ class Sample:
 
 def take_sample(asked: Operator, at_s: float) -> Sample:
     """Ask the sidecar for a sample. Raises as the operator's calls do."""
-    return Sample(at_s, asked.stats(), asked.tiers(), asked.hottest(HOT_COUNT), time.time())
+    stats, tiers, hottest = asked.stats(), asked.tiers(), asked.hottest(HOT_COUNT)
+    try:
+        plans = asked.plans(PLAN_COUNT)
+    except OtherRelease:
+        plans = []
+    return Sample(at_s, stats, tiers, hottest, time.time(), plans)
 
 
 @dataclass(frozen=True, slots=True)

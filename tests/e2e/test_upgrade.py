@@ -1,0 +1,110 @@
+"""An older release's data in place: it writes, this one reads, checks and writes, and the older reads all again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvstore_ops.sidecar import Sidecar
+
+from tests.conftest import ROOT
+from tests.ops.command import run
+
+OLDER = "c6432dd"
+ROOMS = ("kvstore", "clients", "ops")
+CLIENT = """
+import os
+import sys
+import kvstore
+import kvstore_client
+import kvstore_ops
+import numpy as np
+from kvstore_client import ModelSpec, connect
+homes = {each.__file__[: len(os.getcwd())] for each in (kvstore, kvstore_client, kvstore_ops)}
+assert homes == {os.getcwd()}, homes
+address, word, seeds = sys.argv[1], sys.argv[2], [int(each) for each in sys.argv[3].split(",")]
+spec = ModelSpec.dense("upgraded", "unverified:upgraded", layer_count=2, kv_heads=2, head_dim=64, hidden_size=128,
+                       vocab_size=1 << 16, cache_dtype="float16", chunk_tokens=64)
+with connect(address) as client:
+    for seed in seeds:
+        random = np.random.default_rng(seed)
+        tokens = random.integers(0, 1 << 16, 200)
+        cache = [tuple(random.random((2, 200, 64), np.float32).astype(np.float16) for _ in range(2)) for _ in range(2)]
+        if word == "store":
+            assert client.store(spec, tokens, cache).wait(20).name == "LOCAL"
+            continue
+        found = client.fetch(spec, tokens, verify=True)
+        assert found.token_count == 200, (seed, found.token_count, found.reason)
+        for layer, stored in zip(found, cache, strict=True):
+            for got, put in zip(layer, stored, strict=True):
+                assert np.array_equal(np.asarray(got).view(np.uint16), put.view(np.uint16)), seed
+"""
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree of the older release."""
+    place = tmp_path_factory.mktemp("older")
+    asked = ["git", "-C", str(ROOT), "archive", OLDER, *ROOMS]
+    try:
+        packed = subprocess.run(asked, capture_output=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip(f"commit {OLDER} is not here: this is no clone with the whole history")
+    subprocess.run(["tar", "-x", "-C", str(place)], input=packed, check=True, timeout=60)
+    return place
+
+
+class Releases:
+    """A sidecar whose release changes between a stop and a start, and clients of either."""
+
+    def __init__(self, older: Path) -> None:
+        self._homes = {"older": older, "this": ROOT}
+        self.sidecar = Sidecar("--capacity", "16 MiB", nvme="32 MiB")
+
+    def _environment(self, release: str) -> dict[str, str]:
+        home = self._homes[release]
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (home, home / "clients", home / "ops")))}
+
+    def start(self, release: str) -> None:
+        home = self._homes[release]
+
+        class There(subprocess.Popen[str]):
+            def __init__(self, *arguments: Any, **options: Any) -> None:
+                super().__init__(*arguments, cwd=home, **options)
+
+        self.sidecar.environment, self.sidecar.launch = self._environment(release), There
+        self.sidecar.start()
+
+    def client(self, release: str, word: str, *seeds: int) -> None:
+        command = [sys.executable, "-c", CLIENT, self.sidecar.address, word, ",".join(map(str, seeds))]
+        done = subprocess.run(
+            command, cwd=self._homes[release], env=self._environment(release), capture_output=True, text=True,
+            timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, (release, word, done.stderr)
+
+
+def test_what_an_older_release_wrote_stays_and_it_reads_what_this_one_wrote(older: Path) -> None:
+    releases = Releases(older)
+    sidecar = releases.sidecar
+    try:
+        releases.start("older")
+        releases.client("older", "store", 1, 2)
+        sidecar.stop()
+        releases.start("this")
+        releases.client("this", "fetch", 1, 2)
+        socket = sidecar.address.removeprefix("unix://")
+        read = run("verify", "--tier", "nvme", "--socket", socket, "--json")
+        assert read.code == 0, read.err
+        assert read.json["outcomes"]["nvme: read"]["chunk_count"] == 8
+        releases.client("this", "store", 3)
+        releases.client("older", "fetch", 1, 3)  # engines are of the older release for a while
+        sidecar.stop()
+        releases.start("older")
+        releases.client("older", "fetch", 1, 2, 3)
+    finally:
+        sidecar.stop()
