@@ -73,6 +73,20 @@ def test_every_token_lands_in_its_slot_and_nothing_else(client: Client, layout: 
             assert (flat[others] == 0xDBDB).all()
 
 
+@pytest.mark.parametrize("heads", [None, (1, 2)])
+@pytest.mark.parametrize("size", [8, 16])
+def test_chunks_of_whole_pages_are_written_together(client: Client, size: int, heads: Any) -> None:
+    count = 80
+    layers = engine_pages(LAYOUTS[1], count // size, size, 1 if heads else 2, 8, pairs=False, tensor=True)
+    into = Paged(layers, slots := scattered(count, count // size, size), LAYOUTS[1])
+    fetched = client.fetch(SPEC, tokens_of(COUNT)[:count], into=into, heads=heads)
+    assert fetched.token_count == count
+    for layer, (ck, cv) in zip(layers, random_cache(SPEC, COUNT), strict=True):
+        for view, plane in zip(np.moveaxis(bits(layer), 1, 0), (ck, cv), strict=True):
+            flat = view.swapaxes(1, 2).reshape(count, -1, 8)
+            assert (flat[slots] == plane[slice(*(heads or (0, 2))), :count].swapaxes(0, 1)).all()
+
+
 def test_a_chunk_that_fails_its_checksums_is_not_written(
     local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:

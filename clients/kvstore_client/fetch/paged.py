@@ -196,6 +196,8 @@ class PagedTarget:
         wanted = self._wanted
         for run in runs:
             faults.reach("fetch.copy.middle")
+            if self._put_run(position, run):
+                continue
             for chunk in run.chunks:
                 layout = chunk.layout
                 index = layout.slab_of_layer[wanted.layers[position]]
@@ -205,6 +207,26 @@ class PagedTarget:
                 heads = slice(None) if layout.blocked else slice(wanted.head_start, wanted.head_stop)
                 for part in slab_parts(layout, index, chunk.slab(index)):
                     self._put(position, part.which, part.array[0, heads], chunk.token_start + part.token_start)
+
+    def _put_run(self, position: int, run: MappedRun) -> bool:
+        """Copy one wanted layer of chunks at a constant distance, all of them in one call for K and one for V. Returns
+        False, and does nothing, where they must be copied one by one."""
+        wanted, pages, first, count = self._wanted, self._pages, run.chunks[0], len(run.chunks)
+        layout, arrays = first.layout, pages.arrays[position]
+        tokens = layout.token_count
+        if count == 1 or wanted.verify or layout.blocked or tokens % pages.page_size:
+            return False
+        runs, rest = pages.whole_pages(first.token_start, first.token_start + count * tokens)
+        if rest or len(runs) != 1 or any(array is None for array in arrays):
+            return False
+        numbers = runs[0][1].reshape(count, -1)
+        index = layout.slab_of_layer[wanted.layers[position]]
+        for part in slab_parts(layout, index, run.memory(index), count, run.stride):
+            array = arrays[part.which]
+            strips = part.array[:, wanted.head_start : wanted.head_stop].view(array.dtype)  # type: ignore[union-attr]
+            shaped = strips.reshape(count, strips.shape[1], -1, pages.page_size, strips.shape[3])
+            array[numbers] = shaped.transpose(0, 2, 3, 1, 4)  # type: ignore[index]
+        return True
 
     def copy_strips(self, position: int, strips: Strips) -> None:
         """Copy the strips of one wanted layer that a message brought."""

@@ -64,14 +64,15 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
+def copy_all(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Copy (target, source) pairs, one after another."""
+    for target, source in pairs:
+        copy(target, source)
+
+
 def copy_seconds(copier: Copier, pairs: Sequence[tuple[Any, Any]]) -> float:
     """Copy (target, source) pairs on the copier's threads, and return the seconds that this takes."""
-
-    def run(work: Sequence[tuple[Any, Any]]) -> None:
-        for target, source in work:
-            copy(target, source)
-
-    return timed(lambda: copier.split(run, pairs, 60.0))
+    return timed(lambda: copier.split(copy_all, pairs, 60.0))
 
 
 def one_call_copy_bytes_per_s(byte_count: int) -> float:

@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from kvstore_client.client import Client
-from kvstore_client.copying import Copier, plane_run, raw
+from kvstore_client.copying import Copier, on_callers_thread, plane_run, raw
 from kvstore_client.fetch.open import open_prefix
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.shared_memory.chunk import runs_of
@@ -18,7 +18,7 @@ from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.paged import measure_pages
 from kvstore_ops.bench.result import Result, quartiles, show
 
-TARGET = 0.90
+TARGET = 0.95
 VERIFY_TARGET = 0.65
 
 
@@ -47,7 +47,7 @@ def limit_pairs(client: Client, spec: Any, tokens: Any, into: list[tuple[Any, An
 
 
 def run(scale: str) -> Result:
-    """Measure interleaved pairs of a fetch and its copy limit, after a warm-up of both."""
+    """Measure a fetch and the same copies in turns. The limit is the faster of one thread and two that copy them."""
     spec = shared.geometry(scale)
     count = shared.CHUNKS[scale] * shared.CHUNK_TOKENS
     tokens = shared.random_tokens(count, 1)
@@ -64,17 +64,18 @@ def run(scale: str) -> Result:
         first = first_fetch_seconds(sidecar.address, scale)
         fetch()
         shared.copy_seconds(copier, pairs)
-        ours, limits, verified, asked = [], [], [], []
+        ours, one, two, verified, asked = [], [], [], [], []
         held: list[MappedPrefix] = []
         for _ in range(shared.RUNS[scale]):
-            limits.append(shared.copy_seconds(copier, pairs))
+            two.append(shared.copy_seconds(copier, pairs))
+            one.append(shared.timed(lambda: on_callers_thread(shared.copy_all, pairs)))
             ours.append(shared.timed(fetch))
             verified.append(shared.timed(lambda: fetch(verify=True)))
             asked.append(shared.timed(lambda: held.append(ask(client, spec, tokens))))
             held.pop().close()
         paged_ratio, paged_rate = measure_pages(client, spec, tokens, copier, shared.RUNS[scale])
-        one_thread = min(shared.copy_seconds(Copier(_one()), pairs) for _ in range(2))
     copier.close()
+    limits = min(one, two, key=statistics.median)
     ratios = [limit / mine for limit, mine in zip(limits, ours, strict=True)]
     verify_ratios = [limit / mine for limit, mine in zip(limits, verified, strict=True)]
     ratio, verify_ratio = statistics.median(ratios), statistics.median(verify_ratios)
@@ -86,32 +87,25 @@ def run(scale: str) -> Result:
         [
             ("fetch", f"{rate / 1e9:.2f} GB/s, {ratio:.3f} of the copy limit"),
             ("fetch --verify", f"{byte_count / statistics.median(verified) / 1e9:.2f} GB/s, {verify_ratio:.3f}"),
-            ("into pages of 16, in random order", f"{paged_rate / 1e9:.2f} GB/s, {paged_ratio:.3f} of these copies"),
+            ("into pages of 16, in random order", f"{paged_rate / 1e9:.2f} GB/s, {paged_ratio:.3f} of the bare copies"),
             ("fetch --first (fresh client process)", f"{byte_count / first / 1e9:.2f} GB/s"),
             ("asking, before the first copy", f"{asked_s * 1e3:.1f} ms: leaves {copy_s / (copy_s + asked_s):.3f}"),
-            ("copy limit, 2 threads", f"{limit / 1e9:.2f} GB/s"),
-            ("copy limit, 1 thread", f"{byte_count / one_thread / 1e9:.2f} GB/s"),
+            ("the same copies, 2 threads", f"{byte_count / statistics.median(two) / 1e9:.2f} GB/s"),
+            ("the same copies, 1 thread", f"{byte_count / statistics.median(one) / 1e9:.2f} GB/s"),
             ("one-call memcpy", f"{memcpy / 1e9:.2f} GB/s"),
         ],
     )
     return Result(
-        name="fetch", value=rate, unit="B/s", limit=limit, ratio=ratio,
+        name="fetch", value=rate, unit="B/s", limit=limit, ratio=ratio, spread=quartiles(ratios),
         target=f">= {TARGET}, into pages too; verify >= {VERIFY_TARGET}",
         met=min(ratio, paged_ratio) >= TARGET and verify_ratio >= VERIFY_TARGET, runs=len(ours),
-        spread=quartiles(ratios),
         conditions={
             "scale": scale, "bytes": byte_count, "warm": True, "copy_threads": 2, "verify_ratio": verify_ratio,
             "paged_ratio": paged_ratio, "asked_s": asked_s, "paged_bytes_per_s": paged_rate,
             "first_bytes_per_s": byte_count / first, "memcpy_bytes_per_s": memcpy,
-            "one_thread_bytes_per_s": byte_count / one_thread,
+            "one_thread_bytes_per_s": byte_count / statistics.median(one),
         },
     )  # fmt: skip
-
-
-def _one() -> Any:
-    from kvstore.seams import WorkerThreads
-
-    return WorkerThreads(1, "limit")
 
 
 def first_fetch_seconds(address: str, scale: str) -> float:
