@@ -80,10 +80,12 @@ def test_saved_in_one_process_hit_in_another(
         outputs, cached = second.ask(*PROMPTS)
         assert cached == [288, 0, 192]  # whole blocks of 32; the fork shares three chunks
         assert outputs == plain[name]
+        wait_durable(durable, 2)  # since its start
         outputs, cached = second.ask(*PROMPTS)
         assert cached == [288, 0, 320]  # what the fork added was kept, too; 31 tokens are less than a block
         assert outputs == plain[name]
         assert second.ask(LONG, salt="tenant")[1] == [0]  # a salt keeps its prompts apart
+        wait_durable(durable, 7)
         assert second.ask(LONG, salt="tenant") == (plain[name][:1], [288])
     assert leases_of(durable) == (0, 0)
 

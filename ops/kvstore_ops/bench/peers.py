@@ -29,7 +29,7 @@ from kvstore_ops.bench.result import Result, note, quartiles, show
 
 LMCACHE, LMCACHE_PACKAGES = "KVSTORE_BENCH_LMCACHE", ("lmcache==0.5.6", "torch==2.13.0")
 MOONCAKE, MOONCAKE_PACKAGES = "KVSTORE_BENCH_MOONCAKE", ("mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy")
-LMCACHE_GB = 2
+LMCACHE_GB = 3
 CHUNKS = {"full": 8, "quick": 8, "tiny": 1}
 CHUNK_BYTES = 32 << 20
 RUNS = {"full": 30, "quick": 10, "tiny": 1}
@@ -69,8 +69,9 @@ def lmcache(directory: Path, chunk_count: int) -> Iterator[Program]:
     port, http_port = free_port(), free_port()
     variables = {"LMCACHE_TRACK_USAGE": "false", "OMP_NUM_THREADS": "2"}
     words = (
-        f"server --host 127.0.0.1 --port {port} --http-host 127.0.0.1 --http-port {http_port} --l1-size-gb "
-        f"{LMCACHE_GB} --eviction-policy LRU --chunk-size {shared.CHUNK_TOKENS} --disable-observability"
+        f"server --host 127.0.0.1 --port {port} --http-host 127.0.0.1 --http-port {http_port} "
+        f"--l1-size-gb {LMCACHE_GB} --no-l1-use-lazy --eviction-policy LRU --chunk-size {shared.CHUNK_TOKENS} "
+        "--disable-observability"
     )
     with ExitStack() as stack:
         command = [str(python), "-P", str(python.parent / "lmcache"), *words.split()]
