@@ -116,6 +116,8 @@ MOVES_NO_BYTES = {
     ("kvstore/server/web/site.py", "Asked.get"): "a question to the service for the page: without an answer, a 503",
     ("clients/kvstore_client/loading/call.py", "_start"): "without it nobody plans: the prompt is looked up as ever",
     ("clients/kvstore_client/loading/patience.py", "Patience.__init__"): "without it a load is waited for as ever",
+    ("clients/kvstore_client/loading/patience.py", "in_time"): "a question: without a thread it is asked on this one",
+    ("clients/kvstore_client/loading/planner.py", "Planner.computed"): "a report: without a thread nobody hears it",
     ("clients/kvstore_client/loading/probe.py", "begin_probe"): "a measurement on the side",
     ("clients/kvstore_client/aio.py", "connect_async"): "whole calls of a client, each handed on with what it raised",
     ("clients/kvstore_client/aio.py", "AsyncClient.call"): "as connect_async",
@@ -140,6 +142,10 @@ MOVES_NO_BYTES = {
         "clients/kvstore_client/engines/vllm/scheduler.py",
         "SchedulerSide._release",
     ): "a ticket that is not released expires",
+    (
+        "clients/kvstore_client/engines/vllm/saves.py",
+        "Saves.begin",
+    ): "a whole store: one that finds no thread has read no block, and is not kept",
     (
         "clients/kvstore_client/engines/vllm/tier.py",
         "KVStoreTier._submit",
