@@ -144,7 +144,8 @@ class PolicySettings:
     scrub_bytes_per_s: Size = 16 * MIB
     """Rate at which copies are read again in the background, to find damage; 0: never."""
     canary_interval_s: Duration = 60.0
-    """Interval at which a small chunk is sent through each local tier, to check that the tier works; 0: never."""
+    """Interval at which a small chunk is sent through each local tier, to check that the tier works, and a tenth as
+    often through each shared tier that this node writes to; 0: never."""
 
     def __post_init__(self) -> None:
         check_setting(self.eviction in POLICIES, "policy.eviction", self.eviction, f"use one of {', '.join(POLICIES)}")

@@ -5,33 +5,45 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
 from kvstore.catalog import ChunkTable
 from kvstore.chunk import ChunkHeader, checksum_strips, layout_of, pack_header, strip_seeds
 from kvstore.config import PolicySettings
+from kvstore.errors import DataLoss, Exhausted, PermissionDenied, Unavailable
+from kvstore.movement.shared import SharedCopies
 from kvstore.seams import Clock, Random
 from kvstore.spec import CacheKind, LayerSpec, ModelSpec, RopeSpec
 from kvstore.telemetry import Counters
-from kvstore.tiers import ChunkName, LocalTier
+from kvstore.tiers import ChunkName, LocalTier, WritePolicy
 
 TIDY_INTERVAL_S = 10.0
+SHARED_EVERY = 10
+"""A shared tier is sent one canary in the time of so many of the node's own: each request there may be paid for."""
+SHARED_S_MAX = 30.0
+"""A canary that takes more seconds in a shared tier has failed."""
 _CANARY = ModelSpec(
     model_id="kvstore/canary", weights_digest="00" * 32, layers=(LayerSpec(kv_heads=1, k_dim=16, v_dim=16),),
     hidden_size=16, vocab_size=2, cache_dtype="bfloat16", rope=RopeSpec(rotary_dim=16), chunk_tokens=64,
 )  # fmt: skip
 _LAYOUT = layout_of(_CANARY, CacheKind.KV, _CANARY.chunk_tokens)
+_NAME = b"kvstore canary".ljust(32, b"\0")
 _log = logging.getLogger("kvstore.movement")
 
 
 class Canaries:
-    """Sends a canary through each local tier every policy.canary_interval_s seconds; 0 sends none."""
+    """Sends a canary through each local tier every policy.canary_interval_s seconds, and through each shared tier in
+    ``SHARED_EVERY`` times as many; 0 sends none."""
 
     def __init__(
-        self, table: ChunkTable, clock: Clock, random: Random, counters: Counters, policies: PolicySettings
-    ) -> None:
+        self, table: ChunkTable, shared: Sequence[SharedCopies], clock: Clock, random: Random, counters: Counters,
+        policies: PolicySettings,
+    ) -> None:  # fmt: skip
         self._table = table
+        self._shared = shared
         self._clock = clock
         self._random = random
         self._counters = counters
@@ -43,6 +55,7 @@ class Canaries:
             group.create_task(self._tidy())
             if self._policies.canary_interval_s:
                 group.create_task(self._canaries())
+                group.create_task(self._shared_canaries())
 
     async def _tidy(self) -> None:
         """Have tiers erase the copies that they could not erase before."""
@@ -57,6 +70,53 @@ class Canaries:
                 if copies.tier.has_room(_LAYOUT):  # a canary never drives out a user's chunk
                     await self.canary(copies.tier)
             await self._clock.sleep(self._policies.canary_interval_s)
+
+    async def _shared_canaries(self) -> None:
+        while True:
+            await self._clock.sleep(SHARED_EVERY * self._policies.canary_interval_s)
+            for shared in list(self._shared):
+                await self.shared_canary(shared)
+
+    async def shared_canary(self, shared: SharedCopies) -> bool | None:
+        """Write a chunk to a shared tier, read it, compare it, remove it. None: the tier is not asked now, this node
+        does not write there, or a limit is reached. False, with an error in the log, when any of these steps fails."""
+        if shared.write_policy is WritePolicy.NEVER or not shared.is_asked:
+            return None
+        if shared.tier.statistics().state != "up":
+            return None
+        try:
+            async with asyncio.timeout(SHARED_S_MAX):
+                await self._through(shared)
+        except (Exhausted, PermissionDenied):
+            return None
+        except DataLoss as error:  # it answers: a read of a chunk would find out the same
+            return self._tell(shared.tier.name, error.message)
+        except Exception as error:  # noqa: BLE001 - the boundary: a canary that dies says so, and takes nothing along
+            reason = str(error) or type(error).__name__
+            shared.breaker.failed(reason)
+            return self._tell(shared.tier.name, reason)
+        shared.breaker.worked()
+        return self._tell(shared.tier.name, "")
+
+    async def _through(self, shared: SharedCopies) -> None:
+        """Raises DataLoss when the tier gives other bytes back, or none."""
+        key = self._random.bytes(32)  # other nodes' canaries have other keys
+        header, pieces = _canary_chunk(self._random.bytes(_LAYOUT.body_bytes), self._random.bytes(16), key)
+        found = [np.zeros_like(piece) for piece in pieces[1:]]
+        try:
+            await shared.tier.write(header, _LAYOUT, pieces)
+            stored = await shared.tier.open(ChunkName(key, _LAYOUT))
+            if stored is None:
+                raise DataLoss("it does not have what it took")
+            try:
+                await stored.read(range(len(_LAYOUT.slabs)), found)
+            finally:
+                stored.close()
+        finally:
+            with suppress(Unavailable):
+                await shared.tier.remove([key])
+        if not all((one == other).all() for one, other in zip(found, pieces[1:], strict=True)):
+            raise DataLoss("it gave other bytes back")
 
     async def canary(self, tier: LocalTier) -> bool:
         """Write a chunk, read it, compare it, remove it. False, with an error in the log, when any of these steps
@@ -77,18 +137,26 @@ class Canaries:
             works = all((one == other).all() for one, other in zip(found, pieces[1:], strict=True))
             reason = "" if works else "it gave other bytes back"
         except Exception as error:  # noqa: BLE001 - the boundary: a canary that dies says so, and takes nothing along
-            works, reason = False, str(error)
-        self._counters.add("canary_passes" if works else "canary_failures")
-        if not works:
-            _log.error("canary failed", extra={"tier": tier.name, "reason": reason})
-        return works
+            reason = str(error) or type(error).__name__
+        return self._tell(tier.name, reason)
+
+    def _tell(self, tier: str, reason: str) -> bool:
+        """Count a canary, and log it where it failed. ``reason``: why; empty: it did not. Returns True when it did
+        not."""
+        self._counters.add("canary_failures" if reason else "canary_passes")
+        if reason:
+            _log.error("canary failed", extra={"tier": tier, "reason": reason})
+        return not reason
 
 
-def _canary_chunk(body: bytes, write_id: bytes) -> tuple[ChunkHeader, list[np.ndarray]]:
-    slab, digest = np.frombuffer(bytearray(body), np.uint8), b"kvstore canary".ljust(32, b"\0")
-    checksums = checksum_strips(slab, _LAYOUT, 0, strip_seeds(digest, _LAYOUT, write_id))
+def _canary_chunk(
+    body: bytes, write_id: bytes, storage_key: bytes = _NAME
+) -> tuple[ChunkHeader, list[np.ndarray]]:  # fmt: skip
+    slab, digest = np.frombuffer(bytearray(body), np.uint8), _NAME
+    checksums = checksum_strips(slab, _LAYOUT, 0, strip_seeds(storage_key, _LAYOUT, write_id))
     header = ChunkHeader(
-        kind=CacheKind.KV, token_count=_LAYOUT.token_count, namespace=digest, fingerprint=digest, storage_key=digest,
+        kind=CacheKind.KV, token_count=_LAYOUT.token_count, namespace=digest, fingerprint=digest,
+        storage_key=storage_key,
         parent=bytes(32), chain_digest=digest, token_digest=digest, tenant_digest=bytes(16), first_position=0,
         rope_digest=bytes(16), write_id=write_id, checksums=np.frombuffer(checksums, np.uint8).reshape(-1, 16),
     )  # fmt: skip

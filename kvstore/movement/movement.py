@@ -102,7 +102,9 @@ class Movement:
         )
         self.clearing = Clearing(catalog, self.removal, parts.counters)
         self.relocation = Relocation(catalog, self.memory, self.loads, self.removal, self.checks)
-        self.canaries = Canaries(catalog.table, parts.clock, parts.random, parts.counters, parts.policies)
+        self.canaries = Canaries(
+            catalog.table, self.shared_tiers.tiers, parts.clock, parts.random, parts.counters, parts.policies
+        )
 
     def _eviction(self, copies: Copies) -> Eviction:
         parts = self._parts

@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.errors import DataLoss
 from kvstore.spec import MissReason
+from kvstore.tiers import WritePolicy
 from tests.fakes import EngineTier, Switch
 from tests.tiers.shared.world import LOOKUP_S, PATH, Node, World, redeemed, spoil
 
@@ -197,5 +198,52 @@ def test_a_tier_that_stalls_says_so(world: World) -> None:
         assert found.state == "failing"
         assert found.state_s >= 2.0
         assert found.reason
+
+    world.run(scenario)
+
+
+def test_a_canary_goes_through_a_shared_tier_and_leaves_nothing(world: World) -> None:
+    """Of one that fails it says why; one that a limit stops says nothing."""
+
+    async def scenario() -> None:
+        node = world.one
+        canaries, shared = node.controller.parts.movement.canaries, node.controller.parts.movement.shared_tiers.tiers[0]
+
+        def counted() -> tuple[int, int]:
+            counters = node.controller.stats().counters
+            return counters["canary_passes"], counters["canary_failures"]
+
+        assert await canaries.shared_canary(shared)
+        assert counted() == (1, 0)
+        assert not world.engine.values
+        for switch in (Switch.CORRUPT, Switch.GARBLED, Switch.ABSENT):
+            world.switches.turn_on(switch)
+            assert await canaries.shared_canary(shared) is False
+        assert counted() == (1, 3)
+        assert shared.is_asked, "its reads are checked anyway"
+        world.switches.turn_on(Switch.AWAY)
+        for _ in range(3):
+            assert await canaries.shared_canary(shared) is False
+        assert not shared.is_asked
+        assert await canaries.shared_canary(shared) is None, "it is left alone"
+        world.switches.turn_off()
+        await asyncio.sleep(10.0)
+        assert await canaries.shared_canary(shared)
+        before = counted()
+        shared.write_policy = WritePolicy.NEVER
+        assert await canaries.shared_canary(shared) is None
+        assert counted() == before
+        assert not world.engine.values
+
+    world.run(scenario)
+
+
+def test_a_limit_that_is_reached_is_no_canarys_failure(tmp_path: Path) -> None:
+    world = World(tmp_path, capacity_bytes=100, evicts=False)
+
+    async def scenario() -> None:
+        movement = world.one.controller.parts.movement
+        assert await movement.canaries.shared_canary(movement.shared_tiers.tiers[0]) is None
+        assert world.one.controller.stats().counters["canary_failures"] == 0
 
     world.run(scenario)
