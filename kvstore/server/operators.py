@@ -38,6 +38,7 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2
 from kvstore.wire import spec_to_message
 from kvstore.wire.limits import HOTTEST_MAX
+from kvstore.wire.plans import prefill_from_message
 
 _log = logging.getLogger("kvstore.server")
 Rendered = TypeVar("Rendered", bound=Message)
@@ -68,6 +69,9 @@ class AdminService:
     async def Stats(self, request: admin_pb2.StatsRequest, context: Context) -> admin_pb2.StatsResponse:
         """Return a consistent snapshot of the tenant's counts."""
         session_of(self._controller, context)
+        for told in request.computed:
+            for each in map(prefill_from_message, told.prefills):
+                self._prefills.engines.told(told.fingerprint, told.step_tokens, each)
         uptime = self._clock.monotonic() - self._started_s
         reply = render_stats(
             self._controller.stats(), self._controller.tenant, uptime, self._server_pid, descriptor_count()

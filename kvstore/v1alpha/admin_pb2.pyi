@@ -8,9 +8,21 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class EnginePrefills(_message.Message):
+    __slots__ = ("fingerprint", "step_tokens", "prefills")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILLS_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: bytes
+    step_tokens: int
+    prefills: _containers.RepeatedCompositeFieldContainer[_prefill_pb2.MeasuredPrefill]
+    def __init__(self, fingerprint: _Optional[bytes] = ..., step_tokens: _Optional[int] = ..., prefills: _Optional[_Iterable[_Union[_prefill_pb2.MeasuredPrefill, _Mapping]]] = ...) -> None: ...
+
 class StatsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("computed",)
+    COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    computed: _containers.RepeatedCompositeFieldContainer[EnginePrefills]
+    def __init__(self, computed: _Optional[_Iterable[_Union[EnginePrefills, _Mapping]]] = ...) -> None: ...
 
 class ArenaStats(_message.Message):
     __slots__ = ("capacity_bytes", "prefaulted_bytes", "used_bytes", "leased_bytes", "pinned_bytes", "region_count", "chunk_count", "reserved_bytes")

@@ -22,6 +22,8 @@ LAYERS_MAX = 1024
 PARTS_MAX = 1 << 17
 """Chunks of one request, times the parts of each that it asks for (the attention cache, E of each hidden layer)."""
 SEGMENTS_MAX = 4096
+PREFILLS_TOLD_MAX = 64
+"""Prefills of one engine in one report."""
 FILLS_MAX = 1 << 18
 TAILS_ASKED_MAX = 1024
 SUPERSEDES_MAX = 4096
@@ -207,6 +209,9 @@ _OPERATORS: Mapping[str, Limit] = {
     "ChunkDetail.children": _digests(256),
     "ChunkDetail.levels": Limit(count=8),
     "ShowChunkResponse.parts": Limit(count=1 << 16),
+    "StatsRequest.computed": Limit(count=ENGINES_MAX),
+    "EnginePrefills.fingerprint": Limit(size=64),
+    "EnginePrefills.prefills": Limit(count=PREFILLS_TOLD_MAX),
     "PlanEntry.fingerprint": Limit(size=64),
     "PlanEntry.model_id": Limit(size=512),
     "PlanEntry.state": Limit(size=64),

@@ -10,6 +10,8 @@ from typing import NoReturn
 import pytest
 from kvstore_client import connect
 from kvstore_client.loading.call import Asked
+from kvstore_client.loading.planner import TOLD_MAX, TOLD_S_MIN
+from kvstore_client.lookup.match import Match
 from kvstore_client.prompt import Prompt
 from kvstore_ops.sidecar import Sidecar
 from kvstore_ops.status import render
@@ -21,8 +23,8 @@ from kvstore.seams import SystemDisk
 from kvstore.server.kept import KeptFile, KeptRates
 from kvstore.simulated import InlineWorkers
 from kvstore.simulated.clock import ManualClock
-from kvstore.spec import Durability, Tier
-from kvstore.v1alpha import admin_pb2
+from kvstore.spec import ChunkState, Durability, Tier
+from kvstore.v1alpha import admin_pb2, prefill_pb2
 from tests.server.raw import eventually
 from tests.specs import random_cache, small_spec, tokens_of
 
@@ -98,6 +100,43 @@ def test_rates_are_measured_shown_and_kept() -> None:
         sidecar.start()
         (anew,) = stats_of(sidecar).rates
         assert (anew.tier, anew.sample_count) == ("nvme", 0)
+
+
+def test_what_an_engine_measured_by_itself_is_told_and_the_next_one_plans_with_it() -> None:
+    """As CachedModel and vLLM do, whose plans are their own: in batches, and beside the engine."""
+    with Sidecar("--capacity", "16 MiB") as sidecar:
+        with connect(sidecar.address, planning="on") as client:
+            planner = client.planner
+            for _ in range(100):
+                planner.computed(SPEC, 256, Prefill(65, 0, 1e-4))
+            assert not stats_of(sidecar).engines, "one report in a while is enough"
+            planner._told_s -= TOLD_S_MIN
+            planner.computed(SPEC, 256, Prefill(65, 0, 1e-4))
+            eventually(lambda: len(stats_of(sidecar).engines) == 1)
+            (told,) = stats_of(sidecar).engines
+            assert (told.step_tokens, told.rate.sample_count) == (256, TOLD_MAX)
+        with connect(sidecar.address, planning="on") as other:
+            match = other.lookup(SPEC, tokens_of(64))
+            chunks = tuple(each._replace(state=ChunkState.HIT, tier=Tier.DRAM) for each in match.chunks)
+            plan = other.planner.plan(SPEC, Match(64, chunks), 65, 64, 256)
+            assert plan.is_measured, "a new engine plans with what others measured"
+            other.planner.computed(SPEC, 256, Prefill(65, 0, 1.0))
+            own = other.planner.plan(SPEC, Match(64, chunks), 65, 64, 256)
+            assert own.prefill.ttft_s == pytest.approx(1.0, rel=0.1), "its own measurements come first"
+
+
+def test_durations_in_which_no_device_computes_are_left_out() -> None:
+    with Sidecar("--capacity", "16 MiB") as sidecar, connect(sidecar.address) as client:
+        client.lookup(SPEC, tokens_of(64))
+        session, name = client._context.ready(SPEC)
+        for seconds, count in ((1e-9, 1 << 30), (1e-4, 65)):
+            told = prefill_pb2.MeasuredPrefill(new_tokens=count, seconds=seconds, passes=1)
+            report = [
+                admin_pb2.EnginePrefills(fingerprint=each, prefills=[told]) for each in (name, b"unknown", b"x" * 32)
+            ]
+            session.call(session.admin.Stats, admin_pb2.StatsRequest(computed=report), 10.0)
+        (known,) = stats_of(sidecar).engines
+        assert known.rate.sample_count == 1
 
 
 def test_speeds_of_engines_are_kept() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.keys import fingerprint
 from kvstore.planning.loading import (
     ASSUMED,
     BusyTime,
     BusyTimes,
+    ComputeRate,
     LoadFacts,
     LoadPlan,
     Operations,
@@ -25,8 +28,10 @@ from kvstore.planning.loading import (
 )
 from kvstore.planning.loading.facts import IN_MEMORY, prompt_facts, slowest_tiers
 from kvstore.planning.loading.rates import SLOWEST, is_probe_due
+from kvstore.seams.scheduler import start_thread
 from kvstore.spec import ChunkState, ModelSpec, Tier
 from kvstore.v1alpha import admin_pb2
+from kvstore.wire.plans import compute_from_message, prefill_to_message
 from kvstore_client.connection import Miss
 from kvstore_client.context import Context
 from kvstore_client.fetch.wanted import Wanted
@@ -47,6 +52,10 @@ TELLING = 1.25
 """Bounds of a measured time are as good as the time itself when the upper one is at most this many times the
 lower."""
 GIVEN_UP = "loads_given_up"
+TOLD_S_MIN = 10.0
+"""The least seconds between two reports of prefills to the sidecar."""
+TOLD_MAX, TOLD_ENGINES_MAX = 32, 8
+"""The most prefills of an engine, and engines, in one report: the newest."""
 ENGINES_MAX = 64
 """The most engines whose prefills the planner remembers: those that computed last."""
 
@@ -74,6 +83,9 @@ class Planner:
         self._looked_s = -math.inf
         self._asked_s = -math.inf
         self._probed_s: dict[Tier, float] = {}
+        self._engines: dict[tuple[bytes, int], ComputeRate] = {}
+        self._untold: dict[tuple[ModelSpec, int], list[Prefill]] = {}
+        self._told_s = context.clock.monotonic()
 
     @property
     def mode(self) -> str:
@@ -118,15 +130,37 @@ class Planner:
         with self._lock:
             self._context.count(GIVEN_UP)
 
-    def computed(self, spec: ModelSpec, step_tokens: int, prefill: Prefill) -> None:
+    def computed(self, spec: ModelSpec, step_tokens: int, prefill: Prefill, *, is_told: bool = False) -> None:
         """Learn the time of a prefill by an engine that computes ``step_tokens`` at a time, 0: all at once. Impossible
-        times are left out."""
+        times are left out. Where plans are made the sidecar hears of it within a while, unless it ``is_told``."""
         key = spec, step_tokens
         with self._lock:
             known = self._prefills.pop(key, None) or Prefills(Operations.of(spec).pair_share)
             self._prefills[key] = known.observed(prefill)
             if len(self._prefills) > ENGINES_MAX:  # a model in training has new weights each time
                 del self._prefills[next(iter(self._prefills))]
+            if is_told or not prefill.is_sound or self.mode == "off":
+                return
+            self._untold[key] = [*self._untold.pop(key, ()), prefill][-TOLD_MAX:]
+            while len(self._untold) > TOLD_ENGINES_MAX:
+                del self._untold[next(iter(self._untold))]
+            now = self.clock.monotonic()
+            if now - self._told_s < TOLD_S_MIN:
+                return
+            self._told_s, untold, self._untold = now, self._untold, {}
+        with suppress(KVStoreError):  # no thread can be had: the next report is another one
+            start_thread(partial(self._tell, untold), "kvstore-told")
+
+    def _tell(self, untold: Mapping[tuple[ModelSpec, int], Sequence[Prefill]]) -> None:
+        """Report prefills to the sidecar, for other engines and for the next start. Blocks; never raises."""
+        with suppress(KVStoreError), self._context.or_miss():
+            request = admin_pb2.StatsRequest()
+            for (spec, step_tokens), done in untold.items():
+                session, name = self._context.ready(spec)
+                request.computed.add(
+                    fingerprint=name, step_tokens=step_tokens, prefills=map(prefill_to_message, done)
+                )  # fmt: skip
+            session.call(session.admin.Stats, request, self.timeout_s)
 
     # ------------------------------------------------------------ plans
 
@@ -167,13 +201,16 @@ class Planner:
     ) -> LoadFacts:  # fmt: skip
         """Return the facts that ``plan`` uses, for callers that change some of them."""
         stored = list(_stored(match))
-        if any(tier not in IN_MEMORY for _, tier in stored):
+        with self._lock:
+            own = self._prefills.get((spec, step_tokens))
+        if stored and (own is None or any(tier not in IN_MEMORY for _, tier in stored)):
             self._ask()
         with self._lock:
-            prefills = self._prefills.get((spec, step_tokens)) or Prefills(0.0)
+            told = self._engines.get((fingerprint(spec, spec.kind), step_tokens)) if own is None else None
+            compute = own.rate if own is not None else told or ComputeRate()
             link, tiers = self._link.rate or ASSUMED[Tier.DRAM], dict(self._tiers)
         return prompt_facts(
-            spec, stored, token_count=token_count, reusable_tokens=reusable_tokens, compute=prefills.rate, link=link,
+            spec, stored, token_count=token_count, reusable_tokens=reusable_tokens, compute=compute, link=link,
             tiers=tiers, step_tokens=step_tokens, ways=ways,
         )  # fmt: skip
 
@@ -232,6 +269,7 @@ class Planner:
             stats = session.call(session.admin.Stats, admin_pb2.StatsRequest(), min(self.timeout_s, RATES_WAIT_S))
             with self._lock:
                 self._tiers = told_facts(stats.rates)
+                self._engines = told_engines(stats.engines)
 
 
 def _stored(match: Match) -> Iterator[tuple[int, Tier]]:
@@ -241,6 +279,12 @@ def _stored(match: Match) -> Iterator[tuple[int, Tier]]:
         if stop <= chunk.token_start or chunk.state is not ChunkState.HIT:
             return
         yield stop - chunk.token_start, chunk.tier
+
+
+def told_engines(engines: Iterable[admin_pb2.EngineRate]) -> dict[tuple[bytes, int], ComputeRate]:
+    """Return what engines told the sidecar of their speeds. Impossible rates are left out."""
+    rates = {(each.fingerprint, each.step_tokens): compute_from_message(each.rate) for each in engines}
+    return {key: rate for key, rate in rates.items() if rate.is_known and rate.is_sound}
 
 
 def told_facts(rates: Iterable[admin_pb2.TierRate]) -> dict[Tier, TierFacts]:

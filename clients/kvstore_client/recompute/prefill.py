@@ -58,7 +58,7 @@ def partial_prefill(client: Client, request: Request, timeout_s: float, clock: C
             plan = Plan(len(request.tokens), reason="; ".join(dict.fromkeys(told)))
         took = prompt.plain(plan, result)
         if took is not None:
-            client.planner.computed(request.runner.spec, 0, took)
+            client.planner.computed(request.runner.spec, 0, took, is_told=prompt.is_called)
         timeline = replace(result.timeline, total_s=clock.monotonic() - started_s, prepare_s=prepared_s - started_s)
         prompt.tell(timeline, took)
         return PartialPrefill(plan=plan, **{**vars(result), "timeline": timeline})
@@ -191,6 +191,11 @@ class _Prompt:
             return self._took
         reused = plan.reused_token_count
         return Prefill(plan.token_count - reused, reused, result.timeline.suffix_s)
+
+    @property
+    def is_called(self) -> bool:
+        """True when the sidecar hears of the outcome with the call's end."""
+        return self._call is not None
 
     def tell(self, timeline: Timeline, took: Prefill | None) -> None:
         """Report the plan's outcome to the sidecar."""

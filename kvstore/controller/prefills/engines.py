@@ -7,7 +7,11 @@ from typing import NamedTuple
 from kvstore.catalog import Catalog
 from kvstore.controller.benefit import Served
 from kvstore.planning.loading import ComputeRate, Operations, Prefill, Prefills
+from kvstore.planning.loading.compute import TOKENS_MAX
 from kvstore.planning.loading.kept import ENGINES_MAX, pack_prefills, unpack_prefills
+
+FASTEST_OPERATIONS_S = 1e18
+"""No engine does more operations in a second: a hundred of the fastest devices of today together."""
 
 
 class EngineRate(NamedTuple):
@@ -30,14 +34,25 @@ class Engines:
         self.is_changed = False
         """True when an engine told a prefill since ``pack`` was last called."""
 
+    def told(self, fingerprint: bytes, step_tokens: int, prefill: Prefill) -> None:
+        """Take note of a prefill of which an engine reports by itself. One of a model that is not registered here is
+        ignored."""
+        is_known = fingerprint in self._catalog.models and 0 <= step_tokens <= TOKENS_MAX
+        if is_known:
+            self.computed(fingerprint, step_tokens, prefill)
+
     def computed(self, fingerprint: bytes, step_tokens: int, prefill: Prefill) -> None:
-        """Take note of a prefill's time, as an engine measured it. Implausible times are ignored."""
+        """Take note of a prefill's time, as an engine measured it. Implausible times are ignored: those that no clock
+        gives, and those in which no device can have done the model's operations."""
         if not prefill.is_sound:
+            return
+        operations = Operations.of(self._catalog.model(fingerprint).spec)
+        if prefill.seconds * FASTEST_OPERATIONS_S < operations.token * prefill.new_tokens:
             return
         key = fingerprint, step_tokens
         known = self._seen.pop(key, None)
         if known is None:
-            known = Prefills(Operations.of(self._catalog.model(fingerprint).spec).pair_share)
+            known = Prefills(operations.pair_share)
         self._seen[key] = known.observed(prefill)
         if len(self._seen) > ENGINES_MAX:
             del self._seen[next(iter(self._seen))]
