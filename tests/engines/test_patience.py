@@ -14,6 +14,7 @@ from kvstore_client import Client, connect
 from kvstore_client.engines.transformers import CachedModel, TransformersRunner
 from kvstore_client.loading.patience import Patience, in_time, prior_s
 
+from kvstore.planning import Recompute
 from kvstore.planning.loading import LoadPlan, Prefill, Way
 from kvstore.spec import MissReason
 from tests.e2e.third_tier import KIND, ThirdTierSidecar
@@ -41,7 +42,7 @@ def model() -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def prompts(sidecar: ThirdTierSidecar, model: torch.nn.Module) -> list[Cold]:
-    return cold_prompts(sidecar, model, range(71, 74))
+    return cold_prompts(sidecar, model, range(71, 75))
 
 
 @pytest.fixture
@@ -76,29 +77,6 @@ def test_a_generation_computes_what_a_stalled_tier_does_not_bring(
     assert report.reused_token_count == 0
     assert client.statistics()["loads_given_up"] == 1
     assert client.statistics()["unavailable"] == 0, "it was no call's deadline that ended it"
-    is_free(client)
-
-
-def test_a_sidecar_that_stands_still_is_not_waited_for(
-    sidecar: ThirdTierSidecar, client: Client, model: torch.nn.Module, cold: Cold
-) -> None:
-    """Neither the answer to a lookup nor the opening of a fetch takes a call's deadline."""
-    ids, expected = cold
-    cached = CachedModel(model, client, chunk_tokens=STEP)
-    is_link(client, 1e12)
-    is_tier(client)
-    is_engine(client, cached, 1e-3)
-    os.kill(sidecar.pid, signal.SIGSTOP)
-    try:
-        began_s = client.planner.clock.monotonic()
-        found, report = logits(cached, ids)
-        assert client.planner.clock.monotonic() - began_s < client.planner.timeout_s, "a call's deadline was waited for"
-    finally:
-        os.kill(sidecar.pid, signal.SIGCONT)
-    assert torch.equal(found, expected)
-    assert (report.reused_token_count, report.reason) == (0, MissReason.UNAVAILABLE)
-    assert client.statistics()["loads_given_up"] == 1
-    cached.close()
     is_free(client)
 
 
@@ -154,6 +132,23 @@ def test_a_partial_prefill_does_so_too(
     is_free(client)
 
 
+def test_a_prompt_with_documents_does_so_too(
+    sidecar: ThirdTierSidecar, client: Client, model: torch.nn.Module, prompts: list[Cold]
+) -> None:
+    """Its loads have no plan, and yet a tier that stops does not cost a call's deadline."""
+    ids, expected = prompts[3]
+    runner = TransformersRunner(model, chunk_tokens=STEP)
+    client.planner.computed(runner.spec, 0, Prefill(1000, 0, 1.0))
+    sidecar.switches.turn_on(Switch.STALLED)
+    began_s = client.planner.clock.monotonic()
+    document = [range(COUNT - STEP, COUNT - 2)]
+    found = client.partial_prefill(runner, ids[0], segments=document, recompute=Recompute.reuse())
+    assert client.planner.clock.monotonic() - began_s < client.planner.timeout_s, "a call's deadline was waited for"
+    assert torch.allclose(found.logits[-1], expected.reshape(-1, expected.shape[-1])[0], atol=1e-4)
+    assert client.statistics()["loads_given_up"] == 1
+    is_free(client)
+
+
 def test_it_is_loaded_once_the_tier_is_back(
     sidecar: ThirdTierSidecar, client: Client, model: torch.nn.Module, cold: Cold
 ) -> None:
@@ -202,3 +197,26 @@ def test_without_a_plan_that_is_carried_out_loads_are_waited_for(
     with Patience(client, plan, 0.0, lambda: True, lambda: None) as patience:
         assert threading.active_count() == before
     assert not patience.is_spent
+
+
+def test_a_sidecar_that_stands_still_is_not_waited_for(
+    sidecar: ThirdTierSidecar, client: Client, model: torch.nn.Module, cold: Cold
+) -> None:
+    """Neither the answer to a lookup nor the opening of a fetch takes a call's deadline."""
+    ids, expected = cold
+    cached = CachedModel(model, client, chunk_tokens=STEP)
+    is_link(client, 1e12)
+    is_tier(client)
+    is_engine(client, cached, 1e-3)
+    os.kill(sidecar.pid, signal.SIGSTOP)
+    try:
+        began_s = client.planner.clock.monotonic()
+        found, report = logits(cached, ids)
+        assert client.planner.clock.monotonic() - began_s < client.planner.timeout_s, "a call's deadline was waited for"
+    finally:
+        os.kill(sidecar.pid, signal.SIGCONT)
+    assert torch.equal(found, expected)
+    assert (report.reused_token_count, report.reason) == (0, MissReason.UNAVAILABLE)
+    assert client.statistics()["loads_given_up"] == 1
+    cached.close()
+    is_free(client)

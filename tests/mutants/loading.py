@@ -28,7 +28,36 @@ T_RATES = "tests/planning/test_rates.py"
 
 INQUIRY = "clients/kvstore_client/recompute/inquiry.py"
 
+ENGINES = "kvstore/controller/prefills/engines.py"
+PREFILL = "clients/kvstore_client/recompute/prefill.py"
+PROMPT_PLAN = "clients/kvstore_client/engines/transformers_planning.py"
+T_TOLD = "tests/server/test_rates.py"
+
 MUTANTS = [
+    Mutant(
+        "documents-wait-for-a-calls-deadline",
+        PREFILL,
+        "                self._plain_s(plan) if plan.runs else 0.0,\n",
+        "                0.0,\n",
+        "a tier that stops costs a prompt with documents ten seconds",
+        (f"{T_PATIENCE}::test_a_prompt_with_documents_does_so_too",),
+    ),
+    Mutant(
+        "a-still-sidecar-is-waited-for",
+        PROMPT_PLAN,
+        'if self._client.planner.mode != "on":\n            return opening()\n',
+        "if True:\n            return opening()\n",
+        "a sidecar that stands still costs each generation ten seconds",
+        (f"{T_PATIENCE}::test_a_sidecar_that_stands_still_is_not_waited_for",),
+    ),
+    Mutant(
+        "engines-faster-than-any-device",
+        ENGINES,
+        "        if prefill.seconds * FASTEST_OPERATIONS_S < operations.token * prefill.new_tokens:\n",
+        "        if False:\n",
+        "one client's lie has every new engine of the model compute what it should load",
+        (f"{T_TOLD}::test_durations_in_which_no_device_computes_are_left_out",),
+    ),
     Mutant(
         "a-way-that-nobody-knows-is-loaded",
         INQUIRY,

@@ -266,7 +266,12 @@ class CachedModel:
                 begun(self._background, planned.probe)
 
         patience = Patience(
-            self.client, report.plan, started_s, lambda: arrivals.is_blocked, arrivals.give_up, unmeasured_s
+            self.client,
+            report.plan,
+            started_s,
+            lambda: arrivals.is_blocked,
+            arrivals.give_up,
+            unmeasured_s if reused else 0.0,
         )
         with patience, prompt_e.captured(cache) if prompt_e else nullcontext():
             for start in range(reused, last_step, self.step_tokens):

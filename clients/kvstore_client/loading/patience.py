@@ -90,18 +90,18 @@ class Patience:
     ) -> None:  # fmt: skip
         """``since_s``: when the request began, on the client's clock. ``is_waiting``: returns True while a caller waits
         for the load; a load that nobody waits for yet is not given up. ``unmeasured_s``: what a prefill may take where
-        none was measured; 0: then a load is waited for. Gives nothing up without a plan that is carried out and loads
-        tokens."""
+        none was measured, or the load has no plan; 0: then a load is waited for. Gives nothing up where plans are not
+        carried out, or load no tokens."""
         self._client, self._is_waiting, self._give_up = client, is_waiting, give_up
         self._has_ended = threading.Event()
         self._deciding = threading.Lock()
         self.is_spent = False
-        if plan is None or client.planner.mode != "on" or not plan.loaded_tokens:
+        is_measured = plan is not None and plan.is_measured
+        loads_nothing = plan is not None and not plan.loaded_tokens
+        if client.planner.mode != "on" or loads_nothing or not (is_measured or unmeasured_s):
             return
-        if not plan.is_measured and not unmeasured_s:
-            return
-        self._prefill_s = plan.prefill.ttft_s if plan.is_measured else unmeasured_s
-        self._patience_s = patience_s(plan) if plan.is_measured else with_budget(unmeasured_s)
+        self._prefill_s = plan.prefill.ttft_s if plan is not None and is_measured else unmeasured_s
+        self._patience_s = patience_s(plan) if plan is not None and is_measured else with_budget(unmeasured_s)
         self._left_s = since_s + self._patience_s - client.planner.clock.monotonic()
         try:
             start_thread(self._wait, "kvstore-patience")

@@ -125,7 +125,7 @@ class _Prompt:
                 began_s,
                 lambda: self._front >= front and arrivals.is_waiting,
                 arrivals.stop,
-                prior_s(request.runner.spec, plan.token_count, request.runner.device.type),
+                self._plain_s(plan) if plan.runs else 0.0,
             ) as patience:
                 try:
                     runs = self._with_front(plan, runs) if front else self._raced(plan, runs)
@@ -151,6 +151,13 @@ class _Prompt:
         if not in_memory:
             _probe(client, request, plan)
         return plan, result, prepared_s
+
+    def _plain_s(self, plan: Plan) -> float:
+        """Return what a plain prefill takes; of an engine that has measured none, what a slow one would take. Loads of
+        segments and of senders' caches have no plan, and are given up by this."""
+        spec, runner = self._request.runner.spec, self._request.runner
+        measured_s = self._client.planner.prefill_s(spec, plan.token_count, 0)
+        return measured_s or prior_s(spec, plan.token_count, runner.device.type)
 
     def _with_front(self, plan: Plan, runs: list[Run]) -> list[Run]:
         """Compute the tokens before the loaded ones. Afterwards both are one run that begins the prompt; its front
