@@ -45,8 +45,8 @@ MUTANTS = [
     Mutant(
         "a-still-sidecar-is-waited-for",
         PROMPT_PLAN,
-        'if self._client.planner.mode != "on":\n            return opening()\n',
-        "if True:\n            return opening()\n",
+        'if self._client.planner.mode != "on":\n            return look()\n',
+        "if True:\n            return look()\n",
         "a sidecar that stands still costs each generation ten seconds",
         (f"{T_PATIENCE}::test_a_sidecar_that_stands_still_is_not_waited_for",),
     ),
