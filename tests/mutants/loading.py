@@ -30,7 +30,6 @@ INQUIRY = "clients/kvstore_client/recompute/inquiry.py"
 
 ENGINES = "kvstore/controller/prefills/engines.py"
 PREFILL = "clients/kvstore_client/recompute/prefill.py"
-PROMPT_PLAN = "clients/kvstore_client/engines/transformers_planning.py"
 T_TOLD = "tests/server/test_rates.py"
 
 MUTANTS = [
@@ -41,14 +40,6 @@ MUTANTS = [
         "                0.0,\n",
         "a tier that stops costs a prompt with documents ten seconds",
         (f"{T_PATIENCE}::test_a_prompt_with_documents_does_so_too",),
-    ),
-    Mutant(
-        "a-still-sidecar-is-waited-for",
-        PROMPT_PLAN,
-        'if self._client.planner.mode != "on":\n            return opening()\n',
-        "if True:\n            return opening()\n",
-        "a sidecar that stands still costs each generation ten seconds",
-        (f"{T_PATIENCE}::test_a_sidecar_that_stands_still_is_not_waited_for",),
     ),
     Mutant(
         "engines-faster-than-any-device",

@@ -80,10 +80,13 @@ def test_where_loading_is_slower_plans_compute() -> None:
     """A block takes 0.64 s to load, and 64 ms to compute."""
     requests = conversations()
     loaded, planned = both(hardware(100e6), requests)
-    computed = Fleet(hardware(100e6), plans=False)
+    computed = Fleet(hardware(100e6), plans=False, keeps=False).run(requests)
     alone = [TracedRequest(each.at_s, each.token_count, ()) for each in requests]
     assert planned.mean_ttft_s < 0.5 * loaded.mean_ttft_s
-    assert planned.mean_ttft_s <= 1.1 * computed.run(alone).mean_ttft_s
+    assert planned.mean_ttft_s <= 1.1 * computed.mean_ttft_s
+    assert computed.ttfts_s == Fleet(hardware(100e6), plans=False).run(alone).ttfts_s, "nothing is shared"
+    assert not computed.loaded_tokens
+    assert not computed.written_bytes.total()
     assert planned.p99_ttft_s < loaded.p99_ttft_s
     assert planned.refused_bytes[Tier.S3] > planned.read_bytes[Tier.S3]
     assert planned.refused_requests > 24
@@ -107,7 +110,8 @@ def test_the_command_says_both_for_people_and_for_machines(tmp_path: Path) -> No
     assert "times as soon with plans" in said.output
     found = json.loads(CliRunner().invoke(app, [*options, "--json"]).output)
     assert found["planned"]["mean_ttft_s"] <= found["loaded"]["mean_ttft_s"]
-    assert found["loaded"]["requests"] == found["planned"]["requests"] == 12
+    assert {found[way]["requests"] for way in ("plain", "loaded", "planned")} == {12}
+    assert found["plain"]["loaded_tokens"] == 0
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def fleet(
     block_tokens: Annotated[int, typer.Option(help="Tokens of each of hash_ids.", min=1)] = 512,
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate a fleet on a trace: times to first tokens and bytes moved, with plans and with loading everything.
+    """Simulate a fleet on a trace: first tokens and bytes moved, with plans, with all loaded, and without a cache.
 
     Example: kvstore fleet trace.jsonl --engines 8 --nodes 2 --rate shared=1GB
     """
@@ -61,7 +61,10 @@ def fleet(
         compute=ComputeRate(own.compute.pass_s, token_s, share * token_s, 1.0, 1.0, 1), **_rates(own, rate or ()),
     )  # fmt: skip
     found = read_trace(trace, requests)
-    reports = {way: Fleet(hardware, plans=way == "planned").run(found) for way in ("loaded", "planned")}
+    reports = {
+        way: Fleet(hardware, plans=way == "planned", keeps=way != "plain").run(found)
+        for way in ("plain", "loaded", "planned")
+    }
     if as_json:
         print(json.dumps({way: as_dict(report) for way, report in reports.items()}, indent=2))
         return
@@ -100,28 +103,34 @@ def _named(counts: Counter[Tier]) -> dict[str, int]:
 
 
 def render(hardware: Hardware, reports: dict[str, FleetReport]) -> Group:
-    """Draw both fleets side by side."""
-    loaded, planned = reports["loaded"], reports["planned"]
+    """Draw the fleets side by side."""
+    plain, loaded, planned = fleets = reports["plain"], reports["loaded"], reports["planned"]
     table = Table(
-        "", "all loaded", "planned",
+        "", "no cache", "all loaded", "planned",
         title=f"{len(planned.ttfts_s):,} requests, {hardware.engines} engines on {hardware.nodes} nodes",
     )  # fmt: skip
     for name, values in (
-        ("mean TTFT", [f"{each.mean_ttft_s:.3f} s" for each in (loaded, planned)]),
-        ("99 of 100 within", [f"{each.p99_ttft_s:.3f} s" for each in (loaded, planned)]),
-        ("tokens computed", [f"{each.computed_tokens:,}" for each in (loaded, planned)]),
-        ("tokens loaded", [f"{each.loaded_tokens:,}" for each in (loaded, planned)]),
-        *((f"read from {name}", [format_bytes(each.read_bytes[tier]) for each in (loaded, planned)])
+        ("mean TTFT", [f"{each.mean_ttft_s:.3f} s" for each in fleets]),
+        ("99 of 100 within", [f"{each.p99_ttft_s:.3f} s" for each in fleets]),
+        ("tokens computed", [f"{each.computed_tokens:,}" for each in fleets]),
+        ("tokens loaded", [f"{each.loaded_tokens:,}" for each in fleets]),
+        *((f"read from {name}", [format_bytes(each.read_bytes[tier]) for each in fleets])
           for tier, name in CALLED.items()),
-        *((f"written to {name}", [format_bytes(each.written_bytes[tier]) for each in (loaded, planned)])
+        *((f"written to {name}", [format_bytes(each.written_bytes[tier]) for each in fleets])
           for tier, name in CALLED.items() if tier is not Tier.DRAM),
-        *((f"not asked of {name}", [format_bytes(each.refused_bytes[tier]) for each in (loaded, planned)])
+        *((f"not asked of {name}", [format_bytes(each.refused_bytes[tier]) for each in fleets])
           for tier, name in CALLED.items()),
-        ("requests of which a part was not loaded", [f"{each.refused_requests:,}" for each in (loaded, planned)]),
+        ("requests of which a part was not loaded", [f"{each.refused_requests:,}" for each in fleets]),
     ):  # fmt: skip
         table.add_row(name, *values)
-    gained = loaded.mean_ttft_s / planned.mean_ttft_s
-    return Group(table, Text(f"First tokens come {gained:.2f} times as soon with plans, on average."))
+    over_loads, over_none = (each.mean_ttft_s / planned.mean_ttft_s for each in (loaded, plain))
+    return Group(
+        table,
+        Text(
+            f"First tokens come {over_loads:.2f} times as soon with plans as with all loaded, and {over_none:.2f} "
+            "times as soon as without a cache, on average."
+        ),
+    )
 
 
 def register(app: typer.Typer) -> None:

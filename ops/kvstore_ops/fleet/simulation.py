@@ -69,11 +69,12 @@ class FleetEngine:
 
 
 class Fleet:
-    """A fleet that plays requests out. ``plans``: load stored tokens only where that is faster; false: load all."""
+    """A fleet that plays requests out. ``plans``: load stored tokens only where that is faster; false: load all.
+    ``keeps`` False: nothing is stored, and everything is computed."""
 
-    def __init__(self, hardware: Hardware, *, plans: bool) -> None:
+    def __init__(self, hardware: Hardware, *, plans: bool, keeps: bool = True) -> None:
         self._hardware = hardware
-        self._plans = plans
+        self._plans, self._keeps = plans, keeps
         shared, room = Line(Tier.S3, hardware.shared), Room()
         self._nodes = [Node(hardware, shared, room) for _ in range(hardware.nodes)]
         pair_share = hardware.compute.pair_s / hardware.compute.token_s
@@ -102,7 +103,8 @@ class Fleet:
             engine = self._engines[number]
             engine.is_busy = False
             engine.tokens_ahead -= done.token_count
-            self.report.written_bytes.update(engine.node.keep(self._whole_blocks(done)))
+            if self._keeps:
+                self.report.written_bytes.update(engine.node.keep(self._whole_blocks(done)))
             if engine.queue:
                 self._begin(ends, number, now_s)
 
