@@ -16,7 +16,7 @@ from kvstore_ops.sidecar import Sidecar
 from kvstore.config import RedisSettings, S3Settings
 from kvstore.spec import Tier
 from tests.e2e.two_nodes import Cluster, quiet, two_nodes
-from tests.outage.load import COUNT, SPEC, STEP, Findings, Load, cache, fetch, tokens
+from tests.outage.load import COUNT, REMEMBERED_COUNT, SPEC, STEP, Findings, Load, cache, fetch, tokens
 
 LOOKUP_S_MAX = {"redis": RedisSettings().lookup_s_max, "s3": S3Settings().lookup_s_max}
 """How long a lookup waits for each tier: as long as the settings have it where nobody changes them."""
@@ -28,8 +28,8 @@ CALL_S_MAX = 8.0
 """No call takes longer, whatever the tiers do: a read gives a tier up that stalls for 2 s, and there are two."""
 GROWN_BYTES_MAX = 64 << 20
 """Of a sidecar and its byte movers, after their first seconds."""
-CLIENTS_GROWN_BYTES_MAX = GROWN_BYTES_MAX + (128 << 20)
-"""Of the clients, which remember what the last contexts should be."""
+CLIENTS_GROWN_BYTES_MAX = GROWN_BYTES_MAX + REMEMBERED_COUNT * sum(k.nbytes + v.nbytes for k, v in cache(0))
+"""Of the clients, whose process also remembers what the last contexts should be."""
 POOL = range(1, 41)
 """Contexts that both tiers have. A node's memory has room for 15."""
 OUTAGES = (("redis",), ("s3",), ("redis", "s3"))

@@ -33,7 +33,11 @@ def tokens(seed: int) -> Any:
     return tokens_of(COUNT, seed)
 
 
-@lru_cache(maxsize=256)
+REMEMBERED_COUNT = 256
+"""Contexts of which the clients' process remembers what they should be."""
+
+
+@lru_cache(maxsize=REMEMBERED_COUNT)
 def cache(seed: int) -> Any:
     """What a context's cache is, whoever stored it."""
     return random_cache(SPEC, COUNT, seed)
