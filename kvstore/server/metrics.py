@@ -140,9 +140,9 @@ def _all_of(models: list[ModelCount]) -> ModelCount:
 def _whole(parts: list[TierStatistics]) -> TierStatistics:
     """Return the tenants' parts of a tier as one. A shared tier tells every tenant the numbers of its engine."""
     merge = max if parts[0].is_shared else sum
-    merged = {name: merge(getattr(each, name) for each in parts) for name in _TIER_GAUGES}
-    down = [each.state for each in parts if each.state != "up"]
-    return replace(parts[0], **merged, state=down[0] if down else "up")
+    merged = {name: merge(getattr(each, name) for each in parts) for name in _TIER_GAUGES if name != "state_seconds"}
+    told = next((each for each in parts if each.state != "up"), parts[0])
+    return replace(parts[0], **merged, state=told.state, state_s=told.state_s, reason="")
 
 
 def exposition_form(accept: str) -> str:

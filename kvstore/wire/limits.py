@@ -150,6 +150,7 @@ _OPERATORS: Mapping[str, Limit] = {
     "TierStats.name": Limit(size=64),
     "TierStats.state": Limit(size=64),
     "TierStats.envelope": Limit(size=64),
+    "TierStats.reason": Limit(size=4096),
     "StatsResponse.version": Limit(size=64),
     "StatsResponse.tenant": Limit(size=64),
     "StatsResponse.models": Limit(count=1 << 16),

@@ -165,7 +165,7 @@ MUTANTS = [
     Mutant(
         "an-engine-condemns-what-memory-has",
         SHARED,
-        "            raise Unavailable(reason) from error\n",
+        '            reason = f"tiers.{self.name} did not take a chunk: {error}"\n',
         "            raise\n",
         "a chunk that was acknowledged is given up because an engine calls it damaged",
         (f"{ODD}::test_a_write_that_is_refused_oddly_costs_the_node_nothing",),

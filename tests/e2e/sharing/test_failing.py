@@ -102,7 +102,7 @@ def test_an_outage_is_gone_without_and_ends_by_itself(nodes: Nodes, one: Client,
     assert [tier.state for tier in stats.tiers] == ["up", "failing", "failing"]
     assert "redis (failing, shared)" in drawn(stats)
     assert page_of(nodes.two, "tier_up") == {"nvme": 1.0, "redis": 0.0, "s3": 0.0}
-    assert "tiers.redis: no answer" in stats.tier_problem
+    assert "tiers.redis: the fake is away" in stats.tier_problem
     shared.turn_off()
     eventually(lambda: get(two, seed) == WHOLE, 10.0)
     eventually(lambda: [tier.state for tier in two.stats().tiers] == ["up"] * 3, 10.0)

@@ -16,7 +16,7 @@ from redis.crc import key_slot
 
 from kvstore.chunk import ChunkLayout, layout_of
 from kvstore.config import RedisAddress, RedisSettings
-from kvstore.errors import Unavailable
+from kvstore.errors import PermissionDenied, Unavailable
 from kvstore.spec import CacheKind, LayerSpec
 from kvstore.tiers import UploadState
 from kvstore.tiers.redis import errands
@@ -222,7 +222,7 @@ async def test_a_user_of_a_cluster_has_enough_with_the_rights_that_the_message_n
         server.client().execute_command("ACL", "SETUSER", "writer", "reset", "on", ">pw", "~kvstore:*", "+ping")
     url = cluster.url.replace("//", "//writer:pw@")
     async with redis_tier(url) as tier:
-        with pytest.raises(Unavailable) as refused:
+        with pytest.raises(PermissionDenied) as refused:
             await put(tier, chunk(230))
     rights = ["+" + name.lower() for name in re.findall(r"\b[A-Z]{3,}\b", str(refused.value).partition("a right: ")[2])]
     for server in cluster.servers:
@@ -279,8 +279,6 @@ async def test_a_node_that_dies_costs_its_chunks_and_no_others(program: Path | N
             for each in (gone, left):
                 tier._errands.given_up(each)
             await until(lambda: not client.exists(left), 20.0)
-            assert "do not answer" in tier._errands.account.problem
-            assert tier.statistics().state == "failing"
 
 
 async def test_a_slot_without_a_node_costs_its_chunks_and_no_others(program: Path | None) -> None:
