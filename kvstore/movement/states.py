@@ -8,6 +8,10 @@ from kvstore.seams import Clock
 from kvstore.tiers import TierStatistics
 
 
+REASON_CHARS_MAX = 1000
+"""An engine's words may be of any length; a reply has room for this much."""
+
+
 class TierStates:
     """The last known state of each tier, by its name, and the time since when it is known. It is as fresh as the last
     look: whoever wants it fresh looks often."""
@@ -24,4 +28,4 @@ class TierStates:
         if state != stats.state:
             began_s = now_s if since_s is None else min(since_s, now_s)
             self._known[stats.name] = (stats.state, began_s)
-        return replace(stats, state_s=now_s - began_s)
+        return replace(stats, state_s=now_s - began_s, reason=stats.reason[:REASON_CHARS_MAX])

@@ -115,8 +115,8 @@ def run(
     seconds: float, calm_s: float, back_s_max: float, say: Callable[[str], None] = lambda _: None, *,
     lookup_s_max: Mapping[str, float] = LOOKUP_S_MAX, is_timed: bool = False,
 ) -> Outcome:  # fmt: skip
-    """Each outage takes so long, and at least ``calm_s`` pass between two. ``lookup_s_max``: how long a lookup waits for
-    each tier. ``is_timed``: see ``Outcome``."""
+    """Each outage takes so long, and at least ``calm_s`` pass between two. ``lookup_s_max``: how long a lookup waits
+    for each tier. ``is_timed``: see ``Outcome``."""
     bounds = {f"TIERS__{name.upper()}__LOOKUP_S_MAX": f"{bound} s" for name, bound in lookup_s_max.items()}
     with two_nodes(nvme="0", **bounds) as cluster:
         nodes = (cluster.a, cluster.b)
