@@ -7,7 +7,6 @@ from dataclasses import replace
 from kvstore.seams import Clock
 from kvstore.tiers import TierStatistics
 
-
 REASON_CHARS_MAX = 1000
 """An engine's words may be of any length; a reply has room for this much."""
 
