@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,11 +29,13 @@ class Held:
     def __init__(self, client: Any) -> None:
         self._client = client
         self.go, self.begun = threading.Event(), threading.Event()
+        self.store_count = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
     def store(self, *args: Any, **how: Any) -> Any:
+        self.store_count += 1
         self.begun.set()
         assert self.go.wait(20.0)
         return self._client.store(*args, **how)
@@ -108,9 +111,11 @@ def test_a_save_that_has_not_begun_is_given_up_for_its_blocks(held: tuple[Engine
     computed(engine, "b", 304, blocks_of(42, 20))
     engine.worker._saves.give_way([20])
     engine.fill(blocks_of(42, 20), 9)
+    saves = [each.done for each in engine.worker._saves._pending]
     client.go.set()
     wait_stored(engine.clients[0], Save("a", SPEC, tokens_of(40, 303), (), []))
-    engine.worker._saves.end()
+    assert not wait(saves, 10.0).not_done
+    assert client.store_count == 1
     assert engine.clients[0].lookup(SPEC, tokens_of(42, 304)).prefix_token_count == 0
 
 
