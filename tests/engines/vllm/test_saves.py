@@ -109,7 +109,7 @@ def test_a_save_that_has_not_begun_is_given_up_for_its_blocks(held: tuple[Engine
     computed(engine, "a", 303, blocks_of(42))
     assert client.begun.wait(10.0)
     computed(engine, "b", 304, blocks_of(42, 20))
-    engine.worker._saves.give_way([20])
+    engine.worker._saves.give_way(blocks_of(42, 20)[:1])
     engine.fill(blocks_of(42, 20), 9)
     saves = [each.done for each in engine.worker._saves._pending]
     client.go.set()
