@@ -48,6 +48,8 @@ class Canaries:
         self._random = random
         self._counters = counters
         self._policies = policies
+        self._left: dict[str, bytes] = {}
+        """By shared tier, the key of a canary that it did not remove."""
 
     async def run(self) -> None:
         """Send canaries, and have tiers tidy up, for ever."""
@@ -79,13 +81,17 @@ class Canaries:
 
     async def shared_canary(self, shared: SharedCopies) -> bool | None:
         """Write a chunk to a shared tier, read it, compare it, remove it. None: the tier is not asked now, this node
-        does not write there, or a limit is reached. False, with an error in the log, when any of these steps fails."""
+        does not write there, a limit is reached, or the canary before could not be removed. False, with an
+        error in the log, when any of these steps fails."""
         if shared.write_policy is WritePolicy.NEVER or not shared.is_asked:
             return None
         if shared.tier.statistics().state != "up":
             return None
         try:
             async with asyncio.timeout(SHARED_S_MAX):
+                left = self._left.get(shared.tier.name)
+                if left is not None and not await self._has_removed(shared, left):
+                    return None
                 await self._through(shared)
         except (Exhausted, PermissionDenied):
             return None
@@ -98,6 +104,19 @@ class Canaries:
         shared.breaker.worked()
         return self._tell(shared.tier.name, "")
 
+    async def _has_removed(self, shared: SharedCopies, key: bytes) -> bool:
+        """Remove a canary. False: it stays there, as where this node may not delete. No other one is sent before it is
+        gone, because they would pile up."""
+        try:
+            await shared.tier.remove([key])
+        except (Unavailable, PermissionDenied) as error:
+            if shared.tier.name not in self._left:
+                _log.warning("a canary stays", extra={"tier": shared.tier.name, "reason": error.message})
+            self._left[shared.tier.name] = key
+            return False
+        self._left.pop(shared.tier.name, None)
+        return True
+
     async def _through(self, shared: SharedCopies) -> None:
         """Raises DataLoss when the tier gives other bytes back, or none."""
         key = self._random.bytes(32)  # other nodes' canaries have other keys
@@ -105,6 +124,11 @@ class Canaries:
         found = [np.zeros_like(piece) for piece in pieces[1:]]
         try:
             await shared.tier.write(header, _LAYOUT, pieces)
+        except BaseException:
+            with suppress(Unavailable, PermissionDenied):
+                await shared.tier.remove([key])  # it may have come through all the same
+            raise
+        try:
             stored = await shared.tier.open(ChunkName(key, _LAYOUT))
             if stored is None:
                 raise DataLoss("it does not have what it took")
@@ -113,8 +137,7 @@ class Canaries:
             finally:
                 stored.close()
         finally:
-            with suppress(Unavailable):
-                await shared.tier.remove([key])
+            await self._has_removed(shared, key)
         if not all((one == other).all() for one, other in zip(found, pieces[1:], strict=True)):
             raise DataLoss("it gave other bytes back")
 

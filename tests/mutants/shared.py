@@ -163,6 +163,14 @@ MUTANTS = [
         (f"{ODD}::test_a_call_that_never_ends_is_given_up",),
     ),
     Mutant(
+        "canaries-pile-up",
+        "kvstore/movement/canary.py",
+        "            self._left[shared.tier.name] = key\n",
+        "            pass\n",
+        "a bucket whose objects this node may not delete gets one more every ten minutes",
+        (f"{FAILING}::test_canaries_do_not_pile_up_where_nothing_may_be_removed",),
+    ),
+    Mutant(
         "an-engine-condemns-what-memory-has",
         SHARED,
         '            reason = f"tiers.{self.name} did not take a chunk: {error}"\n',

@@ -66,7 +66,7 @@ class Wanted:
 
     @cached_property
     def kept(self) -> dict[tuple[int, tuple[int, ...]], int]:
-        """What the layers keep, as ``ModelSpec.kept`` says it, and the number of layers that keep it."""
+        """Return, by what a layer keeps (``ModelSpec.kept``), the number of layers that keep it."""
         if self.spec.are_layers_alike:
             return {self.spec.kept(0): len(self.layers)}
         return dict(Counter(map(self.spec.kept, self.layers)))

@@ -15,7 +15,7 @@ EVENT_COUNT_MAX = 64
 WORDS_MAX = 300
 """Characters after which a tier's problem is cut."""
 SAVED = "served_milliseconds"
-"""What computing the tokens of fetches would have taken, of all models."""
+"""The time that computing the tokens of fetches would have taken, of all models."""
 FLOWS = (
     "fetch_hit_chunks", "fetch_miss_chunks", "fetch_bytes", "store_committed_bytes", SAVED,
     "partial_prefill_saved_milliseconds",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import DataLoss
+from kvstore.errors import DataLoss, Unavailable
 from kvstore.spec import MissReason
 from kvstore.tiers import WritePolicy
 from tests.fakes import EngineTier, Switch
@@ -233,6 +233,27 @@ def test_a_canary_goes_through_a_shared_tier_and_leaves_nothing(world: World) ->
         shared.write_policy = WritePolicy.NEVER
         assert await canaries.shared_canary(shared) is None
         assert counted() == before
+        assert not world.engine.values
+
+    world.run(scenario)
+
+
+def test_canaries_do_not_pile_up_where_nothing_may_be_removed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        movement = world.one.controller.parts.movement
+        canaries, shared = movement.canaries, movement.shared_tiers.tiers[0]
+
+        async def refuse(_: object) -> None:
+            raise Unavailable("this node may not delete")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(shared.tier, "remove", refuse)
+            assert await canaries.shared_canary(shared), "it went through"
+            for _ in range(3):
+                assert await canaries.shared_canary(shared) is None
+                assert len(world.engine.values) == 1
+        assert shared.is_asked
+        assert await canaries.shared_canary(shared)
         assert not world.engine.values
 
     world.run(scenario)
