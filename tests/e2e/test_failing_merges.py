@@ -62,7 +62,8 @@ def keep(client: Client, runner: TransformersRunner, tokens: torch.Tensor, *hidd
     store = client.store_segment if alone else client.store
     kept: Any = [made.hidden[layer] for layer in range(LAYERS)] if runner.spec.keeps_e else made.kv
     e = {layer: made.hidden[layer] for layer in hidden}
-    assert store(runner.spec, tokens, kept, hidden=e or None).wait(WAIT_S) >= Durability.MEMORY
+    receipt = store(runner.spec, tokens, kept, hidden=e or None)
+    assert receipt.wait(WAIT_S) >= Durability.MEMORY, receipt.reason
     last = made.hidden[LAYERS - 1] if runner.spec.keeps_e else made.kv[LAYERS - 1][0][0]
     return last[:4].contiguous().numpy().tobytes()
 
@@ -114,7 +115,7 @@ class Rig:
     """A client whose copies fail as they are told, and another one that looks."""
 
     def __init__(self, address: str) -> None:
-        self.client, self.other = connect(address, timeout_s=WAIT_S), connect(address)
+        self.client, self.other = connect(address, timeout_s=WAIT_S), connect(address, timeout_s=WAIT_S)
         context = self.client._context
         context.copier.close()
         self.copies = FaultyWorkers(WorkerThreads(2, "test-copy"))
