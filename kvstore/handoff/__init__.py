@@ -1,6 +1,6 @@
 """The hand-off: a protocol by which a process on the same host gets a session, and memory by descriptor. Both ends use
 this package: the server's half is ``kvstore.server.handoff``, the client's is
-``kvstore_client.planes.shared_memory.session``, and ``kvstore.remote.session`` is the half for clients on other hosts.
+``kvstore_client.planes.shared_memory.mapped``, and ``kvstore.remote.session`` is the half for clients on other hosts.
 
 The hand-off is an AF_UNIX SOCK_SEQPACKET connection with one JSON object per packet, and descriptors by SCM_RIGHTS. The
 connection is the session: when either end closes it, the session's leases, reservations and staging end. The peer's uid

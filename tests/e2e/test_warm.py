@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from kvstore_client import Client, MissReason, PageHashes, connect
+from kvstore_client.planes.shared_memory import known as known_chunks
 from kvstore_client.planes.shared_memory import warm
 from kvstore_ops.sidecar import Sidecar
 
@@ -226,7 +227,7 @@ def test_what_was_used_longest_ago_is_forgotten_first(client: Client, monkeypatc
     known._known.clear()
     known._header_bytes = 0
     client.fetch(SPEC, prompts[0])
-    monkeypatch.setattr(warm, "HEADER_BYTES_MAX", 2 * known._header_bytes)
+    monkeypatch.setattr(known_chunks, "HEADER_BYTES_MAX", 2 * known._header_bytes)
     for number in (1, 0, 2):
         client.fetch(SPEC, prompts[number])
     digests = [chain_digests(tokens, SPEC.chunk_tokens) for tokens in prompts]

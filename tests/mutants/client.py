@@ -13,9 +13,10 @@ GIVEN = "clients/kvstore_client/fetch/given.py"
 OVERLAP = "clients/kvstore_client/overlap.py"
 PREFIX = "clients/kvstore_client/planes/shared_memory/prefix.py"
 RESIDENT = "clients/kvstore_client/planes/shared_memory/resident.py"
-WARM = "clients/kvstore_client/planes/shared_memory/warm.py"
 T_WARM = "tests/e2e/test_warm.py"
 PRESENCE = "kvstore/presence.py"
+CHUNKS = "clients/kvstore_client/planes/shared_memory/known.py"
+MAPPED = "clients/kvstore_client/planes/shared_memory/mapped.py"
 SESSION = "clients/kvstore_client/planes/shared_memory/session.py"
 TARGET = "clients/kvstore_client/fetch/target.py"
 VALUE = "clients/kvstore_client/opaque/value.py"
@@ -58,7 +59,7 @@ MUTANTS = [
     ),
     Mutant(
         "warm-with-any-header",
-        WARM,
+        CHUNKS,
         "        if not all(known.is_as_it_was for known in found):\n",
         "        if False:\n",
         "memory that went bad where a header lies is not noticed",
@@ -74,7 +75,7 @@ MUTANTS = [
     ),
     Mutant(
         "warm-at-another-place",
-        WARM,
+        CHUNKS,
         "if known is None or known.chunk.token_start != number * chunk_tokens:",
         "if known is None:",
         "a chunk that an engine's hashes name elsewhere leaves a hole of old bytes before it",
@@ -82,7 +83,7 @@ MUTANTS = [
     ),
     Mutant(
         "warm-after-the-end",
-        WARM,
+        CHUNKS,
         "            if self._is_over:  # the session ended under the fetch: nobody would let go of its memory\n",
         "            if False:\n",
         "an idle client keeps the memory of a sidecar that is gone",
@@ -122,7 +123,7 @@ MUTANTS = [
     ),
     Mutant(
         "mappings-outlive-their-server",
-        SESSION,
+        MAPPED,
         "        self._maps.clear()\n",
         "        pass\n",
         "each restart leaves an arena's memory behind in every engine",
@@ -130,7 +131,7 @@ MUTANTS = [
     ),
     Mutant(
         "answer-taken-for-the-next-question",
-        SESSION,
+        MAPPED,
         "except BaseException:  # an interrupt: as below\n                self.close()\n",
         "except BaseException:  # an interrupt: as below\n",
         "an interrupted question's answer gives the next one memory of another size",

@@ -97,7 +97,7 @@ SITES = {
     ("clients/kvstore_client/planes/stream/store.py", "StreamUpload._outgoing"): STORE,
     ("clients/kvstore_client/opaque/calls.py", "put"): VALUES,
     ("clients/kvstore_client/opaque/reader.py", "Reader._copy"): VALUES,
-    ("clients/kvstore_client/planes/shared_memory/session.py", "MappedSession.__init__"): NO_THREAD,
+    ("clients/kvstore_client/planes/shared_memory/mapped.py", "MappedMemory.__init__"): NO_THREAD,
     ("clients/kvstore_client/planes/stream/session.py", "StreamSession.__init__"): NO_THREAD,
     ("clients/kvstore_client/planes/returns.py", "Returns.start"): NO_THREAD,
     ("clients/kvstore_client/lookup/feed.py", "Feed.__init__"): NO_THREAD,

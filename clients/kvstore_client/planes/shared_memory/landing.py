@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvstore.chunk import layout_of
 from kvstore.seams import FaultPoints
 from kvstore_client.copying import Copier, stopped, wait_all
+from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Target
-from kvstore_client.planes.shared_memory.chunk import MappedRun, runs_of
+from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun, runs_of
 
-if TYPE_CHECKING:
-    from kvstore_client.planes.shared_memory.prefix import MappedPrefix
+
+class Arriving(Protocol):
+    """A prefix of which chunks still arrive in memory."""
+
+    wanted: Wanted
+
+    def runs(self, part: int) -> list[MappedRun]:
+        """Return the chunks of one part that are in memory, grouped for copying."""
+
+    def advance(self) -> bool:
+        """Wait for news. False when nothing is arriving any more."""
+
+    def arrived(self, part: int, slab: int) -> list[Chunk] | None:
+        """Return the chunks of which a slab has arrived since. None while one of them has not."""
 
 
 class MappedLanding:
@@ -21,7 +34,7 @@ class MappedLanding:
 
     def __init__(
         self,
-        prefix: MappedPrefix,
+        prefix: Arriving,
         target: Target,
         copier: Copier,
         faults: FaultPoints,

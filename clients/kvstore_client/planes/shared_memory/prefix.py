@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
@@ -25,10 +25,8 @@ from kvstore_client.planes.prefix import Target, land, nothing
 from kvstore_client.planes.session import cancel
 from kvstore_client.planes.shared_memory.chunk import Chunk
 from kvstore_client.planes.shared_memory.landing import MappedLanding
+from kvstore_client.planes.shared_memory.mapped import MappedMemory
 from kvstore_client.planes.shared_memory.resident import ResidentPrefix
-
-if TYPE_CHECKING:
-    from kvstore_client.planes.shared_memory.session import MappedSession
 
 _log = logging.getLogger("kvstore.client")
 
@@ -54,7 +52,7 @@ class MappedPrefix(ResidentPrefix):
     is_leased = True
 
     def __init__(
-        self, session: MappedSession, wanted: Wanted, response: pb.FetchResponse, digests: list[bytes], stream: Any,
+        self, session: MappedMemory, wanted: Wanted, response: pb.FetchResponse, digests: list[bytes], stream: Any,
         exactness: Exactness,
     ) -> None:  # fmt: skip
         super().__init__(session, wanted, exactness, Tier(response.tier), MissReason(response.reason))

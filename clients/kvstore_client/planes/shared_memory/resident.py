@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from kvstore.seams import FaultPoints
 from kvstore.seams.fence import fence
@@ -14,9 +13,7 @@ from kvstore_client.fetch.fused import Pair, Sources, copy_pairs, pieces_of
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Target
 from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun, runs_of
-
-if TYPE_CHECKING:
-    from kvstore_client.planes.shared_memory.session import MappedSession
+from kvstore_client.planes.shared_memory.mapped import MappedMemory
 
 HERE_BYTES_MAX = 8 << 20
 """The most bytes copied on the calling thread: to wake another thread takes as long."""
@@ -28,7 +25,7 @@ class ResidentPrefix:
     """The common part of prefixes in mapped memory."""
 
     def __init__(
-        self, session: MappedSession, wanted: Wanted, exactness: Exactness, tier: Tier, reason: MissReason
+        self, session: MappedMemory, wanted: Wanted, exactness: Exactness, tier: Tier, reason: MissReason
     ) -> None:
         self.session = session
         self.wanted = wanted

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import threading
 from bisect import insort
-from typing import TYPE_CHECKING
 
 from kvstore.errors import Exhausted
 from kvstore.seams.mapping import HUGE_BYTES, Bytes, SharedMap
+from kvstore_client.planes.shared_memory.mapped import MappedMemory
 from kvstore_client.planes.store import PAGE_BYTES, StagingRun
-
-if TYPE_CHECKING:
-    from kvstore_client.planes.shared_memory.session import MappedSession
 
 SEGMENT_BYTES = 64 << 20
 
@@ -39,7 +36,7 @@ class StagingFile:
 class StagingPool:
     """Allocates runs, first fit, in segments made on demand, within the server's limit."""
 
-    def __init__(self, session: MappedSession) -> None:
+    def __init__(self, session: MappedMemory) -> None:
         self._session = session
         self._lock = threading.Lock()
         self._segments: dict[int, StagingFile] = {}

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from kvstore.errors import DeadlineExceeded, Exhausted
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.copying import Copier
+from kvstore_client.planes.shared_memory.mapped import MappedMemory
 from kvstore_client.planes.store import StagingRun, StoreSource, Unit
-
-if TYPE_CHECKING:
-    from kvstore_client.planes.shared_memory.session import MappedSession
 
 Staged = tuple[Unit, StagingRun]
 
@@ -30,7 +27,7 @@ def _continues(group: list[Staged], unit: Unit, run: StagingRun) -> bool:
 class StagedUpload:
     """Units in staging. When staging is short, fills go out in between."""
 
-    def __init__(self, session: MappedSession, source: StoreSource, copier: Copier, timeout_s: float) -> None:
+    def __init__(self, session: MappedMemory, source: StoreSource, copier: Copier, timeout_s: float) -> None:
         self._session = session
         self._pool = session.staging
         self._source = source

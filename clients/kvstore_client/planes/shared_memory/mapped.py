@@ -1,0 +1,303 @@
+"""One connection: the hand-off socket, the mapped regions, the gRPC channel and the session's secret.
+
+A session lives until either end closes the hand-off socket. A watcher thread waits for that; then the mappings
+are dropped as soon as no copy uses them, so that a restarted server's arena does not double the node's memory.
+After a fork the child has no mapping (they are not inherited), closes the sockets it inherited, and connects anew.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
+from kvstore.handoff.messages import (
+    PROTOCOL_VERSION,
+    Answer,
+    Done,
+    Hello,
+    PresenceAnswer,
+    Question,
+    RegionsAnswer,
+    RegionsQuestion,
+    StagingAnswer,
+    StagingClose,
+    StagingQuestion,
+    Welcome,
+)
+from kvstore.handoff.passing import Said, check_descriptors, expected, receive, send
+from kvstore.seams.mapping import Bytes, SharedMap, closing_all
+from kvstore.seams.scheduler import start_thread
+from kvstore.v1 import cache_pb2 as pb
+from kvstore.v1 import cache_pb2_grpc
+from kvstore.v1alpha import admin_pb2_grpc, prefill_pb2_grpc
+from kvstore.wire import METADATA_SESSION
+from kvstore_client.lookup.presence import Presence
+from kvstore_client.planes.session import Session
+from kvstore_client.planes.shared_memory.known import KnownChunks
+from kvstore_client.planes.store import StagingRun
+
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("SingleThreadedUnaryStream", 1),
+)
+
+_live: weakref.WeakSet[MappedMemory] = weakref.WeakSet()
+
+
+class MappedMemory(Session):
+    """A connected session: its hand-off and its memory. ``MappedSession`` moves chunks by it. Methods raise Unavailable
+    once it has ended.
+
+    Raises: Unavailable when nobody listens; PermissionDenied, Exhausted, InvalidRequest as the server says.
+    """
+
+    def __init__(self, socket_path: Path, timeout_s: float) -> None:
+        super().__init__()
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._growing = threading.Lock()
+        self._answers: list[tuple[Answer, list[int]]] = []
+        self._arrived = threading.Condition()
+        self._maps: list[SharedMap] = []
+        self.warm = KnownChunks()
+        self._regions: dict[int, Bytes] = {}
+        self._socket = self._connect(socket_path.with_name("data.sock"), timeout_s)
+        try:
+            welcome, descriptors = self._welcome()
+            self.metadata = ((METADATA_SESSION, bytes.fromhex(welcome.secret)),)
+            self.session_id = welcome.session_id
+            self.server_pid = welcome.server_pid
+            with closing_all(descriptors):
+                check_descriptors(welcome, descriptors)
+                generations = self._map(descriptors[0], welcome.generations_bytes)
+                self.generations: NDArray[np.uint64] = generations.view(np.uint64)
+                self._add_regions(welcome, descriptors[1:])
+        except BaseException:
+            self._socket.close()
+            raise
+        self._bound_sends()
+        self._is_told = "uses" in welcome.offers
+        if "presence" in welcome.offers:
+            self.presence = Presence(partial(_send_now, self._socket), partial(_is_open, self._socket))
+            self.presence.ask()
+        self.channel = grpc.insecure_channel(f"unix:{socket_path}", _CHANNEL_OPTIONS)
+        self.cache = cache_pb2_grpc.CacheServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
+        self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
+        self.prefills = prefill_pb2_grpc.PrefillServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
+        self._start_returns(timeout_s)
+        _live.add(self)
+        start_thread(partial(_watch, weakref.ref(self), self._socket), "kvstore-watch")
+
+    @staticmethod
+    def _connect(path: Path, timeout_s: float) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(str(path))
+        except OSError as error:
+            connection.close()
+            raise Unavailable(
+                f"no sidecar answers on {path} ({error.strerror or error}): start one with `kvstore serve`, or set "
+                "KVSTORE_SOCKET to its kvstore.sock",
+                socket=str(path),
+            ) from error
+        return connection
+
+    # ------------------------------------------------------------ hand-off
+
+    def _welcome(self) -> tuple[Welcome, list[int]]:
+        try:
+            send(self._socket, Hello(PROTOCOL_VERSION))
+            return expected(Welcome, *receive(self._socket))
+        except OSError as error:
+            raise Unavailable(f"the hand-off failed: {error}") from error
+
+    def _bound_sends(self) -> None:
+        """Let the watcher wait for packets without limit, and bound sends: a stalled sidecar takes no packets once its
+        queue is full."""
+        self._socket.settimeout(None)
+        seconds = int(self._timeout_s)
+        limit = struct.pack("ll", seconds, max(1, int((self._timeout_s - seconds) * 1e6)))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def _exchange(self, question: Question, kind: type[Said]) -> tuple[Said, list[int]]:
+        """Send one question, and return its answer of this kind, which the watcher receives. Raises the error of a
+        refusal."""
+        with self._lock:
+            try:
+                send(self._socket, question)
+            except OSError as error:
+                raise Unavailable("the sidecar is gone") from error
+            try:
+                with self._arrived:
+                    come = self._arrived.wait_for(lambda: self._answers or self.ended.is_set(), self._timeout_s)
+                    answer = self._answers.pop(0) if self._answers else None
+            except BaseException:  # an interrupt: as below
+                self.close()
+                raise
+        if answer is not None:
+            return expected(kind, *answer)
+        if come:
+            raise Unavailable("the sidecar is gone")
+        self.close()  # a late answer would be taken for the next question's
+        raise DeadlineExceeded(f"the hand-off did not answer within {self._timeout_s} s")
+
+    def take(self, answer: Answer, descriptors: list[int]) -> None:
+        """Take a packet that came."""
+        if isinstance(answer, PresenceAnswer) and self.presence is not None:
+            self.presence.take(answer, descriptors)
+            return
+        with self._arrived:
+            if not self.ended.is_set():
+                self._answers.append((answer, descriptors))
+                self._arrived.notify_all()
+                return
+        with closing_all(descriptors):
+            return  # nobody asks any more
+
+    # ------------------------------------------------------------ memory
+
+    def _map(self, descriptor: int, byte_count: int) -> Bytes:
+        mapping = SharedMap(descriptor, byte_count, writable=False)
+        self._maps.append(mapping)
+        return mapping.bytes
+
+    def _add_regions(self, answer: Welcome | RegionsAnswer, descriptors: list[int]) -> None:
+        for (index, byte_count), descriptor in zip(answer.regions, descriptors, strict=True):
+            self._regions[index] = self._map(descriptor, byte_count)
+
+    def region(self, index: int) -> Bytes:
+        """Return a region's bytes, read-only; mapped at first use. Raises Unavailable once the session ended."""
+        found = self._regions.get(index)
+        while found is None:
+            if self.ended.is_set():
+                raise Unavailable("the sidecar is gone")
+            with self._growing:
+                have = len(self._regions)
+                answer, descriptors = self._exchange(RegionsQuestion(have), RegionsAnswer)
+                with closing_all(descriptors):
+                    check_descriptors(answer, descriptors)
+                    self._add_regions(answer, descriptors)
+                found = self._regions.get(index)
+                if found is None and len(self._regions) == have:
+                    raise Unavailable(f"the sidecar has no region {index}")
+        return found
+
+    def create_staging(self, byte_count: int) -> tuple[int, SharedMap]:
+        """Return writable memory that the server can read: (staging id, mapping). Raises Exhausted at the limit,
+        Unavailable where it cannot be mapped."""
+        answer, descriptors = self._exchange(StagingQuestion(byte_count), StagingAnswer)
+        with closing_all(descriptors):
+            try:
+                check_descriptors(answer, descriptors)
+                mapping = SharedMap(descriptors[0], byte_count, writable=True)
+            except Unavailable:
+                self._exchange(StagingClose(answer.staging_id), Done)
+                raise
+        self._maps.append(mapping)
+        return answer.staging_id, mapping
+
+    def fill(self, reservation_id: int, fills: Sequence[pb.Fill], runs: Sequence[StagingRun], timeout_s: float) -> None:
+        """Hand the runs over by a call: the sidecar reads them."""
+        step = pb.FillStrips(reservation_id=reservation_id, fills=fills)
+        self.call(self.cache.Store, pb.StoreRequest(fill=step), timeout_s)
+
+    # ------------------------------------------------------------ end
+
+    def close(self) -> None:
+        """End the session. Mappings go with the last copy that uses them. Idempotent."""
+        if self.ended.is_set() or self.pid != os.getpid():
+            return
+        if self.presence is not None:
+            self.presence.tell()
+            self.presence.close()
+        self._ending()()
+        self.returns.close()
+        with self._arrived:
+            for _, descriptors in self._answers:
+                with closing_all(descriptors):
+                    pass  # nobody waits for this answer any more
+            self._answers.clear()
+            self._arrived.notify_all()
+        self.warm.clear()
+        self._maps.clear()
+        self._regions.clear()
+        self.staging = None  # type: ignore[assignment]  # it keeps the session, and the memory
+        self.generations = np.empty(0, np.uint64)
+
+    def _ending(self) -> Callable[[], object]:
+        return partial(_end, self.ended, self._socket, self.channel)
+
+
+def _end(ended: threading.Event, connection: socket.socket, channel: grpc.Channel) -> None:
+    ended.set()
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # the other end was first
+    connection.close()
+    channel.close()
+
+
+def _send_now(connection: socket.socket, message: Question) -> bool:
+    """Send a message that needs no wait. Returns False when the sidecar cannot take it now."""
+    try:
+        send(connection, message, flags=socket.MSG_DONTWAIT)
+    except OSError:
+        return False
+    return True
+
+
+def _is_open(connection: socket.socket) -> bool:
+    """Return True when the sidecar's end of the hand-off is open. Cost: about a microsecond."""
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def _watch(session_of: weakref.ref[MappedMemory], connection: socket.socket) -> None:
+    """Take packets until either end closes. The thread that does this does not keep the session alive."""
+    session: MappedMemory | None = None
+    try:
+        while True:
+            answer, descriptors = receive(connection)
+            session = session_of()
+            if session is None:
+                with closing_all(descriptors):
+                    return
+            session.take(answer, descriptors)
+            session = None
+    except (OSError, KVStoreError):
+        session = session or session_of()
+        if session is not None:
+            session.close()
+
+
+def _after_fork_in_child() -> None:
+    """Close inherited sockets, which would keep the parent's sessions alive. Drop the presence tables: a child does not
+    have their pages."""
+    for session in list(_live):
+        if session.presence is not None:
+            session.presence.close()
+        try:
+            os.close(session._socket.detach())
+        except OSError:
+            continue
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
