@@ -146,10 +146,14 @@ def presented(array: NDArray[Any], dtype: str) -> Any:
 
 def as_tensor(array: NDArray[Any], dtype: str) -> Any:
     """Return a tensor over an unsigned array, zero copy."""
-    torch = torch_module()
-    return torch.from_numpy(array.view(f"i{array.itemsize}") if array.itemsize > 1 else array).view(
-        getattr(torch, dtype)
-    )
+    integers = array.view(f"i{array.itemsize}") if array.itemsize > 1 else array
+    return torch_module().from_numpy(integers).view(dtype_of(dtype))
+
+
+@lru_cache(maxsize=64)
+def dtype_of(name: str) -> Any:
+    """Return torch's dtype of this name."""
+    return getattr(torch_module(), name)
 
 
 def raw_array(value: Any) -> NDArray[Any]:

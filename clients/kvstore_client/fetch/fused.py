@@ -87,12 +87,14 @@ def pairs_of(
     layers: tuple[int, ...],
     heads: range,
     kept: Sources | None = None,
+    halves: Sequence[Tensor] = (),
 ) -> list[Pair] | None:
     """Return all copies of these chunks into ``planes``, per layer K and V, each [heads, tokens, dim] with at least
     ``token_count`` tokens, all tensors of one dtype. None where copies must be made layer by layer: without torch;
     where slabs or chunks lie irregularly; and where a chunk ends behind ``token_count``, as a confused sidecar may say.
     The views are made from strides alone, without bounds, and would reach beyond their plane. ``kept``: views of the
-    chunks that earlier fetches made."""
+    chunks that earlier fetches made. ``halves``: the same planes, where those of each half are one tensor [layers,
+    heads, tokens, dim]."""
     pairs: list[Pair] = []
     make = sources_of if kept is None else kept.of
     for run in runs:
@@ -105,7 +107,9 @@ def pairs_of(
         for which, sources in enumerate(found):
             shape = sources[0].shape
             targets: Iterable[Tensor] = (both[which] for both in planes)
-            if count > 1 or first.token_start or any(both[which].shape != shape for both in planes):
+            if halves:
+                targets = _block_runs(halves[which], shape, count, first.layout.token_count, first.token_start)
+            elif count > 1 or first.token_start or any(both[which].shape != shape for both in planes):
                 targets = _token_runs(targets, shape, count, first.layout.token_count, first.token_start)
             pairs.extend(zip(targets, sources, strict=True))
     return pairs
@@ -148,6 +152,16 @@ def _token_runs(
             steps = (head, token * chunk_tokens, token, item) if count > 1 else strides
             skipped = token * start
         yield plane.as_strided(shape, steps, plane.storage_offset() + skipped)
+
+
+def _block_runs(half: Tensor, shape: Sequence[int], count: int, chunk_tokens: int, start: int) -> Sequence[Tensor]:
+    """Return as ``_token_runs`` does, of all planes of one tensor [layers, heads, tokens, dim], in one step."""
+    layer, head, token, item = half.stride()
+    steps = (head, token * chunk_tokens, token, item) if count > 1 else (head, token, item)
+    views: Sequence[Tensor] = half.as_strided(
+        (len(half), *shape), (layer, *steps), half.storage_offset() + token * start
+    ).unbind()
+    return views
 
 
 def pieces_of(pairs: Sequence[Pair], count: int) -> Iterator[Sequence[Pair]]:

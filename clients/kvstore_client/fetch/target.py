@@ -7,24 +7,21 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import TypeAlias
 
-import numpy as np
-
 from kvstore.chunk import ChunkLayout, slab_parts
 from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
-from kvstore.spec import item_size
-from kvstore_client.arrays import Layer, Tensor, carve, destination, presented
+from kvstore_client.arrays import Layer, Tensor, presented
 from kvstore_client.copying import copy, copy_small, plainly, plane_run, raw, whole
 from kvstore_client.fetch.fused import Pair, Sources, pairs_of
 from kvstore_client.fetch.given import Given, given_planes
+from kvstore_client.fetch.owned import OwnedHalves, owned_layers, owned_rows
 from kvstore_client.fetch.paged import Paged, PagedTarget, Pages
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.halves import plane_shapes, shown
+from kvstore_client.halves import shown
 from kvstore_client.planes.prefix import Target
 from kvstore_client.planes.shared_memory.chunk import MappedRun
 from kvstore_client.planes.stream.strips import Strips
 
-ALIGNMENT = 64
 Into: TypeAlias = Sequence[Layer] | Paged | None
 Places = Callable[[int], Target]
 """Returns the destination of so many tokens. Raises InvalidRequest when the caller's memory is too short."""
@@ -41,19 +38,24 @@ class DenseTarget:
         self.is_callers = given is not None
         self._are_tensors = given is not None and given.are_tensors
         self._layers: Sequence[Sequence[Tensor]]
-        if given is None:
-            self._layers = _owned_layers(wanted, token_count)
-        else:
+        self._owned = OwnedHalves.of(wanted, token_count) if given is None else None
+        if given is not None:
             self._layers = given.layers
             given.check_room(token_count)
-        self.hidden = _owned_rows(wanted, token_count)
+        elif self._owned is not None:
+            self._layers, self._are_tensors = self._owned.layers, True
+        else:
+            self._layers = owned_layers(wanted, token_count)
+        self.hidden = owned_rows(wanted, token_count)
         self._raw_hidden = {layer: raw(plane) for layer, plane in self.hidden.items()}
 
     def layer(self, position: int, token_count: int) -> Layer:
         """Return a requested layer in the caller's form: its own tensors, or the first ``token_count`` tokens of
         ours."""
         spec, planes = self._wanted.spec, self._layers[position]
-        if not self.is_callers:
+        if self._owned is not None:
+            planes = self._owned.shown(position, token_count, spec.cache_dtype)
+        elif not self.is_callers:
             planes = [presented(plane, spec.cache_dtype)[:, :token_count] for plane in planes]
         return shown(spec, planes)
 
@@ -87,7 +89,8 @@ class DenseTarget:
             return None
         heads = range(wanted.head_start, wanted.head_start + wanted.heads_of(wanted.layers[0]))
         planes = self._layers if self._are_tensors else self._raw
-        return plainly(pairs_of, planes, self._token_count, runs, wanted.layers, heads, kept)
+        halves = () if self._owned is None else self._owned.halves
+        return plainly(pairs_of, planes, self._token_count, runs, wanted.layers, heads, kept, halves)
 
     def copy_hidden(self, layer: int, runs: Sequence[MappedRun], bad: set[int]) -> None:
         for run in runs:
@@ -146,33 +149,6 @@ class DenseTarget:
         for part in slab_parts(layout, index, run.memory(index), len(run.chunks), run.stride):
             target = plane_run(planes[part.which], first.token_start, layout.token_count, len(run.chunks), part)
             copy(target, raw(part.array[:, start:stop]))
-
-
-def _owned_layers(wanted: Wanted, token_count: int) -> list[list[Tensor]]:
-    """Return, per requested layer, its planes, all in one run of memory."""
-    spec = wanted.spec
-    shapes = [plane_shapes(spec, layer, token_count, wanted.heads_of(layer)) for layer in wanted.layers]
-    planes = iter(_owned([shape for each in shapes for shape in each], spec.item_size))
-    return [[next(planes) for _ in each] for each in shapes]
-
-
-def _owned_rows(wanted: Wanted, token_count: int) -> dict[int, Tensor]:
-    """Return memory for E of each requested hidden layer."""
-    if not wanted.hidden_layers:
-        return {}
-    shape = (1, token_count, wanted.spec.hidden_size)
-    rows = _owned([shape] * len(wanted.hidden_layers), item_size(wanted.spec.hidden_dtype))
-    return dict(zip(wanted.hidden_layers, rows, strict=True))
-
-
-def _owned(shapes: list[tuple[int, int, int]], size: int) -> list[Tensor]:
-    sizes = [-(-int(np.prod(shape)) * size // ALIGNMENT) * ALIGNMENT for shape in shapes]
-    memory = destination(sum(sizes))
-    planes, offset = [], 0
-    for shape, byte_count in zip(shapes, sizes, strict=True):
-        planes.append(carve(memory, offset, shape, size))
-        offset += byte_count
-    return planes
 
 
 def given_places(wanted: Wanted, into: Into) -> Places:
