@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from google.protobuf import descriptor_pb2
 from kvstore_ops import contract, lint, rooms
@@ -88,7 +90,16 @@ def test_what_is_allowed_is_not_found() -> None:
     assert lint.check_source("kvstore/tiers/nvme/x.py", "x = residency >> 56\n") == []
     assert lint.check_source("kvstore/catalog/x.py", "residencies[row] &= ~UNPROVEN\n") == []
     assert lint.check_source("tests/x.py", "from kvstore.tiers.nvme import NvmeTier\n") == []
-    assert lint.check_tree() == []
+
+
+def test_the_rules_hold_for_one_room(tmp_path: Path) -> None:
+    """``make check`` looks at the whole tree."""
+    room = tmp_path / "kvstore" / "presence"
+    room.mkdir(parents=True)
+    (room / "table.py").write_text("import time\n", encoding="utf-8")
+    assert [str(each) for each in lint.check_tree(tmp_path)] == [
+        "kvstore/presence/table.py:1: imports time: take it from kvstore.seams"
+    ]
 
 
 def test_a_public_name_has_one_definition_in_the_service() -> None:
