@@ -155,7 +155,7 @@ class AdminService:
             case "verify":
                 return operators.verify(wanted, dry_run=dry_run)
             case "drain":
-                return operators.drain(wanted, end=request.drain.end, dry_run=dry_run)
+                return operators.drain(wanted, end=request.drain.end, service=request.drain.service, dry_run=dry_run)
         raise InvalidRequest("a change is one of evict, pin, unpin, move, prefetch, verify and drain")
 
 

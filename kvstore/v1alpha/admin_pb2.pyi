@@ -502,10 +502,12 @@ class Verify(_message.Message):
     def __init__(self) -> None: ...
 
 class Drain(_message.Message):
-    __slots__ = ("end",)
+    __slots__ = ("end", "service")
     END_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_FIELD_NUMBER: _ClassVar[int]
     end: bool
-    def __init__(self, end: _Optional[bool] = ...) -> None: ...
+    service: bool
+    def __init__(self, end: _Optional[bool] = ..., service: _Optional[bool] = ...) -> None: ...
 
 class ChangeRequest(_message.Message):
     __slots__ = ("dry_run", "selection", "evict", "pin", "unpin", "move", "prefetch", "verify", "drain")
