@@ -258,6 +258,7 @@ def _tier(account: TierAccount) -> admin_pb2.TierReport:
         stalled_seconds=account.stalled_s,
         write_policy=account.write_policy,
         is_draining=account.is_draining,
+        waiting=_alike(admin_pb2.WaitingMoves, account.waiting),
     )
 
 
