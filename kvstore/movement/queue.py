@@ -54,8 +54,8 @@ class MoveQueue:
     def counts(self) -> Waiting:
         """Count the moves by priority; those that are set aside wait, too."""
         aside = Counter(self._aside.values())
-        waiting = [len(self._waiting[each]) + aside[each] for each in Priority]
-        return Waiting(*waiting, moving=len(self._moving))
+        interactive, standard, batch = (len(self._waiting[each]) + aside[each] for each in Priority)
+        return Waiting(interactive, standard, batch, len(self._moving))
 
     def __contains__(self, row: int) -> bool:
         return row in self._moving or row in self._aside or any(row in each for each in self._waiting.values())
