@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import IntEnum
+from typing import NamedTuple
 
 QUEUE_COUNT_MAX = 65_536
 """Moves that wait for one tier, or are on their way there, at most."""
@@ -18,6 +20,15 @@ class Priority(IntEnum):
     INTERACTIVE = 0
     STANDARD = 1
     BATCH = 2
+
+
+class Waiting(NamedTuple):
+    """Moves to one tier: those that wait, by their priority, and those on their way."""
+
+    interactive: int = 0
+    standard: int = 0
+    batch: int = 0
+    moving: int = 0
 
 
 class MoveQueue:
@@ -39,6 +50,12 @@ class MoveQueue:
     def __len__(self) -> int:
         """Count the moves that wait, are set aside, or are on their way."""
         return sum(map(len, self._waiting.values())) + len(self._aside) + len(self._moving)
+
+    def counts(self) -> Waiting:
+        """Count the moves by priority; those that are set aside wait, too."""
+        aside = Counter(self._aside.values())
+        interactive, standard, batch = (len(self._waiting[each]) + aside[each] for each in Priority)
+        return Waiting(interactive, standard, batch, len(self._moving))
 
     def __contains__(self, row: int) -> bool:
         return row in self._moving or row in self._aside or any(row in each for each in self._waiting.values())

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvstore.catalog import Catalog, Namespace
 from kvstore.chunk import ChunkHeader, write_mark
-from kvstore.errors import DataLoss, Exhausted, KVStoreError
+from kvstore.errors import DataLoss, Exhausted, KVStoreError, Unavailable
 from kvstore.keys import ROOT_DIGEST
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.shared import STALL_S, SharedCopies, is_for_others
@@ -26,6 +26,8 @@ from kvstore.tiers import ChunkName, SharedTier, SharedUse, StoredChunk
 CLOSE_S_MAX = 5.0
 """A stop goes on without a tier that takes more seconds to close."""
 REARM_S_MIN = 0.1
+CHECK_S_MAX = 5.0
+"""Seconds that a shared tier may take for its answer to ``check``."""
 PROBE_COUNT_MAX = 1024
 """Keys of one question, at most."""
 HINT_S = 5.0
@@ -148,6 +150,18 @@ class SharedTiers:
                     chunk = ChunkName(chunk.storage_key, chunk.layout)  # any write of it
                 return SharedSource(shared, row, chunk, self._catalog, self._names, self)
         return None
+
+    async def check(self, name: str) -> None:
+        """Raise Unavailable where the shared tier of this name does not answer a question now."""
+        for shared in self.tiers:
+            if shared.tier.name == name and (
+                not shared.is_asked or await shared.ask([ROOT_DIGEST], CHECK_S_MAX) is None
+            ):
+                reason = shared.breaker.reason or f"no answer for {CHECK_S_MAX:.0f} s"
+                raise Unavailable(
+                    f"the {name} tier does not answer ({reason}): nothing was changed. Try again when kvstore tiers "
+                    "shows it as up"
+                )
 
     # ------------------------------------------------------------ what they have
 

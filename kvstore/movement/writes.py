@@ -14,7 +14,7 @@ from kvstore.catalog import Catalog, Identity, MappedCopies
 from kvstore.chunk import parse_header
 from kvstore.errors import DataLoss, KVStoreError
 from kvstore.movement.names import ChunkNames
-from kvstore.movement.queue import MoveQueue, Priority
+from kvstore.movement.queue import MoveQueue, Priority, Waiting
 from kvstore.movement.readbacks import ReadBacks
 from kvstore.movement.removal import Removal
 from kvstore.movement.targets import Target
@@ -87,6 +87,11 @@ class Writes:
     def backlog_count(self) -> int:
         """Chunks that wait for the tier or are on their way to it."""
         return len(self._queue)
+
+    @property
+    def waiting(self) -> Waiting:
+        """The chunks of the backlog, by priority."""
+        return self._queue.counts()
 
     def drain(self) -> None:
         """Take no chunk until ``resume``; chunks on their way still arrive."""

@@ -155,7 +155,7 @@ class AdminService:
             case "verify":
                 return operators.verify(wanted, dry_run=dry_run)
             case "drain":
-                return operators.drain(wanted, end=request.drain.end, dry_run=dry_run)
+                return operators.drain(wanted, end=request.drain.end, service=request.drain.service, dry_run=dry_run)
         raise InvalidRequest("a change is one of evict, pin, unpin, move, prefetch, verify and drain")
 
 
@@ -258,6 +258,7 @@ def _tier(account: TierAccount) -> admin_pb2.TierReport:
         stalled_seconds=account.stalled_s,
         write_policy=account.write_policy,
         is_draining=account.is_draining,
+        waiting=_alike(admin_pb2.WaitingMoves, account.waiting),
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from kvstore.spec.model import CacheKind
+
 DESCRIPTIONS: dict[str, str] = {
     "tickets_issued": "Prefixes held for fetches by ticket",
     "tickets_redeemed": "Fetches by ticket",
@@ -16,6 +18,7 @@ DESCRIPTIONS: dict[str, str] = {
     "fetch_hit_chunks": "Chunks handed out by fetches",
     "fetch_miss_chunks": "Chunks asked for and not found by fetches",
     "fetch_bytes": "Bytes of chunks handed out by fetches",
+    **{f"fetched_{kind.value}_chunks": f"Chunks of {kind.value} that fetches were given" for kind in CacheKind},
     "partial_prefills": "Prompts of which engines computed a part, with or without a plan",
     "partial_prefills_given_up": "Of these, those whose load took too long or was lost, so that it was computed",
     "partial_prefill_saved_milliseconds": "Time to first tokens below what plans say of plain prefills",
@@ -53,6 +56,7 @@ TIER_DESCRIPTIONS: dict[str, str] = {
     "evicted_chunks": "Chunks evicted that no slower tier had",
     "evicted_bytes": "Bytes of such chunks",
     "verified_bytes": "Bytes checked on their way out",
+    "fetched_chunks": "Chunks that fetches were given from there, told late where memory had them and no call was made",
     "recovered_chunks": "Chunks found at the start",
     "proven_chunks": "Chunks left by a crash that were read and synced anew before a store relied on them",
 }

@@ -217,8 +217,20 @@ class TiersRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class WaitingMoves(_message.Message):
+    __slots__ = ("interactive", "standard", "batch", "moving")
+    INTERACTIVE_FIELD_NUMBER: _ClassVar[int]
+    STANDARD_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    MOVING_FIELD_NUMBER: _ClassVar[int]
+    interactive: int
+    standard: int
+    batch: int
+    moving: int
+    def __init__(self, interactive: _Optional[int] = ..., standard: _Optional[int] = ..., batch: _Optional[int] = ..., moving: _Optional[int] = ...) -> None: ...
+
 class TierReport(_message.Message):
-    __slots__ = ("stats", "kind", "durability", "backlog_chunk_count", "problem", "stalled_seconds", "write_policy", "is_draining")
+    __slots__ = ("stats", "kind", "durability", "backlog_chunk_count", "problem", "stalled_seconds", "write_policy", "is_draining", "waiting")
     STATS_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +239,7 @@ class TierReport(_message.Message):
     STALLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WRITE_POLICY_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
     stats: TierStats
     kind: _cache_pb2.Tier
     durability: _cache_pb2.Durability
@@ -235,7 +248,8 @@ class TierReport(_message.Message):
     stalled_seconds: float
     write_policy: str
     is_draining: bool
-    def __init__(self, stats: _Optional[_Union[TierStats, _Mapping]] = ..., kind: _Optional[_Union[_cache_pb2.Tier, str]] = ..., durability: _Optional[_Union[_cache_pb2.Durability, str]] = ..., backlog_chunk_count: _Optional[int] = ..., problem: _Optional[str] = ..., stalled_seconds: _Optional[float] = ..., write_policy: _Optional[str] = ..., is_draining: _Optional[bool] = ...) -> None: ...
+    waiting: WaitingMoves
+    def __init__(self, stats: _Optional[_Union[TierStats, _Mapping]] = ..., kind: _Optional[_Union[_cache_pb2.Tier, str]] = ..., durability: _Optional[_Union[_cache_pb2.Durability, str]] = ..., backlog_chunk_count: _Optional[int] = ..., problem: _Optional[str] = ..., stalled_seconds: _Optional[float] = ..., write_policy: _Optional[str] = ..., is_draining: _Optional[bool] = ..., waiting: _Optional[_Union[WaitingMoves, _Mapping]] = ...) -> None: ...
 
 class TiersResponse(_message.Message):
     __slots__ = ("tiers", "absent", "tenant")
@@ -502,10 +516,12 @@ class Verify(_message.Message):
     def __init__(self) -> None: ...
 
 class Drain(_message.Message):
-    __slots__ = ("end",)
+    __slots__ = ("end", "service")
     END_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_FIELD_NUMBER: _ClassVar[int]
     end: bool
-    def __init__(self, end: _Optional[bool] = ...) -> None: ...
+    service: bool
+    def __init__(self, end: _Optional[bool] = ..., service: _Optional[bool] = ...) -> None: ...
 
 class ChangeRequest(_message.Message):
     __slots__ = ("dry_run", "selection", "evict", "pin", "unpin", "move", "prefetch", "verify", "drain")

@@ -23,6 +23,7 @@ from kvstore_ops.top.sample import Rates, Sample
 from kvstore.v1alpha import admin_pb2
 from tests.conftest import ROOT
 from tests.ops.command import run
+from tests.security.tenancy import client_of, tenants_sidecar
 from tests.specs import random_cache, small_spec, tokens_of
 
 WALL_S = 1_800_000_000
@@ -44,17 +45,28 @@ def sample(at_s: float, uptime_s: float = 100.0, **counters: int) -> Sample:
                             heat=3.25, tier="dram" if above else "")
         for above in (0, 1, 2, 99)
     ]  # fmt: skip
+    waiting = admin_pb2.WaitingMoves(interactive=1, batch=10**8, moving=8)
     tiers = [
         admin_pb2.TierReport(stats=dram),
-        admin_pb2.TierReport(stats=shared, problem="access denied " * 50, backlog_chunk_count=10**8),
+        admin_pb2.TierReport(
+            stats=shared, problem="access denied " * 50, backlog_chunk_count=10**8 + 9, waiting=waiting
+        ),
     ]
     plans = [
         admin_pb2.PlanEntry(number=2, model_id="m[/]\x1b" + "x" * 500, state="on its way"),
         admin_pb2.PlanEntry(number=1, model_id="m", state="done", end={"ttft_seconds": 2.0, "wait_seconds": 0.5}),
     ]
+    tenants: dict[str, admin_pb2.StatsResponse | str] = {
+        f"tenant-{number}\x1b": admin_pb2.StatsResponse(
+            arena={"used_bytes": number << 30, "chunk_count": 10**9}, tiers=[{"allocated_bytes": 1 << 50}]
+        )
+        for number in range(6)
+    }  # fmt: skip
+    tenants["closed"] = "its socket serves \x1b its user alone" * 9
     return Sample(
-        at_s, stats, admin_pb2.TiersResponse(tiers=tiers, absent=["the nvme tier is off"]), prefixes, WALL_S, plans
-    )
+        at_s, stats, admin_pb2.TiersResponse(tiers=tiers, absent=["the nvme tier is off"]), prefixes, WALL_S, plans,
+        tenants,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -79,6 +91,24 @@ def test_what_is_said_needs_no_colour() -> None:
     assert re.search(
         r"^  1,048,576 +3\.2  dram +0101.*\n    1,048,576 .* 0202.*\n1,048,576 .* 6363", said, re.MULTILINE
     )
+
+
+def test_twenty_columns_have_every_number() -> None:
+    counted = {"fetched_chunks": 30, "s3_fetched_chunks": 10, "fetched_kv_chunks": 40, "store_refused_chunks": 8}
+    said = [line.plain for line in lines_of(sample(0), sample(2, **counted), 20)]
+    for wanted in ("kvstore 0.1.0", " tenant default", " refused 4.0/s", "hits: dram 75%", " s3 25%", " of kv 100%",
+                   "queue of s3: 1 wante", " 8 moving", "1,048,576 gone 0000"):  # fmt: skip
+        assert any(each.startswith(wanted) for each in said), (wanted, said)
+
+
+def test_hits_queues_and_tenants_are_told() -> None:
+    counted = {"fetched_chunks": 30, "s3_fetched_chunks": 10, "fetched_kv_chunks": 38, "fetched_e_chunks": 2}
+    said = "\n".join(line.plain for line in lines_of(sample(0), sample(2, **counted), 80))
+    assert "hits: dram 75%, s3 25%, of kv 95%, e 5%" in said
+    assert "queue of s3: 1 wanted now, 100,000,000 at leisure, 8 moving" in said
+    assert re.search(r"^closed +its socket serves", said, re.MULTILINE)  # who is not told comes first
+    assert re.search(r"^tenant-5\S* +5\.0 GiB +1\.0 PiB +1,000,000,000$|^tenant-5\S* +5 GiB ", said, re.MULTILINE), said
+    assert "and 2 more" in said
 
 
 def test_rates_are_those_between_two_looks_and_over_a_restart_those_since_the_start() -> None:
@@ -160,3 +190,24 @@ def test_without_a_terminal_it_prints_as_many_looks_as_were_asked_for(sidecar: S
     assert "\x1b" not in done.out
     assert run("top", "--interval", "0", "--socket", socket).code == 2
     assert run("top", "--count", "1", "--socket", "/nonexistent/kvstore.sock").code == 4
+
+
+def test_the_default_tenants_operator_sees_where_fetches_came_from_and_all_tenants() -> None:
+    own = {f"KVSTORE__TENANTS__{name}__NVME_CAPACITY_BYTES": "32 MiB" for name in ("A", "B")}
+    with tenants_sidecar("--capacity", "16 MiB", nvme="32 MiB", **own) as sidecar:
+        socket = sidecar.socket_address.removeprefix("unix://")
+        spec = small_spec(model_id="short")
+        for tenant in ("a", "b"):
+            with client_of(sidecar, tenant) as client:
+                client.store(spec, tokens_of(32), random_cache(spec, 32)).wait(10)
+                if tenant == "b":
+                    name = ("--socket", socket, "--tenant", "b")
+                    assert run("move", "--model", "short", "--to", "nvme", "--yes", *name).code == 0
+                    client.fetch(spec, tokens_of(32))  # from the device
+                    client.fetch(spec, tokens_of(32))  # from memory, by a call or without
+        done = run("top", "--count", "1", "--socket", socket)
+        assert re.search(r"^a +\d.* 2$", done.out, re.MULTILINE), done.out
+        assert re.search(r"^b +\d.* 2$", done.out, re.MULTILINE), done.out
+        done = run("top", "--count", "1", "--socket", socket, "--tenant", "b")
+        assert re.search(r"^hits: dram \d+%, nvme \d+%, of kv 100%$", done.out, re.MULTILINE), done.out
+        assert "other tenants" not in done.out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvstore.catalog import ROOT_ROW, Namespace, Walk
 from kvstore.controller.fetches.lookup import namespaces_of, tails_after
@@ -96,7 +96,7 @@ class Fetches:
         for chain in chains:
             self._movement.used(chain)
         self._note(spaces[0], chains[0])
-        self._parts.counters.add("fetch_hit_chunks", count)
+        self._count(spaces, count, loadings)
         self._parts.counters.add("fetch_bytes", lease.byte_count)
         slowest = max((each.source for each in loadings.values()), key=lambda source: source.rank, default=None)
         tier = slowest.kind if slowest else self._movement.memory.kind
@@ -107,6 +107,16 @@ class Fetches:
         table, last = self._catalog.table, chain[-1]
         self._parts.heat.add(space, table.digests[last])
         self._parts.served.add(space, (len(chain) - 1) * space.spec.chunk_tokens + table.token_counts[last])
+
+    def _count(self, spaces: Sequence[Namespace], count: int, loadings: Mapping[int, Loading]) -> None:
+        """Count the chunks that a fetch is given, each of its parts by kind and by tier."""
+        counters, memory = self._parts.counters, self._movement.memory.tier.name
+        counters.add("fetch_hit_chunks", count)
+        for space in spaces:
+            counters.add(f"fetched_{space.kind.value}_chunks", count)
+        for loading in loadings.values():
+            counters.add_of(loading.source.name, "fetched_chunks")
+        counters.add_of(memory, "fetched_chunks", count * len(spaces) - len(loadings))
 
     def used(self, queries: Iterable[UsedChain]) -> None:
         """Count chains that clients copied without a call as used, the last chain as the most recent. Chains that are
@@ -122,6 +132,9 @@ class Fetches:
             if row != ROOT_ROW and used.fetch_count:
                 self._parts.heat.add(space, used.query.digests[-1], used.fetch_count)
                 self._parts.served.add(space, used.token_count, used.fetch_count)
+                count = -(-used.token_count // space.spec.chunk_tokens) * used.fetch_count
+                self._parts.counters.add(f"fetched_{space.kind.value}_chunks", count)
+                self._parts.counters.add_of(self._movement.memory.tier.name, "fetched_chunks", count)
             if last in chains or not left:
                 continue
             chain: list[int] = []

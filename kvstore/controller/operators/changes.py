@@ -238,29 +238,6 @@ class Changes:
         elif step.frees or step.is_held:
             tally.add(HELD, byte_count)
 
-    async def settle(self, writes: Sequence[Writes], *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
-        """Wait until the tiers have written all chunks of their backlogs."""
-        total = sum(each.backlog_count for each in writes)
-        tally = Tally(total)
-        clock, left, since_s = self._parts.clock, total, self._parts.clock.monotonic()
-        while left and not dry_run and clock.monotonic() - since_s < BATCH_S_MAX:
-            await clock.sleep(NEWS_S)
-            now = sum(each.backlog_count for each in writes)
-            if now < left:
-                since_s = clock.monotonic()
-            left = min(left, now)
-            tally.done_count = total - left
-            yield ChangeNews(tally)
-        if dry_run:
-            left = 0
-        if total - left:
-            tally.add(Transit.WRITTEN, 0, total - left)
-        if left:
-            tally.add(Transit.FAILED, 0, left)
-            tally.problem = "; ".join(f"{each.target.name}: {each.reason}" for each in writes if each.reason)
-        tally.done_count = total
-        yield ChangeNews(tally, is_last=True)
-
     # ------------------------------------------------------------ into memory
 
     async def bring(self, chosen: Chosen, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:

@@ -17,6 +17,7 @@ from kvstore.controller.operators.changes import (
     Changes,
     slower_than,
 )
+from kvstore.controller.operators.drains import Drains
 from kvstore.controller.operators.heartbeats import with_heartbeats
 from kvstore.controller.operators.listing import Listing, model_id_of
 from kvstore.controller.operators.selection import MEMORY_NAMES, Chosen, no_such_tier, tier_names
@@ -50,6 +51,7 @@ class Operators:
         self._listing = Listing(parts, self._turns)
         self._showing = Showing(parts, self._turns, self._listing)
         self._changes = Changes(parts, self._turns)
+        self._drains = Drains(parts, controller.claims, controller.reservations, self._turns)
 
     @property
     def tenant(self) -> str:
@@ -61,8 +63,8 @@ class Operators:
 
     @property
     def absent(self) -> list[str]:
-        """The reasons why configured tiers are not in use."""
-        return list(self._parts.movement.absent)
+        """The reasons why configured tiers are not in use, or the service takes no stores."""
+        return [*self._parts.movement.absent, *filter(None, [self._drains.problem])]
 
     def chunks(self, selection: Selection, limit: int) -> AsyncGenerator[ListPage]:
         """Give the first ``limit`` selected chunks, then the totals of all selected ones, by model and tier."""
@@ -125,24 +127,46 @@ class Operators:
         leaving = copies if local is None else copies[: copies.index(local)]
         given_up = [] if keep else list(leaving)
         changes = self._changes.send(chosen, [to], given_up, Transit.NOT_TAKEN, dry_run=dry_run)
-        return _reported(self._undisturbed(changes))
+        return _reported(self._answered(to.target.name, self._undisturbed(changes)))
+
+    async def _answered(self, tier: str, changes: AsyncGenerator[ChangeNews]) -> AsyncGenerator[ChangeNews]:
+        """Run changes that need a tier. Raises Unavailable before the first of them where it does not answer."""
+        await self._parts.movement.shared_tiers.check(tier)
+        async with aclosing(changes):
+            async for news in changes:
+                yield news
 
     def verify(self, selection: Selection, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Read copies again and check every strip."""
         only = MEMORY_NAMES[1] if selection.tier in MEMORY_NAMES else selection.tier
         return _reported(self._changes.verify(self._chosen(selection), only, dry_run=dry_run))
 
-    def drain(self, selection: Selection, *, end: bool, dry_run: bool) -> AsyncGenerator[ChangeNews]:
-        """Have a tier take no more chunks, and empty it into slower ones; ``end``: have it take chunks again. Without a
-        tier, wait until all tiers have written their backlogs."""
-        return _reported(self._drained(selection, end=end, dry_run=dry_run))
+    def drain(self, selection: Selection, *, end: bool, service: bool, dry_run: bool) -> AsyncGenerator[ChangeNews]:
+        """Have a tier take no more chunks, and empty it into slower ones; ``service``: have the service take no more
+        stores, and write all that waits, so that it can be stopped; ``end``: have it take chunks, or stores, again.
+        Without either, wait until all tiers have written their backlogs."""
+        return _reported(
+            self._service_drained(selection, end=end, dry_run=dry_run) if service else
+            self._drained(selection, end=end, dry_run=dry_run)
+        )  # fmt: skip
+
+    async def _service_drained(self, selection: Selection, *, end: bool, dry_run: bool) -> AsyncGenerator[ChangeNews]:
+        if selection != Selection():
+            raise InvalidRequest("the service is drained as a whole: select nothing")
+        if end:
+            if not dry_run:
+                self._drains.resume()
+            yield ChangeNews(Tally(0), is_last=True)
+            return
+        async with aclosing(self._drains.stores(dry_run=dry_run)) as changes:
+            async for news in changes:
+                yield news
 
     async def _drained(self, selection: Selection, *, end: bool, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         if selection != Selection(tier=selection.tier):
             raise InvalidRequest("a tier is drained of all that it has: name nothing but the tier")
-        movement = self._parts.movement
         if not selection.tier:
-            async with aclosing(self._changes.settle(movement.all_writes, dry_run=dry_run)) as changes:
+            async with aclosing(self._drains.settle(dry_run=dry_run)) as changes:
                 async for news in changes:
                     yield news
             return

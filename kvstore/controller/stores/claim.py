@@ -49,11 +49,14 @@ class Claims:
         self._movement = parts.movement
         self._reservations = reservations
         self._replacement = Replacement(parts)
+        self.refusal = ""
+        """The reason why no chunk is claimed; empty while chunks are."""
 
     async def reserve(self, session: Session, request: ReserveRequest, deadline: Deadline) -> StoreResult:
         """Claim the chunks of a chain that are neither stored nor being stored. Stops at the first chunk that finds no
         room: a chunk without its parent is of no use. Where only the eviction of unwritten chunks would make room, it
-        waits for the device to write them, at most policy.demotion_wait_s. Raises Exhausted past
+        waits for the device to write them, at most policy.demotion_wait_s. With a ``refusal`` it stops at the first
+        chunk that is not stored. Raises Exhausted past
         limits.reservation_count_max or limits.namespace_count_max; Unavailable when a value that is to be replaced is
         in use until the deadline, or when the session ends meanwhile."""
         with self._reservations.making(session):
@@ -139,7 +142,7 @@ class Claims:
         space = entry.namespace
         layout = space.layout(token_count)
         placement: Placement | None = None
-        while not self._is_elsewhere(entry):
+        while not self._is_elsewhere(entry) and not self.refusal:
             is_waiting = self._movement.is_making_room and not room.patience.has_passed
             placement = self._movement.allocate(layout.piece_bytes, room.keep, evict_unwritten=not is_waiting)
             if placement is not None or not is_waiting:
@@ -149,7 +152,7 @@ class Claims:
         if entry.state is not StoreState.REFUSED:
             return
         if placement is None:
-            reservation.refusal = (
+            reservation.refusal = self.refusal or (
                 "no room: what is left is leased, held or being stored; raise arena.capacity_bytes "
                 f"({self._parts.arena.capacity_bytes})"
             )

@@ -50,6 +50,12 @@ class Reservations:
         """Return the store in flight that a ticket names, if there is one."""
         return self._by_ticket.get(ticket)
 
+    @property
+    def chunk_count(self) -> int:
+        """Chunks that stores in flight are to write; a store that is being reserved counts as one."""
+        in_flight = (entry for each in self._by_ticket.values() for entry in each.entries)
+        return sum(entry.state is StoreState.WANTED for entry in in_flight) + self._making.total()
+
     # ------------------------------------------------------------ begin
 
     @contextmanager

@@ -12,6 +12,7 @@ SHARED = frozenset(
         "s3_responder",
         "origin",
         "alone",
+        "beside",
         "peer",
         "lmcache_peer",
         "lmcache_redis_peer",

@@ -75,9 +75,20 @@ def turn(seconds: float, calls: dict[str, Callable[[], object]]) -> dict[str, li
     return took
 
 
+def calls_of(session: Any, query: pb.ChainQuery) -> dict[str, Callable[[], object]]:
+    """Return a lookup and a fetch of a chain, each as a call to the sidecar."""
+    lookup, fetch = pb.LookupRequest(query=query), pb.FetchRequest(query=query)
+
+    def fetched() -> None:
+        (found,) = session.cache.Fetch(fetch, timeout=TIMEOUT_S, metadata=session.metadata)
+        session.call(session.cache.Release, pb.ReleaseRequest(lease_ids=[found.lease_id]), TIMEOUT_S)
+
+    return {"lookup": lambda: session.call(session.cache.Lookup, lookup, TIMEOUT_S), "fetch": fetched}
+
+
 def run(scale: str) -> Result:
     """Measure p50 and p99 of lookups and of fetches, with readers over without; ``met`` needs all four."""
-    specs = [_spec(number) for number in range(MODELS)]
+    specs = [spec_of(number) for number in range(MODELS)]
     spec, tokens = specs[0], shared.random_tokens(KEYS, 3)
     query = pb.ChainQuery(fingerprint=fingerprint(spec, spec.kind), digests=b"".join(chain_digests(tokens, 1)))
     ratios: dict[tuple[str, str], list[float]] = {}
@@ -93,16 +104,7 @@ def run(scale: str) -> Result:
             for each in specs:
                 client.store(each, tokens, [(plane, plane)]).wait()
             session = client.connect_now()
-            lookup, fetch = pb.LookupRequest(query=query), pb.FetchRequest(query=query)
-
-            def fetched() -> None:
-                (found,) = session.cache.Fetch(fetch, timeout=TIMEOUT_S, metadata=session.metadata)
-                release = pb.ReleaseRequest(lease_ids=[found.lease_id])
-                session.call(session.cache.Release, release, TIMEOUT_S)
-
-            calls: dict[str, Callable[[], object]] = {
-                "lookup": lambda: session.call(session.cache.Lookup, lookup, TIMEOUT_S), "fetch": fetched,
-            }  # fmt: skip
+            calls = calls_of(session, query)
             turn(TURN_S["tiny"], calls)
             for _ in range(PAIRS[scale]):
                 without = turn(TURN_S[scale], calls)
@@ -111,7 +113,7 @@ def run(scale: str) -> Result:
                 read_bytes += sum(sizes)
                 for name in calls:
                     alone.setdefault(name, []).extend(without[name])
-                    for what, of in (("p50", statistics.median), ("p99", _p99)):
+                    for what, of in (("p50", statistics.median), ("p99", p99)):
                         ratios.setdefault((name, what), []).append(of(beside[name]) / of(without[name]))
     assert read_bytes
     middle = {key: statistics.median(values) for key, values in ratios.items()}
@@ -133,16 +135,18 @@ def run(scale: str) -> Result:
     )  # fmt: skip
 
 
-def _spec(number: int) -> ModelSpec:
+def spec_of(number: int) -> ModelSpec:
+    """Return the spec of one of the models."""
     return ModelSpec.dense(
         f"bench-page-{number}", "unverified:bench", layer_count=1, kv_heads=1, head_dim=8, hidden_size=8,
         chunk_tokens=1, vocab_size=shared.VOCABULARY,
     )  # fmt: skip
 
 
-def _p99(values: list[float]) -> float:
+def p99(values: list[float]) -> float:
+    """Return the 99th percentile."""
     return sorted(values)[int(0.99 * (len(values) - 1))]
 
 
 def _us(values: list[float], what: str) -> str:
-    return f"{(statistics.median(values) if what == 'p50' else _p99(values)) * 1e6:.0f} us"
+    return f"{(statistics.median(values) if what == 'p50' else p99(values)) * 1e6:.0f} us"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -12,10 +13,12 @@ from rich.console import Console
 from kvstore import __version__
 from kvstore.config import LoadedSettings
 from kvstore.errors import KVStoreError, PermissionDenied
+from kvstore_ops.doctor.bucket import look_at_bucket
 from kvstore_ops.doctor.device import look_at_device
 from kvstore_ops.doctor.engines import look_at_redis, look_at_tiers
 from kvstore_ops.doctor.finding import Finding, Health, render_findings
 from kvstore_ops.doctor.machine import look_at_machine
+from kvstore_ops.doctor.removal import removed_from
 from kvstore_ops.doctor.round import Round
 from kvstore_ops.door import Door, door_of
 from kvstore_ops.operators.calls import Operator
@@ -33,7 +36,7 @@ from kvstore_ops.options import (
 def doctor(
     config: ConfigOption = None,
     shared: Annotated[
-        bool, typer.Option("--shared", help="Send a chunk to shared tiers, too; it stays until they drop it.")
+        bool, typer.Option("--shared", help="Send a chunk to shared tiers, too, and remove it again.")
     ] = False,
     address: AddressOption = None,
     tenant: TenantOption = "",
@@ -59,13 +62,16 @@ def _looks(loaded: LoadedSettings, door: Door, *, with_shared: bool) -> Iterator
     yield from look_at_machine(loaded)
     yield from look_at_device(loaded.settings)
     yield from look_at_redis(loaded.settings)
+    yield from look_at_bucket(loaded.settings.tiers.s3)
     try:
         with door.open() as client:
             version = client.stats().version
             yield _version(version)
             try:
                 yield from look_at_tiers(Operator(client).tiers())
-                yield from Round(client).looks(with_shared=with_shared)
+                least = loaded.settings.tiers.s3.chunk_bytes_min if with_shared else 0
+                remove = partial(removed_from, loaded.settings)
+                yield from Round(client, least, remove).looks(with_shared=with_shared)
             except PermissionDenied as error:
                 yield Finding("round", Health.UNSEEN, error.message)
     except KVStoreError as error:

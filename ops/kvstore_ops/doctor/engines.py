@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from kvstore.config import RedisAddress, Settings
 from kvstore.errors import KVStoreError
@@ -16,6 +16,10 @@ from kvstore_ops.doctor.finding import Finding, Health
 ANSWER_S_MAX = 5.0
 VERSION_MIN = (6, 2)
 SKEW_S_MAX = 5.0
+FORK_MS_MAX = 100.0
+BUFFERS = "client-output-buffer-limit"
+BUFFER_BYTES_MIN = 64 << 20
+"""Several fields of a chunk may wait for one connection."""
 
 
 def look_at_redis(settings: Settings) -> Iterator[Finding]:
@@ -25,11 +29,8 @@ def look_at_redis(settings: Settings) -> Iterator[Finding]:
         yield Finding("redis", Health.UNSEEN, "tiers.redis.url is not set")
         return
     address = RedisAddress.of(redis.url)
-    if address.kind == "cluster":
-        yield Finding("redis", Health.UNSEEN, "a cluster: ask each of its nodes, and see kvstore tiers")
-        return
     try:
-        told, now_s = asyncio.run(_asked(settings, address))
+        answers = asyncio.run(_asked(settings, address))
     except Exception as error:  # noqa: BLE001 - the boundary: whatever an engine or its client does is a finding
         reason = error.message if isinstance(error, KVStoreError) else str(error) or type(error).__name__
         yield Finding(
@@ -38,20 +39,68 @@ def look_at_redis(settings: Settings) -> Iterator[Finding]:
             "start it, or mend tiers.redis.url, username or password_file",
         )  # fmt: skip
         return
-    yield from redis_tells(told, now_s, time.time())
+    if answers.cluster is not None:
+        yield cluster_tells(answers.cluster)
+    seen = set[Finding]()
+    for told in answers.servers:  # a cluster's servers are mostly alike
+        for finding in redis_tells(told, answers.engine_s, answers.now_s):
+            if finding not in seen:
+                yield finding
+            seen.add(finding)
 
 
-async def _asked(settings: Settings, address: RedisAddress) -> tuple[dict[str, Any], float]:
+class Answers(NamedTuple):
+    """The INFO of each server that takes writes, of a single one with its output buffers' limits; the clock of one,
+    beside ours; and of a cluster its CLUSTER INFO."""
+
+    servers: Sequence[Mapping[str, Any]]
+    engine_s: float
+    now_s: float
+    cluster: Mapping[str, str] | None = None
+
+
+async def _asked(settings: Settings, address: RedisAddress) -> Answers:
     from kvstore.tiers.redis.topology import topology_of
 
     topology = topology_of(settings.tiers.redis, address, 1)
+    client = topology.client
     try:
         async with asyncio.timeout(ANSWER_S_MAX):
-            told = await topology.client.info()
-            seconds, microseconds = await topology.client.time()
-        return dict(told), seconds + microseconds / 1e6
+            if address.kind != "cluster":
+                told = {**await client.info(), BUFFERS: await _buffers(client)}
+                seconds, microseconds = await client.time()
+                return Answers([told], seconds + microseconds / 1e6, time.time())
+            await client.initialize()
+            state = await client.cluster_info()
+            nodes = client.get_primaries()
+            infos = [dict(await client.info(target_nodes=each)) for each in nodes]
+            seconds, microseconds = await client.time(target_nodes=nodes[0])
+            return Answers(infos, seconds + microseconds / 1e6, time.time(), dict(state))
     finally:
         await topology.close()
+
+
+async def _buffers(client: Any) -> str | None:
+    """Return the limits of replies that wait for their readers; None where this user may not ask for them."""
+    from redis.exceptions import ResponseError
+
+    try:
+        found = await client.config_get(BUFFERS)
+    except ResponseError:
+        return None
+    return str(dict(found).get(BUFFERS, ""))
+
+
+def cluster_tells(told: Mapping[str, Any]) -> Finding:
+    """Check a cluster's state. ``told``: its CLUSTER INFO."""
+    state, failed = str(told.get("cluster_state", "?")), int(told.get("cluster_slots_fail") or 0)
+    said = f"state {state}, {told.get('cluster_known_nodes', '?')} nodes, {failed:,} slots without a server"
+    if state == "ok" and not failed:
+        return Finding("redis cluster", Health.GOOD, said)
+    return Finding(
+        "redis cluster", Health.BAD, said, "chunks of these slots, or all, neither go there nor come from there",
+        "redis-cli --cluster check HOST:PORT names the slots; redis-cli --cluster fix HOST:PORT gives them a server",
+    )  # fmt: skip
 
 
 def redis_tells(told: Mapping[str, Any], engine_s: float, now_s: float) -> Iterator[Finding]:
@@ -85,6 +134,8 @@ def redis_tells(told: Mapping[str, Any], engine_s: float, now_s: float) -> Itera
             "chunks are a cache: a fork of a large Redis takes memory and stops it for a while",
             "CONFIG SET appendonly no; CONFIG SET save '' where nothing else is kept there",
         )  # fmt: skip
+    yield from _forks(told)
+    yield from _waiting_replies(told)
     skew_s = abs(engine_s - now_s)
     if skew_s > SKEW_S_MAX:
         yield Finding(
@@ -92,6 +143,38 @@ def redis_tells(told: Mapping[str, Any], engine_s: float, now_s: float) -> Itera
             "which nodes live is told by it: they seem dead, or seem to live on",
             "have both follow the same time servers: timedatectl set-ntp true",
         )  # fmt: skip
+
+
+def _forks(told: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check what the last fork took, while which the server answered nobody."""
+    fork_ms = int(told.get("latest_fork_usec") or 0) / 1e3
+    if fork_ms > FORK_MS_MAX:
+        yield Finding(
+            "redis forks", Health.WEAK, f"the last fork took {fork_ms:.0f} ms",
+            "it answers nobody meanwhile, so lookups go without it, and every page written during a save costs memory",
+            "CONFIG SET save ''; CONFIG SET appendonly no; and no replica that syncs often",
+        )  # fmt: skip
+
+
+def _waiting_replies(told: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check the limit on replies that wait for a client: a reply with a chunk's bytes is large."""
+    if BUFFERS not in told:
+        return
+    if told[BUFFERS] is None:
+        yield Finding("redis buffers", Health.UNSEEN, f"CONFIG GET {BUFFERS} is denied to this user")
+        return
+    words = str(told[BUFFERS]).split()
+    at = words.index("normal") if "normal" in words else -4
+    limits = [int(each) for each in words[at + 1 : at + 3] if each.isdigit()]
+    least = min((each for each in limits if each), default=0)
+    if at >= 0 and least and least < BUFFER_BYTES_MIN:
+        yield Finding(
+            "redis buffers", Health.BAD, f"{BUFFERS} of normal clients is {format_bytes(least)}",
+            "it closes connections in the middle of chunks that are read, which then are misses",
+            f"CONFIG SET {BUFFERS} 'normal 0 0 0'",
+        )  # fmt: skip
+    else:
+        yield Finding("redis buffers", Health.GOOD, "replies may wait for their readers")
 
 
 def look_at_tiers(found: admin_pb2.TiersResponse) -> Iterator[Finding]:

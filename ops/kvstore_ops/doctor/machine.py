@@ -18,6 +18,7 @@ from kvstore.server.descriptors import SOFT_LIMIT_MAX, check_needs
 from kvstore.server.tiers import TIERS
 from kvstore.units import format_bytes
 from kvstore_ops.doctor.finding import Finding, Health
+from kvstore_ops.doctor.kernel import accelerators, huge_pages, is_synchronized, locked_memory, time_source
 
 KERNEL_MIN, KERNEL_HUGE = (5, 3), (6, 1)
 EXPIRY_WARNING_S = 14 * 86400.0
@@ -30,7 +31,11 @@ def look_at_machine(loaded: LoadedSettings) -> Iterator[Finding]:
     yield kernel(os.uname().release)
     yield open_files(loaded)
     yield memory(loaded)
+    yield huge_pages()
+    yield locked_memory(loaded.settings.arena.capacity_bytes, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     yield clock(time.time())
+    yield time_source(is_synchronized())
+    yield from accelerators(Path("/"))
     yield from certificates(loaded.settings, time.time())
 
 

@@ -1,11 +1,11 @@
 """A check by a chunk that is stored, fetched back through each tier and compared byte for byte. It is removed from the
-node at the end."""
+node, and from shared tiers, at the end."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from kvstore_client import Client, Durability, ModelSpec
@@ -17,34 +17,43 @@ from kvstore.v1alpha import admin_pb2
 from kvstore_ops.doctor.finding import Finding, Health
 from kvstore_ops.operators.calls import Operator
 
-SPEC = ModelSpec.dense(
-    "kvstore-doctor", "unverified:kvstore-doctor", layer_count=2, kv_heads=2, head_dim=64, hidden_size=128,
-    vocab_size=1 << 16, cache_dtype="float16", chunk_tokens=64,
-)  # fmt: skip
+CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 64 << 10, 64 << 20
+TOKEN_BYTES = 1024
+"""Of the doctor's model: 2 layers, K and V, 2 heads of 64 numbers of 2 bytes."""
 SETTLE_S_MAX, HELD_S_MAX = 15.0, 5.0
 _WHY = "engines compute what they could have fetched"
 _REMEDY = "see the service's log, kvstore tiers, and kvstore verify"
 
 
 class Round:
-    """One chunk of random tokens and bytes."""
+    """One chunk of random tokens and bytes, of ``byte_count_min`` bytes at least. ``remove``: removes its copy from a
+    shared tier, given the tier's name and the storage key; returns why it could not."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(
+        self, client: Client, byte_count_min: int = 0, remove: Callable[[str, bytes], str] = lambda *_: ""
+    ) -> None:
+        byte_count = min(max(byte_count_min, CHUNK_BYTES_MIN), CHUNK_BYTES_MAX)
+        tokens = 1 << (-(-byte_count // TOKEN_BYTES) - 1).bit_length()
+        self._spec = ModelSpec.dense(
+            "kvstore-doctor", "unverified:kvstore-doctor", layer_count=2, kv_heads=2, head_dim=64, hidden_size=128,
+            vocab_size=1 << 16, cache_dtype="float16", chunk_tokens=tokens,
+        )  # fmt: skip
+        self._remove = remove
         self._client = client
         self._operator = Operator(client)
-        self._tokens = np.frombuffer(os.urandom(2 * SPEC.chunk_tokens), np.uint16).astype(np.int64)
-        shape = (2, SPEC.chunk_tokens, 64)
+        self._tokens = np.frombuffer(os.urandom(2 * tokens), np.uint16).astype(np.int64)
+        shape = (2, tokens, 64)
         self._cache = [
             tuple(np.random.default_rng().random(shape, np.float32).astype(np.float16) for _ in range(2))
             for _ in range(2)
         ]
-        chain = b"".join(Prompt.of(SPEC, self._tokens, (), Exactness.EXACT).digests)
+        chain = b"".join(Prompt.of(self._spec, self._tokens, (), Exactness.EXACT).digests)
         self._selection = admin_pb2.Selection(chain=chain)
 
     def looks(self, *, with_shared: bool) -> Iterator[Finding]:
         """Send the chunk through memory, then each slower tier; through shared tiers only ``with_shared``."""
         try:
-            reached = self._client.store(SPEC, self._tokens, self._cache).wait(SETTLE_S_MAX)
+            reached = self._client.store(self._spec, self._tokens, self._cache).wait(SETTLE_S_MAX)
         except KVStoreError as error:
             yield Finding("store", Health.BAD, error.message, "nothing is kept", _REMEDY)
             return
@@ -61,7 +70,7 @@ class Round:
                 elif with_shared:
                     yield from self._through_shared(tier.name)
                 else:
-                    said = "say --shared to send a chunk there, which stays until it is dropped"
+                    said = "say --shared to send a chunk there, and have it removed again"
                     yield Finding(f"round through {tier.name}", Health.UNSEEN, said)
         except KVStoreError as error:
             yield Finding("round", Health.BAD, error.message, _WHY, _REMEDY)
@@ -77,7 +86,12 @@ class Round:
 
     def _through_shared(self, name: str) -> Iterator[Finding]:
         what = f"round through {name}"
-        last = self._change(move=admin_pb2.Move(tier=name))
+        key = self._storage_key()
+        try:
+            last = self._change(move=admin_pb2.Move(tier=name))
+        except KVStoreError as error:
+            yield Finding(what, Health.BAD, error.message, "other nodes find nothing of this one's there", _REMEDY)
+            return
         words = {each.what for each in last.outcomes}
         if "not taken there" in words:
             yield Finding(what, Health.UNSEEN, "it takes no chunks of this size (its chunk_bytes_min)")
@@ -86,6 +100,16 @@ class Round:
         else:
             said = last.problem or "the chunk did not get there"
             yield Finding(what, Health.BAD, said, "other nodes find nothing of this one's there", _REMEDY)
+        if problem := self._remove(name, key) if key else "":
+            yield Finding(
+                what, Health.WEAK, f"the doctor's chunk stays there: {problem}", "it takes room until it is dropped",
+                f"remove {key.hex()} there by hand, or run the doctor with the service's --config and credentials",
+            )  # fmt: skip
+
+    def _storage_key(self) -> bytes:
+        """Return the chunk's name in shared tiers; empty where the sidecar does not say it."""
+        parts = self._operator.show(self._selection.chain.hex()).parts
+        return bytes(parts[0].header.storage_key) if parts else b""
 
     def _moved(self, name: str) -> bool:
         last = self._change(move=admin_pb2.Move(tier=name))
@@ -104,10 +128,10 @@ class Round:
     def _fetched(self, name: str) -> Finding:
         """Check that the chunk comes back whole from its present tier."""
         began_s = time.perf_counter()
-        found = self._client.fetch(SPEC, self._tokens, verify=True)
+        found = self._client.fetch(self._spec, self._tokens, verify=True)
         took_ms = (time.perf_counter() - began_s) * 1e3
         what = f"round through {name}"
-        if found.token_count < SPEC.chunk_tokens:
+        if found.token_count < self._spec.chunk_tokens:
             return Finding(what, Health.BAD, f"a miss: {found.reason.name}", _WHY, _REMEDY)
         pairs = [(got, put) for layer, stored in zip(found, self._cache, strict=True)
                  for got, put in zip(layer, stored, strict=True)]  # fmt: skip

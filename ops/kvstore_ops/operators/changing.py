@@ -46,7 +46,7 @@ YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask. A script has
 AllOption = Annotated[bool, typer.Option("--all", help="Everything that this tenant has.")]
 NOT_DONE = {
     "held", "kept for what hangs on it", "failed", "not tried", "no room", "no tier answers",
-    "has nowhere slower to go", "model not registered",
+    "has nowhere slower to go", "model not registered", "still being stored", "in memory alone",
 }  # fmt: skip
 """Outcomes of chunks that a command could not change as it was told. The command then ends with a code of its own."""
 
@@ -212,7 +212,8 @@ def verify(
 
 def drain(
     tier: Annotated[str, typer.Option("--tier", help="The tier to empty; none: write all that waits.")] = "",
-    end: Annotated[bool, typer.Option("--end", help="Have the tier take chunks again.")] = False,
+    service: Annotated[bool, typer.Option("--service", help="Take no more stores, and write all that waits.")] = False,
+    end: Annotated[bool, typer.Option("--end", help="Have the tier take chunks again, or the service stores.")] = False,
     dry_run: DryRunOption = False,
     yes: YesOption = False,
     address: AddressOption = None,
@@ -222,18 +223,23 @@ def drain(
 ) -> None:
     """Move all chunks of a tier to slower tiers, and have it take no more; or write all waiting chunks.
 
-    Chunks without a slower tier stay: `kvstore evict --tier` removes them. A restart ends the draining.
+    Chunks without a slower tier stay: `kvstore evict --tier` removes them. With --service stores are refused first, and
+    0 says that the service can be stopped and loses nothing. A restart ends the draining.
 
     Example: kvstore drain --tier nvme --yes
     """
-    if end and not tier:
-        raise InvalidRequest("--end needs --tier: which tier is to take chunks again?")
+    if end and not (tier or service):
+        raise InvalidRequest("--end needs --tier or --service: what is to take chunks again?")
+    if tier and service:
+        raise InvalidRequest("--service drains all tiers: say no --tier")
     with operator(address, tenant, tls) as asked:
         request = admin_pb2.ChangeRequest(
-            selection=admin_pb2.Selection(tier=tier), drain=admin_pb2.Drain(end=end)
+            selection=admin_pb2.Selection(tier=tier), drain=admin_pb2.Drain(end=end, service=service)
         )  # fmt: skip
-        is_dangerous = bool(tier) and not end
+        is_dangerous = bool(tier or service) and not end
         _change(asked, request, dry_run=dry_run, yes=yes, as_json=as_json, is_dangerous=is_dangerous)
+    if service and not end and not dry_run:
+        typer.echo("the service can be stopped: it takes no stores, and a stop loses nothing", err=True)
 
 
 def _change(
@@ -244,7 +250,9 @@ def _change(
     does."""
     if is_dangerous and not dry_run and not yes:
         if not _is_at_terminal():
-            typer.echo("kvstore: this removes copies: say --yes, or look first with --dry-run", err=True)
+            typer.echo(
+                "kvstore: this removes copies, or refuses stores: say --yes, or look first with --dry-run", err=True
+            )
             raise typer.Exit(NOT_CONFIRMED)
         request.dry_run = True
         Console(stderr=as_json).print(tables.render_outcomes(_followed(asked, request), dry_run=True))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from rich.text import Text
 
+from kvstore.spec.model import CacheKind
 from kvstore.units import format_bytes
 from kvstore.v1alpha import admin_pb2
 from kvstore_ops.operators.harmless import plain
@@ -17,6 +18,7 @@ NARROW = 60
 """Below this width a tier has a few short lines instead of a row."""
 BAR_WIDTH = 12
 MODEL_COUNT = 5
+TENANT_COUNT = 5
 DEPTH_MAX = 4
 HOUR_S = 3600
 _ALARM, _TITLE = "red", "bold"
@@ -26,13 +28,16 @@ def lines_of(first: Sample | None, last: Sample, width: int, problem: str = "") 
     """Return all lines, none longer than ``width``. ``problem``: why there is no newer sample; empty: there is none."""
     rates = Rates(first, last)
     found = [
-        *_head(last),
+        *_head(last, width),
         *_alarms(rates, problem),
         *_tiers(rates, width),
         *_flows(rates, width),
+        *_hits(rates, width),
+        *_queues(last, width),
         *_benefit(rates, width),
         *_hottest(last, width),
         *_models(last, width),
+        *_tenants(last, width),
         *_plans(rates, width),
     ]
     return [_cut(each, width) for each in found]
@@ -45,11 +50,20 @@ def _cut(line: Text, width: int) -> Text:
     return line
 
 
-def _head(last: Sample) -> Iterator[Text]:
+def _folded(said: str, width: int, style: str = "") -> Iterator[Text]:
+    """Yield a line; on a narrow terminal, one for each of its parts."""
+    first, *more = said.split(", ") if width < NARROW else [said]
+    yield Text(first, style)
+    yield from (Text(f" {each}", style) for each in more)
+
+
+def _head(last: Sample, width: int) -> Iterator[Text]:
     stats = last.stats
     up = duration(stats.uptime_seconds)
     sessions = f"{stats.sessions.session_count} sessions"
-    yield Text(f"kvstore {plain(stats.version)}, tenant {plain(stats.tenant)}, up {up}, {sessions}", _TITLE)
+    yield from _folded(
+        f"kvstore {plain(stats.version)}, tenant {plain(stats.tenant)}, up {up}, {sessions}", width, _TITLE
+    )  # fmt: skip
 
 
 def _alarms(rates: Rates, problem: str) -> Iterator[Text]:
@@ -128,7 +142,34 @@ def _flows(rates: Rates, width: int) -> Iterator[Text]:
         f"{format_bytes(rates.last.stats.arena.pinned_bytes)} pinned",
     ]
     yield Text("per second" if width >= NARROW else "", _TITLE)
-    yield from map(Text, said)
+    for each in said:
+        yield from _folded(each, width)
+
+
+def _hits(rates: Rates, width: int) -> Iterator[Text]:
+    """Yield the shares of fetched chunks by tier and by kind."""
+    tiers = {each.stats.name: rates.of_tier(each.stats.name, "fetched_chunks") for each in rates.last.tiers.tiers}
+    kinds = {each.value: rates.of(f"fetched_{each.value}_chunks") for each in CacheKind}
+    if sum(tiers.values()):
+        yield from _folded(f"hits: {_shares(tiers)}, of {_shares(kinds)}", width)
+
+
+def _shares(rates: Mapping[str, float]) -> str:
+    whole = sum(rates.values()) or 1.0
+    return ", ".join(f"{plain(name, 8)} {rate / whole:.0%}" for name, rate in rates.items() if rate)
+
+
+def _queues(last: Sample, width: int) -> Iterator[Text]:
+    """Yield a line for each tier that chunks wait for: how urgent they are."""
+    for tier in last.tiers.tiers:
+        waiting = tier.waiting
+        words = {
+            "wanted now": waiting.interactive, "soon": waiting.standard, "at leisure": waiting.batch,
+            "moving": waiting.moving,
+        }  # fmt: skip
+        said = [f"{count:,} {word}" for word, count in words.items() if count]
+        if said:
+            yield from _folded(f"queue of {plain(tier.stats.name, 8)}: {', '.join(said)}", width)
 
 
 def _benefit(rates: Rates, width: int) -> Iterator[Text]:
@@ -152,6 +193,9 @@ def _hottest(last: Sample, width: int) -> Iterator[Text]:
     for prefix in last.hottest:
         depths.append(depths[prefix.above - 1] + 1 if 0 < prefix.above <= len(depths) else 0)
         indent, tier = "  " * min(depths[-1], DEPTH_MAX), plain(prefix.tier, 8) or "gone"
+        if width < NARROW:
+            yield Text(f"{indent}{prefix.token_count:,} {tier} {prefix.digest.hex()[:DIGITS]}")
+            continue
         yield Text(
             f"{f'{indent}{prefix.token_count:,}':<18} {prefix.heat:>8.1f}  {tier:<8} "
             f"{prefix.digest.hex()[:DIGITS]}  {plain(prefix.model_id)}"
@@ -177,4 +221,35 @@ def _models(last: Sample, width: int) -> Iterator[Text]:
     if models:
         yield Text("models, the largest" if width >= NARROW else "models", _TITLE)
     for each in islice(models, MODEL_COUNT):
+        if width < NARROW:
+            yield from _folded(f"{plain(each.model_id)}, {format_bytes(each.byte_count)}", width)
+            continue
         yield Text(f"{format_bytes(each.byte_count):>10} {each.chunk_count:>9,} chunks  {plain(each.model_id)}")
+
+
+def _tenants(last: Sample, width: int) -> Iterator[Text]:
+    """Yield a line for each of the other tenants that hold the most."""
+    told = sorted(last.tenants.items(), key=lambda each: -_held(each[1]))
+    if told:
+        yield Text("other tenants: in memory, on the device, chunks" if width >= NARROW else "other tenants", _TITLE)
+    for name, stats in islice(told, TENANT_COUNT):
+        if isinstance(stats, str):
+            yield Text(f"{plain(name, 12):<12} {plain(stats)}", _ALARM)
+            continue
+        below = sum(each.allocated_bytes for each in stats.tiers if not each.is_shared)
+        if width < NARROW:
+            yield from _folded(f"{plain(name, 12)}, {format_bytes(stats.arena.used_bytes + below)}", width)
+            continue
+        yield Text(
+            f"{plain(name, 12):<12} {format_bytes(stats.arena.used_bytes):>10} {format_bytes(below):>10} "
+            f"{stats.arena.chunk_count:>10,}"
+        )
+    if len(told) > TENANT_COUNT:
+        yield Text(f"and {len(told) - TENANT_COUNT:,} more")
+
+
+def _held(stats: admin_pb2.StatsResponse | str) -> int:
+    """Return the bytes that a tenant has on the node; of a tenant that is not told, more than of any other."""
+    if isinstance(stats, str):
+        return 1 << 63
+    return stats.arena.used_bytes + sum(each.allocated_bytes for each in stats.tiers if not each.is_shared)

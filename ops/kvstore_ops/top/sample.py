@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvstore.v1alpha import admin_pb2
 from kvstore_ops.operators.calls import Operator, OtherRelease
+from kvstore_ops.top.others import ALONE, Others
 
 HOT_COUNT, PLAN_COUNT = 8, 4
 
@@ -22,6 +23,8 @@ class Sample:
     hottest: list[admin_pb2.HotPrefix] = field(default_factory=list)
     wall_s: float = 0.0
     plans: list[admin_pb2.PlanEntry] = field(default_factory=list)
+    tenants: dict[str, admin_pb2.StatsResponse | str] = field(default_factory=dict)
+    """The other tenants' statistics, or why there are none."""
 
     def count(self, name: str) -> int:
         """Return a counter since the service's start; 0 for a counter that the sidecar's release does not have."""
@@ -33,14 +36,14 @@ class Sample:
         return sum(each.served.token_count for each in self.stats.models)
 
 
-def take_sample(asked: Operator, at_s: float) -> Sample:
-    """Ask the sidecar for a sample. Raises as the operator's calls do."""
+def take_sample(asked: Operator, at_s: float, others: Others = ALONE) -> Sample:
+    """Ask the sidecar for a sample. Raises as the operator's calls do, but not for the ``others``."""
     stats, tiers, hottest = asked.stats(), asked.tiers(), asked.hottest(HOT_COUNT)
     try:
         plans = asked.plans(PLAN_COUNT)
     except OtherRelease:
         plans = []
-    return Sample(at_s, stats, tiers, hottest, time.time(), plans)
+    return Sample(at_s, stats, tiers, hottest, time.time(), plans, others.stats())
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -23,6 +23,7 @@ from kvstore_ops.door import door_of
 from kvstore_ops.operators.calls import Operator
 from kvstore_ops.options import TERMINATED, AddressOption, TenantOption, TlsOption
 from kvstore_ops.top.frame import lines_of
+from kvstore_ops.top.others import others_of
 from kvstore_ops.top.sample import Sample, take_sample
 
 INTERVAL_S_MIN = 0.2
@@ -42,8 +43,13 @@ def top(
     if interval < INTERVAL_S_MIN:
         raise InvalidRequest(f"--interval {interval}: use {INTERVAL_S_MIN} or more")
     console = Console()
-    with _interrupt() as ended, door_of(address, tenant, tls).open() as client, _keys() as keys:
-        frames = _frames(Operator(client), console, interval, keys, ended)
+    door = door_of(address, tenant, tls)
+    with (
+        _interrupt() as ended, door.open() as client, others_of(door, is_default=not tenant) as others,
+        _keys() as keys,
+    ):  # fmt: skip
+        asked = Operator(client)
+        frames = _frames(lambda: take_sample(asked, time.monotonic(), others), console, interval, keys, ended)
         if not console.is_terminal:
             for number, frame in enumerate(frames, 1):
                 console.print(frame)
@@ -58,11 +64,13 @@ def top(
         raise typer.Exit(TERMINATED)
 
 
-def _frames(asked: Operator, console: Console, interval_s: float, keys: int | None, ended: Ended) -> Iterator[Group]:
+def _frames(
+    look: Callable[[], Sample], console: Console, interval_s: float, keys: int | None, ended: Ended
+) -> Iterator[Group]:
     """Yield a frame after each sample, until the user quits. While the sidecar does not answer, the last sample is
     shown with the problem."""
     first: Sample | None = None
-    last = take_sample(asked, time.monotonic())
+    last = look()
     problem = ""
     while True:
         lines = lines_of(first, last, console.width, problem)
@@ -70,7 +78,7 @@ def _frames(asked: Operator, console: Console, interval_s: float, keys: int | No
         if _quits(keys, interval_s, ended):
             return
         try:
-            first, last, problem = last, take_sample(asked, time.monotonic()), ""
+            first, last, problem = last, look(), ""
         except KVStoreError as error:
             problem = error.message
 

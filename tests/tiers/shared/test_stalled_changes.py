@@ -71,7 +71,8 @@ def test_a_drain_into_a_bucket_that_stalls_ends_and_nothing_is_given_up(tmp_path
         for switches in (wide.redis, wide.s3):
             switches.turn_on(Switch.STALLED)
         operators = Operators(node.parts, node.controller)
-        tally, took_s = await ended(node, operators.drain(Selection(tier="nvme"), end=False, dry_run=False))
+        drain = operators.drain(Selection(tier="nvme"), end=False, service=False, dry_run=False)
+        tally, took_s = await ended(node, drain)
         assert sum(tally.counts.values()) == COUNT
         assert tally.counts.keys() <= {"failed", "not tried"}
         assert tally.problem

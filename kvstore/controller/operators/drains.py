@@ -1,0 +1,122 @@
+"""Drains of the service: no new stores, and all that waits for slower tiers is written, so that it can be stopped."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from kvstore.controller.operators.changes import BATCH_S_MAX, NEWS_S
+from kvstore.controller.operators.turns import Turn, Turns
+from kvstore.controller.operators.values import ChangeNews, Tally
+from kvstore.controller.parts import Parts
+from kvstore.controller.stores import Claims, Reservations
+from kvstore.movement import Transit
+from kvstore.movement.queue import Priority
+from kvstore.spec import Durability
+
+STORES_REFUSED = "an operator drains the service (kvstore drain --service --end has it take stores again)"
+STORING, ALONE = "still being stored", "in memory alone"
+"""Chunks of stores that did not end in time, and chunks that a stop would lose."""
+
+
+class Drains:
+    """The drains of one tenant's service."""
+
+    def __init__(self, parts: Parts, claims: Claims, reservations: Reservations, turns: Turns) -> None:
+        self._parts = parts
+        self._table = parts.catalog.table
+        self._movement = parts.movement
+        self._claims = claims
+        self._reservations = reservations
+        self._turns = turns
+
+    @property
+    def problem(self) -> str:
+        """The reason why the service takes no stores; empty while it takes them."""
+        return self._claims.refusal
+
+    def resume(self) -> None:
+        """Take stores again."""
+        self._claims.refusal = ""
+
+    async def stores(self, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
+        """Refuse new stores until ``resume``, wait until those in flight have ended and every chunk that a stop would
+        lose is written where a tier takes it, and count the chunks that it would lose all the same."""
+        if not dry_run:
+            self._claims.refusal = STORES_REFUSED
+        turn, more, alone = self._turns.begin(), 0, Tally(0)
+        async for row in self._lost(turn):
+            if not any(row in each for each in self._movement.all_writes):
+                more += self._write(row, alone, dry_run=dry_run)
+        async for news in self.settle(more if dry_run else 0, dry_run=dry_run):
+            if not news.is_last:
+                yield news
+        tally = news.tally
+        if storing := self._storing:
+            tally.add(STORING, self._reservations.reserved_bytes, storing)
+        if not dry_run:
+            alone = Tally(0)
+            async for row in self._lost(turn):
+                alone.add(ALONE, self._size(row))
+        for what, count in alone.counts.items():
+            tally.add(what, alone.byte_counts[what], count)
+        yield ChangeNews(tally, is_last=True)
+
+    def _write(self, row: int, alone: Tally, *, dry_run: bool) -> bool:
+        """Have a chunk written to the first local tier that takes it; count it as ``alone`` where none does."""
+        to = next((each for each in self._movement.writes if each.takes(row)), None)
+        if to is None:
+            alone.add(ALONE, self._size(row))
+        elif not dry_run:
+            to.add(row, Priority.INTERACTIVE)
+        return to is not None
+
+    async def _lost(self, turn: Turn) -> AsyncIterator[int]:
+        """Give the rows of the chunks in memory that a stop loses, in steps."""
+        memory = self._movement.memory
+        await turn.next()
+        for row in list(memory.rows()):
+            await turn.between()
+            if row in memory and self._parts.catalog.is_visible(row) and not self._survives(row):
+                yield row
+        turn.end()
+
+    def _size(self, row: int) -> int:
+        return self._parts.catalog.space_of(row).known_bytes(self._table.token_counts[row])
+
+    def _survives(self, row: int) -> bool:
+        """Return True when a tier certainly has the chunk after a stop."""
+        return any(
+            copies.durability >= Durability.LOCAL and copies.is_proven(row) for copies in self._table.copies
+        ) or any(shared.is_seen(row) for shared in self._movement.shared_tiers.tiers)  # fmt: skip
+
+    async def settle(self, more: int = 0, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
+        """Wait until the tiers have written all chunks of their backlogs, and in a drain until all stores have ended.
+        ``more``: chunks that the run would add to the backlogs."""
+        movement, clock = self._movement, self._parts.clock
+        total = left = movement.backlog_count + more
+        tally, since_s = Tally(total), clock.monotonic()
+        seen = (left, self._storing)
+        while any(seen) and not dry_run and clock.monotonic() - since_s < BATCH_S_MAX:
+            await clock.sleep(NEWS_S)
+            now = (movement.backlog_count, self._storing)
+            if now < seen:
+                since_s = clock.monotonic()
+            left, seen = min(left, now[0]), now
+            tally.done_count = total - left
+            yield ChangeNews(tally)
+        if dry_run:
+            left = 0
+        if total - left:
+            tally.add(Transit.WRITTEN, 0, total - left)
+        if left:
+            tally.add(Transit.FAILED, 0, left)
+            tally.problem = "; ".join(
+                f"{each.target.name}: {each.reason}" for each in movement.all_writes if each.reason
+            )
+        tally.done_count = total
+        yield ChangeNews(tally, is_last=True)
+
+    @property
+    def _storing(self) -> int:
+        """Chunks that stores in flight still write; 0 while new stores come: nobody waits for all of them."""
+        return self._reservations.chunk_count if self._claims.refusal else 0

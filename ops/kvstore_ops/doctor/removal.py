@@ -1,0 +1,38 @@
+"""Removes the doctor's own chunk from a shared tier, by the settings of this command."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvstore.config import RedisAddress, Settings
+from kvstore.errors import KVStoreError
+from kvstore.tiers.s3.writing import remove_objects
+
+ANSWER_S_MAX = 5.0
+
+
+def removed_from(settings: Settings, name: str, storage_key: bytes) -> str:
+    """Remove the chunk's copy from the tier. Return why it could not; empty when it is gone."""
+    try:
+        if name == "s3" and settings.tiers.s3.bucket:
+            remove_objects(settings.tiers.s3, [storage_key])
+            return ""
+        if name == "redis" and settings.tiers.redis.url:
+            asyncio.run(_removed_from_redis(settings, storage_key))
+            return ""
+    except Exception as error:  # noqa: BLE001 - the boundary: whatever an engine or its client does is told
+        return error.message if isinstance(error, KVStoreError) else str(error) or type(error).__name__
+    return f"these settings do not name the tier {name}"
+
+
+async def _removed_from_redis(settings: Settings, storage_key: bytes) -> None:
+    from kvstore.tiers.redis.names import ChunkKeys
+    from kvstore.tiers.redis.topology import topology_of
+
+    redis = settings.tiers.redis
+    topology = topology_of(redis, RedisAddress.of(redis.url), 1)
+    try:
+        async with asyncio.timeout(ANSWER_S_MAX):
+            await topology.client.delete(ChunkKeys(redis.prefix).chunk(storage_key))
+    finally:
+        await topology.close()

@@ -1,0 +1,165 @@
+"""Moves to a bucket, moves to shared tiers that do not answer, and the drain of the whole service."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from kvstore_client import Client, connect
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.spec import Durability, Tier
+from tests.e2e.stored import STEP, Stored, both, chunks_of
+from tests.fakes.redis_server import RedisServer
+from tests.fakes.s3_server import S3Server
+from tests.ops.command import Done, run
+from tests.server.raw import eventually
+from tests.specs import random_cache, small_spec, tokens_of
+
+pytestmark = pytest.mark.s3
+PREFIX = "tests/drains"
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    server = S3Server()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+def settings(s3: S3Server, redis: RedisServer) -> dict[str, str]:
+    own = {
+        "TIERS__REDIS__URL": redis.url, "TIERS__REDIS__WRITE": "never", "TIERS__REDIS__LOOKUP_S_MAX": "1 s",
+        "TIERS__S3__BUCKET": s3.bucket, "TIERS__S3__ENDPOINT_URL": s3.url, "TIERS__S3__ADDRESSING": "path",
+        "TIERS__S3__WRITE": "never", "TIERS__S3__CHUNK_BYTES_MIN": "0", "TIERS__S3__LOOKUP_S_MAX": "1 s",
+        "TIERS__S3__PREFIX": PREFIX, "POLICY__SCRUB_BYTES_PER_S": "0", "POLICY__CANARY_INTERVAL_S": "0",
+    }  # fmt: skip
+    return {**os.environ, **{f"KVSTORE__{name}": value for name, value in own.items()}}
+
+
+@pytest.fixture(scope="module")
+def sidecar(s3: S3Server, redis: RedisServer) -> Iterator[Sidecar]:
+    with Sidecar("--capacity", "16 MiB", nvme="64 MiB", environment=settings(s3, redis)) as running:
+        yield running
+
+
+@pytest.fixture
+def client(sidecar: Sidecar) -> Iterator[Client]:
+    with connect(sidecar.address) as client:
+        yield client
+
+
+@pytest.fixture
+def say(sidecar: Sidecar) -> Any:
+    def said(*arguments: str) -> Done:
+        return run(*arguments, "--socket", sidecar.address.removeprefix("unix://"))
+
+    return said
+
+
+def test_a_model_moves_to_the_bucket_and_comes_back_on_use(s3: S3Server, client: Client, say: Any) -> None:
+    stored, other = Stored(client, 3, tail=4), Stored(client, 1)
+    words, done = both(say, stored, "move", "--model", stored.name, "--to", "s3", "--yes")
+    assert words == {"written": 3, "given up by faster tiers": 3, "not taken there": 1}  # S3 keeps what it took
+    assert done.code == 0
+    assert len(s3.keys(PREFIX)) == 3
+    assert [each["token_count"] for each in chunks_of(say, stored.name).values()] == [4]
+    assert [each.tier for each in client.lookup(stored.spec, stored.tokens).chunks[:3]] == [Tier.S3] * 3
+    assert stored.hit_count == len(stored.tokens)
+    assert other.hit_count == STEP
+
+
+@pytest.mark.parametrize("name", ["s3", "redis"])
+@pytest.mark.parametrize("how", ["gone", "stalled"])
+def test_a_move_to_a_tier_that_does_not_answer_is_one_line_and_changes_nothing(
+    s3: S3Server, redis: RedisServer, client: Client, say: Any, name: str, how: str
+) -> None:
+    stored = Stored(client, 3)
+    before = chunks_of(say, stored.name)
+    stop, again = {
+        ("s3", "gone"): (s3.stop, s3.start), ("s3", "stalled"): (s3.stand_still, s3.go_on),
+        ("redis", "gone"): (redis.kill, redis.start), ("redis", "stalled"): (redis.stop, redis.go_on),
+    }[name, how]  # fmt: skip
+    stop()
+    try:
+        for words in (("--yes",), ("--dry-run",)):
+            began_s = time.monotonic()
+            done = say("move", "--model", stored.name, "--to", name, *words)
+            assert time.monotonic() - began_s < 20, "it was waited for"
+            assert done.code == 4, done
+            assert done.err.strip().count("\n") == 0, done.err
+            assert all(each in done.err for each in (name, "nothing was changed", "kvstore tiers"))
+    finally:
+        again()
+    assert chunks_of(say, stored.name) == before
+    assert stored.hit_count == 3 * STEP
+    eventually(lambda: say("move", "--model", stored.name, "--to", name, "--yes").code == 0, 30.0)
+    assert stored.hit_count == 3 * STEP
+
+
+def test_one_tier_is_flushed_and_the_others_keep_theirs(client: Client, say: Any) -> None:
+    stored = Stored(client, 2)
+    assert say("evict", "--all", "--tier", "nvme").code == 9
+    dry = say("evict", "--all", "--tier", "nvme", "--dry-run", "--json").json["outcomes"]
+    done = say("evict", "--all", "--tier", "nvme", "--yes", "--json")
+    assert done.json["outcomes"] == dry
+    assert say("ls", "--tier", "nvme", "--json").json["chunks"] == []
+    assert stored.hit_count == 2 * STEP  # memory has them
+    refused = say("evict", "--all", "--tier", "s3", "--yes")
+    assert (refused.code, "kvstore scan --delete" in refused.err) == (2, True)
+
+
+def test_a_drained_service_takes_no_stores_and_a_stop_loses_nothing(sidecar: Sidecar, client: Client, say: Any) -> None:
+    stored, late = Stored(client, 2), Stored(client, 1)
+    assert say("evict", "--model", stored.name, "--tier", "nvme", "--yes").code == 0
+    late.tokens = tokens_of(STEP, 999)
+
+    def store() -> Durability:
+        return client.store(late.spec, late.tokens, random_cache(late.spec, STEP, late.number)).wait(10)
+
+    assert say("drain", "--service").code == 9
+    assert say("drain", "--service", "--tier", "nvme", "--yes").code == 2
+    dry = say("drain", "--service", "--dry-run", "--json").json
+    assert store() is Durability.LOCAL
+    assert say("evict", "--model", late.name, "--yes").code == 0
+    done = say("drain", "--service", "--yes", "--json")
+    assert (done.code, done.json["outcomes"]) == (0, dry["outcomes"])
+    assert list(dry["outcomes"]) == ["written"]  # what was flushed from the device, and is in memory alone
+    assert "can be stopped" in done.err
+    assert store() is Durability.NONE
+    assert client.stats().counters["store_refused_chunks"]
+    assert "drains the service" in say("top", "--count", "1").out
+    assert any("drains the service" in each for each in say("tiers", "--json").json["absent"])
+    assert stored.hit_count == 2 * STEP  # it serves on
+    assert both(say, stored, "drain", "--service", "--end")[1].code == 0
+    assert store() is Durability.LOCAL
+    assert say("drain", "--service", "--yes").code == 0
+    sidecar.stop()
+    sidecar.start()
+    with connect(sidecar.address) as again:
+        stored.client = again
+        assert stored.hit_count == 2 * STEP
+        stored.tokens = tokens_of(STEP, 998)
+        stored.store()  # a start ends the drain
+
+
+def test_what_a_stop_would_lose_is_counted() -> None:
+    with Sidecar("--capacity", "8 MiB", nvme="0") as own, connect(own.address) as client:
+        model = small_spec(model_id="alone")
+        assert client.store(model, tokens_of(2 * STEP), random_cache(model, 2 * STEP)).wait(10) is Durability.MEMORY
+        socket = own.address.removeprefix("unix://")
+        dry = run("drain", "--service", "--dry-run", "--json", "--socket", socket).json["outcomes"]
+        done = run("drain", "--service", "--yes", "--json", "--socket", socket)
+        assert done.code == 10
+        assert done.json["outcomes"] == dry
+        assert dry["in memory alone"]["chunk_count"] == 2
+        assert "can be stopped" not in done.err
