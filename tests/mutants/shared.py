@@ -16,8 +16,50 @@ MEANWHILE = "tests/tiers/shared/test_meanwhile.py"
 WRITES = "kvstore/movement/writes.py"
 ODD = "tests/tiers/shared/test_odd.py"
 T_WHILE_ASKED = "tests/tiers/shared/test_while_asked.py"
+QUESTIONS = "kvstore/movement/questions.py"
+T_QUESTIONS = "tests/tiers/shared/test_questions.py"
 
 MUTANTS = [
+    Mutant(
+        "a-bound-for-each-tier-that-stands-still",
+        SHARED_TIERS,
+        "        await self._ask_all(self._unheard(wanted), self._clock.monotonic() + min(timeout_s / 2, bound_s))\n",
+        "        await self._ask_all(self._unheard(wanted), self._clock.monotonic() + timeout_s / 2)\n",
+        "a lookup waits for one stalled tier after the other",
+        (f"{T_QUESTIONS}::test_a_lookup_waits_for_one_bound_however_many_tiers_stand_still",),
+    ),
+    Mutant(
+        "lookups-wait-for-a-silent-tier",
+        SHARED,
+        "        return self.is_asked and not self._questions.is_silent\n",
+        "        return self.is_asked\n",
+        "every lookup waits for a tier that stands still",
+        (f"{T_QUESTIONS}::test_lookups_wait_a_few_times_for_a_tier_that_stands_still_and_then_do_without",),
+    ),
+    Mutant(
+        "silence-is-no-failure",
+        SHARED,
+        "            if self._questions.is_silent:\n",
+        "            if False:\n",
+        "a tier that stands still is asked again and again, and said to be up",
+        (f"{T_QUESTIONS}::test_lookups_wait_a_few_times_for_a_tier_that_stands_still_and_then_do_without",),
+    ),
+    Mutant(
+        "questions-that-pile-up",
+        QUESTIONS,
+        "        if len(self._late) < LATE_COUNT_MAX:\n",
+        "        if True:\n",
+        "each lookup leaves a question to a tier that stands still",
+        (f"{T_QUESTIONS}::test_few_questions_stay_asked_and_none_once_the_service_stops",),
+    ),
+    Mutant(
+        "a-late-answer-over-what-is-known",
+        SHARED_TIERS,
+        "            unheard = [self._hint_of(key, now_s) is None for key in keys]\n",
+        "            unheard = [True for key in keys]\n",
+        "a tier that a read found wrong is believed again",
+        (f"{T_QUESTIONS}::test_a_late_answer_changes_nothing_that_a_read_found_out_meanwhile",),
+    ),
     Mutant(
         "loaded-beside-a-store-in-flight",
         SOURCES,
@@ -101,8 +143,8 @@ MUTANTS = [
     Mutant(
         "shared-tiers-take-all-the-time-there-is",
         SHARED_TIERS,
-        "        await self._ask_all(self._unheard(wanted), self._clock.monotonic() + timeout_s / 2)\n",
-        "        await self._ask_all(self._unheard(wanted), self._clock.monotonic() + timeout_s)\n",
+        "        await self._ask_all(self._unheard(wanted), self._clock.monotonic() + min(timeout_s / 2, bound_s))\n",
+        "        await self._ask_all(self._unheard(wanted), self._clock.monotonic() + min(timeout_s, bound_s))\n",
         "a caller in a hurry goes before it is told what the node has",
         (f"{FAILING}::test_a_caller_in_a_hurry_is_told_what_the_node_has",),
     ),

@@ -18,7 +18,16 @@ from tests.ports import free_port
 SAID = {
     "events.md": ["STORED watched 256 DRAM", "1 blocks known"],
     "bytes.md": ["LOCAL", "[True, False]", "True"],
-    "cluster.md": ["SHARED", "True", "no tier of this level is configured: set tiers.s3.bucket", "1024"],
+    "cluster.md": [
+        "SHARED",
+        "True",
+        "no tier of this level is configured: set tiers.s3.bucket",
+        "1024",
+        "131072",
+        "131",
+        "164",
+        "9537",
+    ],
     "controller.md": ["load 1792", "True", "(0, 2, 1)", "[(0, 4)]"],
     "engines.md": ["2000"],
     "kept-e.md": ["LOCAL", "256 196608", "256 (4, 256, 16)", "(256, 64)"],

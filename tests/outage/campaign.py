@@ -51,7 +51,7 @@ class Phase:
 @dataclass
 class Outcome:
     """What a campaign met. ``grown_bytes``: of each sidecar, and of the clients. ``lookups_wait_s``: for how long they
-    wait for all tiers together, at most. ``is_timed``: the machine is quiet
+    wait for all tiers together, at most: the longest of the tiers' bounds. ``is_timed``: the machine is quiet
     enough to judge how long lookups take."""
 
     findings: Findings
@@ -145,7 +145,7 @@ def run(
                         after.back_s[name] = _back_s(cluster, seed, KINDS[name], after.start_s + back_s_max, load)
                     time.sleep(max(0.0, after.start_s + calm_s - time.monotonic()))
             grown = [after - before for before, after in zip(sizes, _sizes(nodes), strict=True)]
-        return Outcome(load.findings, phases, grown, back_s_max, sum(lookup_s_max.values()), is_timed)
+        return Outcome(load.findings, phases, grown, back_s_max, max(lookup_s_max.values()), is_timed)
 
 
 def _contexts(cluster: Cluster) -> dict[str, list[int]]:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from kvstore.errors import Unavailable
-from kvstore.seams.mapping import _MADV_COLLAPSE, HUGE_BYTES, SharedMap
+from kvstore.seams.mapping import _MADV_COLLAPSE, HUGE_BYTES, SharedMap, address_of
+from kvstore.seams.memory import joined
 
 
 def memfd(byte_count: int) -> int:
@@ -141,3 +142,28 @@ def test_a_range_whose_pages_the_kernel_refuses_is_an_error_and_not_the_end_of_t
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "arena.capacity_bytes" in ended.stdout
+
+
+def test_an_address_is_told_of_any_array() -> None:
+    memory = np.arange(64, dtype=np.uint8)
+    fixed = memory[3:9]
+    fixed.flags.writeable = False
+    for each in (memory, memory[5:7], memory[::2], memory[4:4], fixed):
+        assert address_of(each) == each.ctypes.data
+
+
+def test_arrays_that_touch_become_one_and_nothing_else_changes() -> None:
+    memory, other = np.arange(64, dtype=np.uint8), np.arange(8, dtype=np.uint8)
+    found = joined([memory[0:4], memory[4:12], memory[16:20], memory[12:16], other, memory[20:24]])
+    assert [each.tolist() for each in found] == [
+        list(range(12)), list(range(16, 20)), list(range(12, 16)), list(range(8)), list(range(20, 24))
+    ]  # fmt: skip
+    found[0][0] = 99
+    assert memory[0] == 99, "it is the same memory"
+    fixed = memory[0:4]
+    fixed.flags.writeable = False
+    assert not joined([fixed, memory[4:8]])[0].flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        joined([fixed, memory[4:8]])[0][0] = 1
+    assert joined([other])[0] is other
+    assert joined([]) == []

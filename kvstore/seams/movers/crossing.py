@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.seams.mapping import Bytes
+from kvstore.seams.mapping import Bytes, address_of
 
 _NUMBER = struct.Struct("<Q")
 _address = attrgetter("address")
@@ -68,7 +68,7 @@ class Packer:
 
     def place(self, memory: Bytes) -> tuple[int, int, int]:
         """Return (map, offset, bytes) of lent memory. Raises NotLent."""
-        address = memory.ctypes.data
+        address = address_of(memory)
         index = bisect_right(self._maps, address, key=_address) - 1
         if index >= 0 and memory.flags.c_contiguous and memory.ndim == 1:
             lent = self._maps[index]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 from zlib import crc32
 
@@ -15,6 +17,7 @@ FIELD_BYTES_MAX = 4 << 20
 """A server does nothing else while it moves a field: a field of 32 MiB delays all other requests by 3 ms."""
 HEADER_FIELD = b"h"
 MARK_BYTES = 8
+_start_of, _stop_of = attrgetter("start"), attrgetter("stop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +95,15 @@ def reads_of(
     layout: ChunkLayout, write_id: bytes, start: int, stop: int, stored: StoredStrips | None = None
 ) -> list[FieldRead]:
     """Return the field reads that give the bytes ``start .. stop`` of the body."""
+    spans = fields_of(layout, stored)
+    first = bisect_right(spans, start, key=_stop_of)
+    last = bisect_left(spans, stop, lo=first, key=_start_of)
     return [
         FieldRead(
             field_name(write_id, number, stored), span.stop - span.start, max(start - span.start, 0),
             min(stop, span.stop) - max(start, span.start),
         )
-        for number, span in enumerate(fields_of(layout, stored))
-        if span.start < stop and span.stop > start
+        for number, span in enumerate(spans[first:last], first)
     ]  # fmt: skip
 
 

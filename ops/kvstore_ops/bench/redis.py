@@ -38,6 +38,8 @@ ARENA_CONTEXTS = 2
 IN_FLIGHT = 2
 POLL_S = 0.001
 TRIES = 5
+OVERLOADED_S = 0.2
+"""Pause before another try: what held the room is given up by then."""
 PUSHES_MAX = 100
 """Contexts that are stored at most to push one out of memory."""
 WAIT_S_MAX = 60.0
@@ -156,11 +158,14 @@ class Rig:
         self.bare.drop(list(dict.fromkeys(key for key, _, _ in stored)))
 
     def is_in_memory(self, tokens: Any) -> bool:
-        match = self.client.peek(self.spec, tokens)
+        """Return True when any of a context is there: its first chunk leaves last. The presence table tells nothing of
+        a context that goes on beyond the node."""
+        match = self.client.peek(self.spec, tokens[: shared.CHUNK_TOKENS])
         return match is not None and any(chunk.tier is Tier.DRAM for chunk in match.chunks)
 
     def fetch(self, number: int, seconds: Seconds, tries: int = TRIES) -> None:
-        """Fetch a context into the arena, and once more where the one before had not left all of its room yet."""
+        """Fetch a context into the arena, and another one where the one before had not left all of its room yet, or
+        where a part of this one was still there: each use makes it stay longer."""
         tokens = self.contexts[number][0]
         for _ in range(PUSHES_MAX):
             if not self.is_in_memory(tokens):  # it may have been in use when others came, so that one of them left
@@ -173,14 +178,21 @@ class Rig:
             pass  # each call returns whether there is another step
         took = time.perf_counter() - began
         found = (prefix.settle(set()), prefix.tier, prefix.reason)
-        if found[2] is MissReason.OVERLOADED and tries > 1:
-            prefix.close()
+        prefix.close()
+        is_all = self.account().read_bytes - before == self.byte_count
+        if (found[2] is MissReason.OVERLOADED or not is_all) and tries > 1:
+            time.sleep(OVERLOADED_S)
+            self.renew(number)
             self.fetch(number, seconds, tries - 1)
             return
         assert found[:2] == (self.count, Tier.REDIS), found
-        prefix.close()
-        assert self.account().read_bytes - before == self.byte_count, "it was not read from Redis"
+        assert is_all, "it was not read from Redis"
         seconds.fetch.append(took)
+
+    def renew(self, number: int) -> None:
+        """Have a fresh context take the place of one."""
+        self.bare.drop(list(dict.fromkeys(key for key, _, _ in self.contexts[number][1])))
+        self.contexts[number] = self.store()
 
     def round(self, number: int, seconds: Seconds) -> None:
         """Let each side fetch once and store once."""

@@ -1,0 +1,81 @@
+"""Lookups' questions to one shared tier. A lookup waits for its bound and goes on without the answer; its question
+stays asked for a while. So a tier that answers late is told from one that answers nothing, and a late answer still
+serves the next lookup."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from kvstore.movement.breaker import FAILURE_COUNT
+from kvstore.seams import Clock
+from kvstore.tiers.pace import Waits
+
+LATE_COUNT_MAX = FAILURE_COUNT
+"""Late questions that stay asked. That many without an answer are an outage, and more would be load on a slow tier."""
+SILENT_BOUNDS = 10
+"""Lookups ask nothing more of a tier that has left a question unanswered for so many times their bound. A busy Redis
+answers within three of its bounds."""
+SILENT_S_MAX = 1.0
+"""And for no more seconds than that, however long the bound."""
+
+Answers = Sequence[bool] | None
+"""A flag per key; None: no answer."""
+
+
+class Questions:
+    """The questions to one tier that have no answer yet. ``bound_s``: how long a lookup waits for it."""
+
+    def __init__(self, clock: Clock, bound_s: float) -> None:
+        self._bound_s = bound_s
+        self._waits = Waits(clock)
+        self._late: set[asyncio.Task[Answers]] = set()
+
+    @property
+    def is_silent(self) -> bool:
+        """True while the tier owes an answer for long and has given none meanwhile: no lookup waits for it."""
+        return self._waits.stalled_s() > min(SILENT_BOUNDS * self._bound_s, SILENT_S_MAX)
+
+    def heard(self) -> None:
+        """Record that the tier answered some call."""
+        self._waits.answered()
+
+    async def answer(
+        self, question: Coroutine[Any, Any, Answers], timeout_s: float, late: Callable[[Sequence[bool]], None]
+    ) -> Answers:
+        """Return the answer. Raises TimeoutError where it takes longer than ``timeout_s``; ``late`` gets it then, if it
+        comes at all. ``question`` ends by itself."""
+        task = asyncio.get_running_loop().create_task(question)  # seam: a task of a call that may end before; ``close``
+        self._waits.began(task)
+        task.add_done_callback(self._ended)
+        try:
+            await asyncio.wait([task], timeout=timeout_s)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if task.done():
+            return task.result()
+        if len(self._late) < LATE_COUNT_MAX:
+            self._late.add(task)
+            task.add_done_callback(lambda ended: _hand_over(ended, late))
+        else:
+            task.cancel()
+        raise TimeoutError
+
+    def _ended(self, task: asyncio.Task[Answers]) -> None:
+        self._waits.ended(task)
+        self._late.discard(task)
+
+    async def close(self) -> None:
+        """Give up all questions. Idempotent."""
+        late = list(self._late)
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late)
+
+
+def _hand_over(ended: asyncio.Task[Answers], late: Callable[[Sequence[bool]], None]) -> None:
+    if not ended.cancelled() and (answers := ended.result()) is not None:
+        late(answers)

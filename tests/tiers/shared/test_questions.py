@@ -1,0 +1,152 @@
+"""What lookups cost while shared tiers stand still, or answer late."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.movement.questions import LATE_COUNT_MAX, SILENT_BOUNDS
+from kvstore.spec import Tier
+from tests.fakes import Switch
+from tests.tiers.shared.world import LOOKUP_S, PATH, Node, Wide, World, run, tiers_of
+
+
+async def took_s(node: Node, *path: int) -> float:
+    began_s = asyncio.get_running_loop().time()
+    await node.lookup(*path)
+    return asyncio.get_running_loop().time() - began_s
+
+
+@pytest.mark.parametrize("still", [("redis",), ("s3",), ("redis", "s3")])
+def test_a_lookup_waits_for_one_bound_however_many_tiers_stand_still(tmp_path: Path, still: tuple[str, ...]) -> None:
+    wide = Wide(tmp_path)
+    node = wide.node()
+
+    async def scenario() -> None:
+        for name in still:
+            {"redis": wide.redis, "s3": wide.s3}[name].turn_on(Switch.STALLED)
+        assert await took_s(node, 1) == pytest.approx(LOOKUP_S)
+
+    run([node], scenario)
+
+
+def test_lookups_wait_a_few_times_for_a_tier_that_stands_still_and_then_do_without(tmp_path: Path) -> None:
+    """It is tried again, less and less often. The tier behind it serves them meanwhile."""
+    wide = Wide(tmp_path)
+    one, other = wide.node(), wide.node()
+
+    async def scenario() -> None:
+        await one.give(*PATH)
+        wide.redis.turn_on(Switch.STALLED)
+        waits_s = [await took_s(other, token) for token in range(100, 100 + 2 * SILENT_BOUNDS)]
+        assert sum(waits_s) <= (SILENT_BOUNDS + 2) * LOOKUP_S
+        assert waits_s[-1] < LOOKUP_S / 2
+        assert tiers_of(await other.lookup(*PATH)) == [(Tier.S3, len(PATH))]
+        waited_count = 0
+        for token in range(200, 400):  # 20 s
+            waited_count += await took_s(other, token) > LOOKUP_S / 2
+            await asyncio.sleep(0.1)
+        assert waited_count < 10 * SILENT_BOUNDS / 2
+        found = other.controller.parts.movement.statistics()[-2]
+        assert (found.name, found.state) == ("redis", "failing")
+
+    run([one, other], scenario)
+
+
+def test_a_tier_that_answers_again_is_asked_at_once(world: World) -> None:
+    """It need not have failed: one that owed an answer has given it."""
+
+    async def scenario() -> None:
+        await world.one.give(*PATH)
+        world.switches.turn_on(Switch.STALLED)
+        for token in range(100, 100 + 2 * SILENT_BOUNDS):
+            await world.other.lookup(token)
+        world.switches.turn_off()
+        await asyncio.sleep(0.02)
+        assert (await world.other.lookup(*PATH)).hit_count == len(PATH)
+
+    world.run(scenario)
+
+
+def test_a_late_answer_serves_the_next_lookup(world: World) -> None:
+    async def scenario() -> None:
+        await world.one.give(*PATH)
+        tier, real = world.other.shared[0], world.other.shared[0].probe
+
+        async def slow(*asked: Any) -> Any:
+            await asyncio.sleep(2 * LOOKUP_S)
+            return await real(*asked)
+
+        tier.probe = slow
+        assert (await world.other.lookup(*PATH)).hit_count == 0
+        await asyncio.sleep(2 * LOOKUP_S)
+        assert await took_s(world.other, *PATH) == 0.0
+        assert (await world.other.lookup(*PATH)).hit_count == len(PATH)
+        counters = world.other.controller.stats().counters
+        assert (counters["redis_asked_chunks"], counters["redis_late_answers"]) == (len(PATH), 1)
+
+    world.run(scenario)
+
+
+def test_a_late_answer_changes_nothing_that_a_read_found_out_meanwhile(world: World) -> None:
+    async def scenario() -> None:
+        other = world.other
+        tier, real, shared_tiers = other.shared[0], other.shared[0].probe, other.controller.parts.movement.shared_tiers
+
+        async def slow(*asked: Any) -> Any:
+            await asyncio.sleep(2 * LOOKUP_S)
+            return await real(*asked)
+
+        tier.probe = slow
+        world.switches.turn_on(Switch.LYING)
+        assert (await other.lookup(1)).hit_count == 0
+        shared_tiers.was_wrong(other.key(1), shared_tiers.tiers[0])
+        await asyncio.sleep(2 * LOOKUP_S)
+        assert (await other.lookup(1)).hit_count == 0
+
+    world.run(scenario)
+
+
+def test_a_tier_that_is_slow_and_answers_never_fails(world: World) -> None:
+    """Late answers are no failures, however many come in a row: a busy engine is asked on."""
+
+    async def scenario() -> None:
+        tier, real = world.other.shared[0], world.other.shared[0].probe
+
+        async def slow(*asked: Any) -> Any:
+            await asyncio.sleep(3 * LOOKUP_S)
+            return await real(*asked)
+
+        tier.probe = slow
+        for token in range(50):
+            assert await took_s(world.other, token) == pytest.approx(LOOKUP_S)
+        await asyncio.sleep(5.0)
+        assert world.other.controller.parts.movement.shared_tiers.tiers[0].is_asked
+
+    world.run(scenario)
+
+
+def test_few_questions_stay_asked_and_none_once_the_service_stops(world: World) -> None:
+    async def scenario() -> None:
+        tier, asked, left = world.other.shared[0], set(), []
+
+        async def never(*_: Any) -> Any:
+            asked.add(me := object())
+            try:
+                await asyncio.sleep(3600.0)
+            finally:
+                asked.discard(me)
+
+        tier.probe = never
+        for token in range(6):
+            await world.other.lookup(token)
+            await asyncio.sleep(0.001)
+            left.append(len(asked))
+        assert left[LATE_COUNT_MAX - 1 :] == [LATE_COUNT_MAX] * (6 - LATE_COUNT_MAX + 1)
+        await world.other.stop()
+        assert not asked
+
+    world.run(scenario)
