@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from kvstore.planning import RequestClass
 from kvstore.planning.loading import Candidate, ComputeRate, LoadPlan, Prefill, TierRate, Way
 from kvstore.v1alpha import prefill_pb2 as pb
 
@@ -9,6 +12,11 @@ MODE_NUMBERS = {"off": pb.PLANNING_MODE_OFF, "observe": pb.PLANNING_MODE_OBSERVE
 WAY_NUMBERS = {
     Way.PREFILL: pb.WAY_PREFILL, Way.LOAD: pb.WAY_LOAD, Way.FIRST: pb.WAY_FIRST, Way.MEET: pb.WAY_MEET
 }  # fmt: skip
+CLASS_NUMBERS = {
+    RequestClass.INTERACTIVE: pb.REQUEST_CLASS_INTERACTIVE, RequestClass.BATCH: pb.REQUEST_CLASS_BATCH
+}  # fmt: skip
+CLASSES = {number: each for each, number in CLASS_NUMBERS.items()}
+"""The wire's number -> the class. Of a class that is missing, somebody waits."""
 MODES = {pb.PLANNING_MODE_UNSPECIFIED: "off", **{number: mode for mode, number in MODE_NUMBERS.items()}}
 WAYS = {number: way for way, number in WAY_NUMBERS.items()}
 """The wire's number -> the way. Ways that only a later release knows are missing."""
@@ -65,6 +73,7 @@ def plan_to_message(plan: LoadPlan) -> pb.LoadPlan:
     return pb.LoadPlan(
         token_count=plan.token_count, candidates=map(_candidate_to_message, candidates),
         chosen=candidates.index(plan.chosen), why=plan.why, is_measured=plan.is_measured,
+        deadline_seconds=plan.deadline_s if math.isfinite(plan.deadline_s) else None,
     )  # fmt: skip
 
 
@@ -73,12 +82,19 @@ def plan_from_message(message: pb.LoadPlan) -> LoadPlan:
     known = tuple(_candidate_from_message(each) for each in message.candidates if each.way in WAYS)
     if not known or known[0].way is not Way.PREFILL:
         known = (_PREFILL, *known)
-    chosen = next(iter(message.candidates[message.chosen :]), None)
-    if chosen is None or chosen.way not in WAYS:
-        return LoadPlan(message.token_count, known[0], known, UNKNOWN_WAY, is_measured=message.is_measured)
+    given = next(iter(message.candidates[message.chosen :]), None)
+    chosen, why = known[0], UNKNOWN_WAY
+    if given is not None and given.way in WAYS:
+        chosen, why = _candidate_from_message(given), message.why
     return LoadPlan(
-        message.token_count, _candidate_from_message(chosen), known, message.why, is_measured=message.is_measured
-    )
+        message.token_count, chosen, known, why, is_measured=message.is_measured, deadline_s=deadline_of(message)
+    )  # fmt: skip
+
+
+def deadline_of(message: pb.LoadPlan | pb.BeginPrefill) -> float:
+    """Return the deadline in a message, in seconds; infinite where there is none, or no number."""
+    given = message.deadline_seconds if message.HasField("deadline_seconds") else math.inf
+    return math.inf if math.isnan(given) else given
 
 
 def _candidate_to_message(each: Candidate) -> pb.Candidate:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import fingerprint
+from kvstore.planning import ANY_TERMS, Terms
 from kvstore.planning.loading import (
     ASSUMED,
     BusyTime,
@@ -97,6 +98,11 @@ class Planner:
             raise InvalidRequest(f"the planner's mode {mode!r:.40} must be one of {', '.join(MODES)}")
         self._mode = mode
 
+    def mode_under(self, terms: Terms) -> str:
+        """Return the mode for a request under these terms: nothing is planned for one that may not depend on
+        measurements."""
+        return "off" if terms.is_deterministic else self._mode
+
     # ------------------------------------------------------------ what is measured
 
     def landed(self, byte_count: int, seconds: float) -> None:
@@ -166,12 +172,13 @@ class Planner:
 
     def plan(
         self, spec: ModelSpec, match: Match, token_count: int, reusable_tokens: int, step_tokens: int,
-        ways: frozenset[Way] = ENGINE_WAYS,
+        ways: frozenset[Way] = ENGINE_WAYS, terms: Terms = ANY_TERMS,
     ) -> LoadPlan:  # fmt: skip
         """Return the plan for a prompt of ``token_count`` tokens. ``match``: what is stored of it; tokens from
-        ``reusable_tokens`` on are computed in any case. Asks the sidecar for the rates of the tiers that have the
+        ``reusable_tokens`` on are computed in any case. ``terms``: the caller's deadline and class.
+        Asks the sidecar for the rates of the tiers that have the
         prompt, at most once a second."""
-        return plan_loading(self.facts(spec, match, token_count, reusable_tokens, step_tokens, ways))
+        return plan_loading(self.facts(spec, match, token_count, reusable_tokens, step_tokens, ways, terms))
 
     def prefill_s(self, spec: ModelSpec, token_count: int, step_tokens: int) -> float:
         """Return the seconds of a plain prefill; 0: none was measured."""
@@ -197,7 +204,7 @@ class Planner:
 
     def facts(
         self, spec: ModelSpec, match: Match, token_count: int, reusable_tokens: int, step_tokens: int,
-        ways: frozenset[Way],
+        ways: frozenset[Way], terms: Terms = ANY_TERMS,
     ) -> LoadFacts:  # fmt: skip
         """Return the facts that ``plan`` uses, for callers that change some of them."""
         stored = list(_stored(match))
@@ -211,7 +218,7 @@ class Planner:
             link, tiers = self._link.rate or ASSUMED[Tier.DRAM], dict(self._tiers)
         return prompt_facts(
             spec, stored, token_count=token_count, reusable_tokens=reusable_tokens, compute=compute, link=link,
-            tiers=tiers, step_tokens=step_tokens, ways=ways,
+            tiers=tiers, step_tokens=step_tokens, ways=ways, terms=terms,
         )  # fmt: skip
 
     def probe(

@@ -11,6 +11,7 @@ from kvstore.controller.prefills.engines import Engines
 from kvstore.controller.prefills.records import MODES, PlanRecord, PlanState, PrefillEnd, Records
 from kvstore.controller.values import ChainQuery, LookupResult
 from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.planning import ANY_TERMS, Terms
 from kvstore.planning.loading import ASSUMED, ComputeRate, LoadFacts, LoadPlan, TierFacts, TierRate, Way, plan_loading
 from kvstore.planning.loading.compute import TOKENS_MAX, Prefill
 from kvstore.planning.loading.facts import prompt_facts, slowest_tiers
@@ -27,7 +28,8 @@ class PrefillRequest:
 
     ``query``: the prompt's whole chunks. ``readers``: number of fetches by the plan's ticket, one per tensor-parallel
     rank. ``step_tokens``: tokens of one forward pass; 0: all at once. ``ways``: ways to load that the engine supports
-    besides plain prefill. ``compute`` and ``link``: rates that the client measured; None: it measured none."""
+    besides plain prefill. ``compute`` and ``link``: rates that the client measured; None: it measured none.
+    ``terms``: the caller's deadline and class."""
 
     query: ChainQuery
     token_count: int
@@ -38,6 +40,7 @@ class PrefillRequest:
     mode: str = "off"
     compute: ComputeRate | None = None
     link: TierRate | None = None
+    terms: Terms = ANY_TERMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +150,7 @@ class PartialPrefills:
             spec, _stored(found, spec.chunk_tokens), token_count=request.token_count,
             reusable_tokens=request.reusable_tokens, compute=request.compute or known,
             link=request.link or ASSUMED[Tier.DRAM], tiers=slowest_tiers(tiers), step_tokens=request.step_tokens,
-            ways=ways,
+            ways=ways, terms=request.terms,
         )  # fmt: skip
 
     def _here(self, query: ChainQuery, found: LookupResult) -> int:

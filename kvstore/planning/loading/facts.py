@@ -14,6 +14,7 @@ from kvstore.planning.loading.operations import Operations
 from kvstore.planning.loading.rates import ASSUMED, SLOWEST, TierRate
 from kvstore.planning.loading.timeline import Way
 from kvstore.planning.setting import Recompute
+from kvstore.planning.terms import ANY_TERMS, RequestClass, Terms
 from kvstore.spec import ModelSpec, Tier
 
 IN_MEMORY = (Tier.DRAM, Tier.HBM)
@@ -137,6 +138,10 @@ class Prices:
     tier: float = 0.0
 
 
+BATCH_PRICES = Prices(compute=1.0)
+"""The prices of requests that nobody waits for."""
+
+
 @dataclass(frozen=True)
 class LoadFacts:
     """One prompt of ``token_count`` tokens, of which those from ``reusable_tokens`` on are computed in any case.
@@ -144,6 +149,7 @@ class LoadFacts:
     ``stocks``: the stored part of its exact prefix, in each form. ``tiers``: the tiers below memory. ``link``: the way
     from memory to the engine, by copies or a network; all bytes take it. ``step_tokens``: rows of one forward pass, 0:
     all at once. ``unit_tokens``: loads begin and end at multiples of it. ``ways``: the ways that the engine supports.
+    ``deadline_s``: seconds within which the first token is wanted.
     """
 
     token_count: int
@@ -159,6 +165,7 @@ class LoadFacts:
     blend: Blend | None = None
     ways: frozenset[Way] = frozenset(Way)
     prices: Prices = Prices()
+    deadline_s: float = math.inf
 
     @cached_property
     def pieces(self) -> int:
@@ -173,6 +180,7 @@ class LoadFacts:
 def prompt_facts(
     spec: ModelSpec, stored: Iterable[tuple[int, Tier]], *, token_count: int, reusable_tokens: int,
     compute: ComputeRate, link: TierRate, tiers: Mapping[Tier, TierFacts], step_tokens: int, ways: frozenset[Way],
+    terms: Terms = ANY_TERMS,
 ) -> LoadFacts:  # fmt: skip
     """Return the facts of a prompt. ``stored``: its exact prefix as (token count, tier) runs. A tier that is missing in
     ``tiers`` gets the assumed rate of its kind."""
@@ -188,4 +196,5 @@ def prompt_facts(
         token_count=token_count, reusable_tokens=reusable_tokens, compute=compute, link=link, stocks=stocks,
         tiers=known, layer_count=spec.layer_count, unit_tokens=max(spec.chunk_tokens, step_tokens),
         piece_count=math.ceil(spec.chunk_tokens * token_bytes / PIECE_BYTES), step_tokens=step_tokens, ways=ways,
+        prices=BATCH_PRICES if terms.request_class is RequestClass.BATCH else Prices(), deadline_s=terms.deadline_s,
     )  # fmt: skip
