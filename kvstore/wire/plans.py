@@ -6,6 +6,8 @@ import math
 
 from kvstore.planning import RequestClass
 from kvstore.planning.loading import Candidate, ComputeRate, LoadPlan, Prefill, TierRate, Way
+from kvstore.planning.loading.outcome import PlanOutcome
+from kvstore.v1alpha import admin_pb2
 from kvstore.v1alpha import prefill_pb2 as pb
 
 MODE_NUMBERS = {"off": pb.PLANNING_MODE_OFF, "observe": pb.PLANNING_MODE_OBSERVE, "on": pb.PLANNING_MODE_ON}
@@ -88,6 +90,27 @@ def plan_from_message(message: pb.LoadPlan) -> LoadPlan:
         chosen, why = _candidate_from_message(given), message.why
     return LoadPlan(
         message.token_count, chosen, known, why, is_measured=message.is_measured, deadline_s=deadline_of(message)
+    )  # fmt: skip
+
+
+def outcome_to_message(fingerprint: bytes, step_tokens: int, outcome: PlanOutcome) -> admin_pb2.PlannedPrompt:
+    """Return an outcome as a message. ``fingerprint``: the model's."""
+    message = admin_pb2.PlannedPrompt(
+        fingerprint=fingerprint, step_tokens=step_tokens, mode=MODE_NUMBERS[outcome.mode],
+        plan=plan_to_message(outcome.plan), stored_token_count=outcome.stored_tokens, age_seconds=outcome.age_s,
+    )  # fmt: skip
+    if outcome.ttft_s is not None or outcome.is_given_up:
+        end = pb.EndPrefill(ttft_seconds=outcome.ttft_s, wait_seconds=outcome.wait_s, is_given_up=outcome.is_given_up)
+        message.end.MergeFrom(end)
+    return message
+
+
+def outcome_from_message(message: admin_pb2.PlannedPrompt) -> PlanOutcome:
+    """Return the outcome in a message. The receiver must check that its numbers are sound."""
+    end = message.end
+    return PlanOutcome(
+        plan_from_message(message.plan), MODES.get(message.mode, ""), message.stored_token_count,
+        end.ttft_seconds if message.HasField("end") else None, end.wait_seconds, end.is_given_up, message.age_seconds,
     )  # fmt: skip
 
 

@@ -15,13 +15,14 @@ from kvstore_client.gate.profiles import Profiles
 from kvstore_client.loading import patience
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.errors import InvalidRequest
+from kvstore.errors import DataLoss, InvalidRequest
 from kvstore.planning import Calibration, Pair, Point, Profile, Side
 from kvstore.planning.loading import Way
+from kvstore.planning.loading.outcome import PlanOutcome
 from kvstore.planning.loading.planner import OVERDUE
 from kvstore.planning.profile import Origin
 from kvstore.spec import Exactness, ModelSpec
-from kvstore.v1alpha import admin_pb2
+from kvstore.v1alpha import admin_pb2, prefill_pb2
 from tests.engines.test_planned_loads import cached, is_engine, is_link
 from tests.engines.test_transformers import STEP, prompt
 from tests.server.raw import eventually
@@ -176,3 +177,50 @@ def test_a_fetch_that_cannot_begin_leaves_nothing_held_at_the_sidecar(client: Cl
     with pytest.raises(ZeroDivisionError):
         answer(model, ids)
     eventually(lambda: client.stats().sessions.ticket_count + client.stats().sessions.stream_count == 0)
+
+
+def test_what_it_plans_and_what_came_of_it_is_told_and_compared_in_every_mode(sidecar: Sidecar) -> None:
+    with connect(sidecar.address, planning="observe") as client, connect(sidecar.socket_address) as operator:
+        model, ids = cached(client, seed=27), prompt(COUNT, 27)
+        before = dict(operator.stats().counters)
+        answer(model, ids)[1].wait_stored(10.0)
+        is_link(client, 100.0)
+        is_engine(client, model, 1e-6)
+        client.planner._told_s = -math.inf
+        _, report = answer(model, ids)
+        assert (report.plan.chosen.way, report.reused_token_count) == (Way.PREFILL, STORED)
+        session = operator.connect_now()
+
+        def listed() -> list[admin_pb2.PlanEntry]:
+            plans = session.call(session.admin.Plans, admin_pb2.PlansRequest(limit=2), 10.0).plans
+            return [each for each in plans if each.model_id == model.spec.model_id]
+
+        eventually(lambda: [each.stored_token_count for each in listed()] == [STORED, 0])
+        last, first = listed()
+        assert (last.state, last.mode) == ("done", prefill_pb2.PLANNING_MODE_OBSERVE)
+        assert last.end.ttft_seconds == pytest.approx(report.ttft_s)
+        assert last.began_seconds >= first.began_seconds
+        counts = operator.stats().counters
+        added = {name: counts[name] - before[name] for name in counts if name.startswith("plan")}
+        assert added["plans_compared"] == 1, "of the first prompt the engine's speed was not known"
+        assert added["plan_missed_milliseconds"] == added["plan_regret_milliseconds"], "a prefill was fastest"
+        assert added["plan_error_milliseconds"] > 1000
+
+
+def test_a_load_that_fails_is_told_as_given_up(client: Client) -> None:
+    model, ids = cached(client, seed=28), prompt(COUNT, 28)
+    answer(model, ids)[1].wait_stored(10.0)
+    is_link(client, 1e12)
+    is_engine(client, model, 1e-3)
+    told: list[PlanOutcome] = []
+    client.planner.planned = lambda _spec, _step, outcome: told.append(outcome)  # type: ignore[method-assign]
+    real = client.fetch_layers
+
+    def lost(*arguments: Any, **named: Any) -> Any:
+        stream = real(*arguments, **named)
+        stream.close()
+        raise DataLoss("a chunk is gone")
+
+    client.fetch_layers = lost  # type: ignore[method-assign]
+    answer(model, ids)
+    assert [(each.is_given_up, each.ttft_s) for each in told] == [(True, None)]

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvstore.planning import ANY_TERMS, Terms
 from kvstore.planning.loading import LoadPlan, Prefill
+from kvstore.planning.loading.outcome import PlanOutcome
 from kvstore.seams import Clock
 from kvstore.spec import Exactness, MissReason, ModelSpec
 from kvstore_client.client import Client
@@ -39,6 +40,8 @@ class PromptPlan:
         self.reason = MissReason.NONE
         self._match = Match(0, ())
         self._call: PrefillCall | None = None
+        self._untold: LoadPlan | None = None
+        self._made_s, self._step_tokens = client.planner.clock.monotonic(), step_tokens
         planner = client.planner
         if terms.is_overdue:
             self.plan = planner.plan(spec, self._match, len(tokens), most_tokens, step_tokens, terms=terms)
@@ -54,6 +57,7 @@ class PromptPlan:
             self.token_count, self.reason = 0, MissReason.UNAVAILABLE  # do not ask a sidecar again that did not answer
             return
         self.plan = planner.plan(spec, self._match, len(tokens), most_tokens, step_tokens, terms=terms)
+        self._untold = self.plan
         if self._mode == "on" and self._match:
             self.token_count = self.plan.chosen.load_stop
 
@@ -87,6 +91,10 @@ class PromptPlan:
             self.token_count = min(self.plan.chosen.load_stop, most_tokens)
 
     @property
+    def _loads(self) -> bool:
+        return self.token_count > 0 and bool(self._match)
+
+    @property
     def is_called(self) -> bool:
         """True when the sidecar hears of the outcome by ``ended``."""
         return self._call is not None
@@ -96,12 +104,23 @@ class PromptPlan:
         if self._call is not None:
             self._call.end(ttft_s, wait_s, is_given_up=False, computed=computed)
             self._call = None
+        self._tell(ttft_s, wait_s)
+
+    def _tell(self, ttft_s: float | None, wait_s: float, *, is_given_up: bool = False) -> None:
+        """Report the outcome of the client's own plan, once."""
+        plan, self._untold = self._untold, None
+        if plan is not None:
+            age_s = self._client.planner.clock.monotonic() - self._made_s
+            stored = self._match.prefix_token_count
+            outcome = PlanOutcome(plan, self._mode, stored, ttft_s, wait_s, is_given_up, age_s)
+            self._client.planner.planned(self._spec, self._step_tokens, outcome)
 
     def close(self) -> None:
         """Have the sidecar hold nothing for a plan without an outcome. Idempotent."""
         if self._call is not None:
             self._call.close()
             self._call = None
+        self._tell(None, 0.0, is_given_up=self._loads)
 
     @contextmanager
     def unless_it_fails(self) -> Iterator[None]:
