@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from kvstore.planning.loading.compute import ComputeRate
 from kvstore.planning.loading.operations import Operations
@@ -59,11 +60,15 @@ class Stock:
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """The first token of each run, and the end of the last run."""
-        return (0, *accumulate(run.token_count for run in self.runs))
+        return (0, *accumulate([run.token_count for run in self.runs]))
 
     @cached_property
     def tiers(self) -> tuple[Tier, ...]:
-        return tuple(dict.fromkeys(run.tier for run in self.runs))
+        found: list[Tier] = []
+        for run in self.runs:
+            if run.tier not in found:
+                found.append(run.tier)
+        return tuple(found)
 
     def bytes_of(self, tier: Tier, start: int, stop: int) -> float:
         """Return the number of bytes of tokens ``start .. stop`` that lie in a tier."""
@@ -85,21 +90,35 @@ class Stock:
         return {0: (0.0,) * len(self.tiers)}
 
     @cached_property
-    def _sums(self) -> tuple[tuple[float, ...], ...]:
-        sizes = [(run.tier, run.token_count * run.token_bytes) for run in self.runs]
-        return tuple(
-            (0.0, *accumulate([size if lies_in is tier else 0.0 for lies_in, size in sizes])) for tier in self.tiers
-        )
+    def _columns(self) -> tuple[_Column, ...]:
+        pairs = list(zip(self.starts, self.runs, strict=False))
+        return tuple(_Column.of([pair for pair in pairs if pair[1].tier is tier]) for tier in self.tiers)
 
     def _counted(self, token: int) -> tuple[float, ...]:
-        index = bisect_right(self.starts, token) - 1
-        if index >= len(self.runs):
-            return tuple(each[-1] for each in self._sums)
-        run, part = self.runs[index], (token - self.starts[index]) * self.runs[index].token_bytes
-        return tuple(
-            each[index] + part if tier is run.tier else each[index]
-            for tier, each in zip(self.tiers, self._sums, strict=True)
-        )
+        return tuple([column.bytes_until(token) for column in self._columns])
+
+
+class _Column(NamedTuple):
+    """The runs of one tier: the first token of each, and the bytes of all before it."""
+
+    starts: list[int]
+    sums: list[float]
+    runs: list[HeldRun]
+
+    @staticmethod
+    def of(pairs: list[tuple[int, HeldRun]]) -> _Column:
+        """Return the column of these runs, each with its first token, in order."""
+        runs = [run for _, run in pairs]
+        sums = list(accumulate([run.token_count * run.token_bytes for run in runs], initial=0.0))
+        return _Column([start for start, _ in pairs], sums, runs)
+
+    def bytes_until(self, token: int) -> float:
+        """Return the bytes of the tokens before ``token``."""
+        index = bisect_left(self.starts, token) - 1
+        if index < 0:
+            return 0.0
+        run, part = self.runs[index], token - self.starts[index]
+        return self.sums[index] + run.token_bytes * (part if part < run.token_count else run.token_count)
 
 
 @dataclass(frozen=True)
