@@ -6,7 +6,8 @@ Everything here is a frozen value or a pure function: no I/O, no clock, no torch
 imports and no others. ``facts`` holds the inputs, ``plan`` the result; ``decision`` makes the one from the other by way
 of ``offers``. ``setting`` says how much of a reused cache is computed again and what that costs (``Recompute.share``).
 ``profile`` holds the measured quality of settings for a pair of models, ``permit`` the setting that a profile allows
-for given specs. ``sender`` checks that two models can share caches at all. The package ``loading`` decides whether
+for given specs. ``sender`` checks that two models can share caches at all. ``terms`` holds a caller's conditions:
+quality, deadline, class. The package ``loading`` decides whether
 loading is faster than computing. ``order`` chooses which of many waiting contexts comes next.
 """
 
@@ -17,8 +18,10 @@ from kvstore.planning.plan import Plan, PlannedRun, StoredCache
 from kvstore.planning.profile import Calibration, Point, Profile, Side
 from kvstore.planning.sender import check_sender
 from kvstore.planning.setting import Recompute
+from kvstore.planning.terms import ANY_TERMS, RequestClass, Terms
 
 __all__ = [
+    "ANY_TERMS",
     "FLOOR",
     "Calibration",
     "Facts",
@@ -30,11 +33,13 @@ __all__ = [
     "Point",
     "Profile",
     "Recompute",
+    "RequestClass",
     "Ruling",
     "Side",
     "StoredCache",
     "StoredE",
     "StoredSegment",
+    "Terms",
     "check_sender",
     "decide",
 ]

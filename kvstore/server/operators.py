@@ -38,7 +38,7 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2
 from kvstore.wire import spec_to_message
 from kvstore.wire.limits import HOTTEST_MAX
-from kvstore.wire.plans import prefill_from_message
+from kvstore.wire.plans import outcome_from_message, prefill_from_message
 
 _log = logging.getLogger("kvstore.server")
 Rendered = TypeVar("Rendered", bound=Message)
@@ -72,6 +72,8 @@ class AdminService:
         for told in request.computed:
             for each in map(prefill_from_message, told.prefills):
                 self._prefills.engines.told(told.fingerprint, told.step_tokens, each)
+        for plan in request.planned:
+            self._prefills.told(plan.fingerprint, plan.step_tokens, outcome_from_message(plan))
         uptime = self._clock.monotonic() - self._started_s
         reply = render_stats(
             self._controller.stats(), self._controller.tenant, uptime, self._server_pid, descriptor_count()

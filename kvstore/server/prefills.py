@@ -11,16 +11,19 @@ from kvstore.controller import Controller, Session
 from kvstore.controller.prefills import PartialPrefills, PlannedPrefill, PlanRecord, PrefillEnd, PrefillRequest
 from kvstore.controller.prefills.engines import EngineRate
 from kvstore.errors import InvalidRequest
+from kvstore.planning import RequestClass, Terms
 from kvstore.server import render
 from kvstore.server.rpc import Context
 from kvstore.server.services import session_of
 from kvstore.v1alpha import admin_pb2, prefill_pb2
 from kvstore.wire.plans import (
+    CLASSES,
     MODE_NUMBERS,
     MODES,
     WAYS,
     compute_from_message,
     compute_to_message,
+    deadline_of,
     link_from_message,
     plan_to_message,
     prefill_from_message,
@@ -100,6 +103,10 @@ def parse_begin(message: prefill_pb2.BeginPrefill) -> PrefillRequest:
         mode=mode,
         compute=compute if compute is not None and compute.is_known and compute.is_sound else None,
         link=link if link is not None and link.is_sound else None,
+        terms=Terms(
+            deadline_s=deadline_of(message),
+            request_class=CLASSES.get(message.request_class, RequestClass.INTERACTIVE),
+        ),
     )
 
 

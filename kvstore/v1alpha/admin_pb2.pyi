@@ -18,11 +18,31 @@ class EnginePrefills(_message.Message):
     prefills: _containers.RepeatedCompositeFieldContainer[_prefill_pb2.MeasuredPrefill]
     def __init__(self, fingerprint: _Optional[bytes] = ..., step_tokens: _Optional[int] = ..., prefills: _Optional[_Iterable[_Union[_prefill_pb2.MeasuredPrefill, _Mapping]]] = ...) -> None: ...
 
+class PlannedPrompt(_message.Message):
+    __slots__ = ("fingerprint", "step_tokens", "mode", "plan", "stored_token_count", "end", "age_seconds")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    STORED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: bytes
+    step_tokens: int
+    mode: _prefill_pb2.PlanningMode
+    plan: _prefill_pb2.LoadPlan
+    stored_token_count: int
+    end: _prefill_pb2.EndPrefill
+    age_seconds: float
+    def __init__(self, fingerprint: _Optional[bytes] = ..., step_tokens: _Optional[int] = ..., mode: _Optional[_Union[_prefill_pb2.PlanningMode, str]] = ..., plan: _Optional[_Union[_prefill_pb2.LoadPlan, _Mapping]] = ..., stored_token_count: _Optional[int] = ..., end: _Optional[_Union[_prefill_pb2.EndPrefill, _Mapping]] = ..., age_seconds: _Optional[float] = ...) -> None: ...
+
 class StatsRequest(_message.Message):
-    __slots__ = ("computed",)
+    __slots__ = ("computed", "planned")
     COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    PLANNED_FIELD_NUMBER: _ClassVar[int]
     computed: _containers.RepeatedCompositeFieldContainer[EnginePrefills]
-    def __init__(self, computed: _Optional[_Iterable[_Union[EnginePrefills, _Mapping]]] = ...) -> None: ...
+    planned: _containers.RepeatedCompositeFieldContainer[PlannedPrompt]
+    def __init__(self, computed: _Optional[_Iterable[_Union[EnginePrefills, _Mapping]]] = ..., planned: _Optional[_Iterable[_Union[PlannedPrompt, _Mapping]]] = ...) -> None: ...
 
 class ArenaStats(_message.Message):
     __slots__ = ("capacity_bytes", "prefaulted_bytes", "used_bytes", "leased_bytes", "pinned_bytes", "region_count", "chunk_count", "reserved_bytes")

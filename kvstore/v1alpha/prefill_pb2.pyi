@@ -15,6 +15,12 @@ class PlanningMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PLANNING_MODE_OBSERVE: _ClassVar[PlanningMode]
     PLANNING_MODE_ON: _ClassVar[PlanningMode]
 
+class RequestClass(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REQUEST_CLASS_UNSPECIFIED: _ClassVar[RequestClass]
+    REQUEST_CLASS_INTERACTIVE: _ClassVar[RequestClass]
+    REQUEST_CLASS_BATCH: _ClassVar[RequestClass]
+
 class Way(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     WAY_UNSPECIFIED: _ClassVar[Way]
@@ -26,6 +32,9 @@ PLANNING_MODE_UNSPECIFIED: PlanningMode
 PLANNING_MODE_OFF: PlanningMode
 PLANNING_MODE_OBSERVE: PlanningMode
 PLANNING_MODE_ON: PlanningMode
+REQUEST_CLASS_UNSPECIFIED: RequestClass
+REQUEST_CLASS_INTERACTIVE: RequestClass
+REQUEST_CLASS_BATCH: RequestClass
 WAY_UNSPECIFIED: Way
 WAY_PREFILL: Way
 WAY_LOAD: Way
@@ -65,7 +74,7 @@ class LinkRate(_message.Message):
     def __init__(self, latency_seconds: _Optional[float] = ..., byte_seconds: _Optional[float] = ..., caution: _Optional[float] = ..., sample_count: _Optional[int] = ..., least_bytes: _Optional[int] = ...) -> None: ...
 
 class BeginPrefill(_message.Message):
-    __slots__ = ("query", "token_count", "reusable_token_count", "step_tokens", "ways", "mode", "compute", "link", "readers")
+    __slots__ = ("query", "token_count", "reusable_token_count", "step_tokens", "ways", "mode", "compute", "link", "readers", "deadline_seconds", "request_class")
     QUERY_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     REUSABLE_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +84,8 @@ class BeginPrefill(_message.Message):
     COMPUTE_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
     READERS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_CLASS_FIELD_NUMBER: _ClassVar[int]
     query: _cache_pb2.ChainQuery
     token_count: int
     reusable_token_count: int
@@ -84,7 +95,9 @@ class BeginPrefill(_message.Message):
     compute: ComputeRate
     link: LinkRate
     readers: int
-    def __init__(self, query: _Optional[_Union[_cache_pb2.ChainQuery, _Mapping]] = ..., token_count: _Optional[int] = ..., reusable_token_count: _Optional[int] = ..., step_tokens: _Optional[int] = ..., ways: _Optional[_Iterable[_Union[Way, str]]] = ..., mode: _Optional[_Union[PlanningMode, str]] = ..., compute: _Optional[_Union[ComputeRate, _Mapping]] = ..., link: _Optional[_Union[LinkRate, _Mapping]] = ..., readers: _Optional[int] = ...) -> None: ...
+    deadline_seconds: float
+    request_class: RequestClass
+    def __init__(self, query: _Optional[_Union[_cache_pb2.ChainQuery, _Mapping]] = ..., token_count: _Optional[int] = ..., reusable_token_count: _Optional[int] = ..., step_tokens: _Optional[int] = ..., ways: _Optional[_Iterable[_Union[Way, str]]] = ..., mode: _Optional[_Union[PlanningMode, str]] = ..., compute: _Optional[_Union[ComputeRate, _Mapping]] = ..., link: _Optional[_Union[LinkRate, _Mapping]] = ..., readers: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., request_class: _Optional[_Union[RequestClass, str]] = ...) -> None: ...
 
 class MeasuredPrefill(_message.Message):
     __slots__ = ("new_tokens", "context_tokens", "seconds", "passes")
@@ -147,18 +160,20 @@ class Candidate(_message.Message):
     def __init__(self, way: _Optional[_Union[Way, str]] = ..., form: _Optional[str] = ..., load_start: _Optional[int] = ..., load_stop: _Optional[int] = ..., ttft_seconds: _Optional[float] = ..., ttft_high_seconds: _Optional[float] = ..., front_seconds: _Optional[float] = ..., load_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., tier_seconds: _Optional[float] = ..., cost: _Optional[float] = ..., refused: _Optional[str] = ...) -> None: ...
 
 class LoadPlan(_message.Message):
-    __slots__ = ("token_count", "candidates", "chosen", "why", "is_measured")
+    __slots__ = ("token_count", "candidates", "chosen", "why", "is_measured", "deadline_seconds")
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
     IS_MEASURED_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     token_count: int
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
     chosen: int
     why: str
     is_measured: bool
-    def __init__(self, token_count: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., chosen: _Optional[int] = ..., why: _Optional[str] = ..., is_measured: _Optional[bool] = ...) -> None: ...
+    deadline_seconds: float
+    def __init__(self, token_count: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., chosen: _Optional[int] = ..., why: _Optional[str] = ..., is_measured: _Optional[bool] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
 
 class PartialPrefillResponse(_message.Message):
     __slots__ = ("found", "plan", "chunk_first", "chunk_count")

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
+from kvstore.planning import RequestClass
 from kvstore.planning.loading import Candidate, ComputeRate, LoadPlan, Prefill, TierRate, Way
+from kvstore.planning.loading.outcome import PlanOutcome
+from kvstore.v1alpha import admin_pb2
 from kvstore.v1alpha import prefill_pb2 as pb
 
 MODE_NUMBERS = {"off": pb.PLANNING_MODE_OFF, "observe": pb.PLANNING_MODE_OBSERVE, "on": pb.PLANNING_MODE_ON}
 WAY_NUMBERS = {
     Way.PREFILL: pb.WAY_PREFILL, Way.LOAD: pb.WAY_LOAD, Way.FIRST: pb.WAY_FIRST, Way.MEET: pb.WAY_MEET
 }  # fmt: skip
+CLASS_NUMBERS = {
+    RequestClass.INTERACTIVE: pb.REQUEST_CLASS_INTERACTIVE, RequestClass.BATCH: pb.REQUEST_CLASS_BATCH
+}  # fmt: skip
+CLASSES = {number: each for each, number in CLASS_NUMBERS.items()}
+"""The wire's number -> the class. Of a class that is missing, somebody waits."""
 MODES = {pb.PLANNING_MODE_UNSPECIFIED: "off", **{number: mode for mode, number in MODE_NUMBERS.items()}}
 WAYS = {number: way for way, number in WAY_NUMBERS.items()}
 """The wire's number -> the way. Ways that only a later release knows are missing."""
@@ -65,6 +75,7 @@ def plan_to_message(plan: LoadPlan) -> pb.LoadPlan:
     return pb.LoadPlan(
         token_count=plan.token_count, candidates=map(_candidate_to_message, candidates),
         chosen=candidates.index(plan.chosen), why=plan.why, is_measured=plan.is_measured,
+        deadline_seconds=plan.deadline_s if math.isfinite(plan.deadline_s) else None,
     )  # fmt: skip
 
 
@@ -73,12 +84,40 @@ def plan_from_message(message: pb.LoadPlan) -> LoadPlan:
     known = tuple(_candidate_from_message(each) for each in message.candidates if each.way in WAYS)
     if not known or known[0].way is not Way.PREFILL:
         known = (_PREFILL, *known)
-    chosen = next(iter(message.candidates[message.chosen :]), None)
-    if chosen is None or chosen.way not in WAYS:
-        return LoadPlan(message.token_count, known[0], known, UNKNOWN_WAY, is_measured=message.is_measured)
+    given = next(iter(message.candidates[message.chosen :]), None)
+    chosen, why = known[0], UNKNOWN_WAY
+    if given is not None and given.way in WAYS:
+        chosen, why = _candidate_from_message(given), message.why
     return LoadPlan(
-        message.token_count, _candidate_from_message(chosen), known, message.why, is_measured=message.is_measured
-    )
+        message.token_count, chosen, known, why, is_measured=message.is_measured, deadline_s=deadline_of(message)
+    )  # fmt: skip
+
+
+def outcome_to_message(fingerprint: bytes, step_tokens: int, outcome: PlanOutcome) -> admin_pb2.PlannedPrompt:
+    """Return an outcome as a message. ``fingerprint``: the model's."""
+    message = admin_pb2.PlannedPrompt(
+        fingerprint=fingerprint, step_tokens=step_tokens, mode=MODE_NUMBERS[outcome.mode],
+        plan=plan_to_message(outcome.plan), stored_token_count=outcome.stored_tokens, age_seconds=outcome.age_s,
+    )  # fmt: skip
+    if outcome.ttft_s is not None or outcome.is_given_up:
+        end = pb.EndPrefill(ttft_seconds=outcome.ttft_s, wait_seconds=outcome.wait_s, is_given_up=outcome.is_given_up)
+        message.end.MergeFrom(end)
+    return message
+
+
+def outcome_from_message(message: admin_pb2.PlannedPrompt) -> PlanOutcome:
+    """Return the outcome in a message. The receiver must check that its numbers are sound."""
+    end = message.end
+    return PlanOutcome(
+        plan_from_message(message.plan), MODES.get(message.mode, ""), message.stored_token_count,
+        end.ttft_seconds if message.HasField("end") else None, end.wait_seconds, end.is_given_up, message.age_seconds,
+    )  # fmt: skip
+
+
+def deadline_of(message: pb.LoadPlan | pb.BeginPrefill) -> float:
+    """Return the deadline in a message, in seconds; infinite where there is none, or no number."""
+    given = message.deadline_seconds if message.HasField("deadline_seconds") else math.inf
+    return math.inf if math.isnan(given) else given
 
 
 def _candidate_to_message(each: Candidate) -> pb.Candidate:

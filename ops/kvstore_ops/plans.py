@@ -16,6 +16,7 @@ from rich.text import Text
 
 from kvstore.errors import InvalidRequest
 from kvstore.planning.loading import LoadPlan, Way
+from kvstore.planning.loading.outcome import carried_out, judged
 from kvstore.v1alpha import admin_pb2
 from kvstore.wire.plans import MODES, plan_from_message
 from kvstore_ops.door import door_of
@@ -94,24 +95,25 @@ def whole(entry: admin_pb2.PlanEntry) -> Group:
 
 
 def summary(found: Sequence[admin_pb2.PlanEntry]) -> str:
-    """Return the median error of plans and the time that they saved, over plans of measured engines that were carried
-    out and ended. Who only observes loads all that is stored, whatever was planned."""
-    pairs = []
-    for each in found:
-        plan = plan_from_message(each.plan) if each.HasField("plan") else None
-        if plan is None or not plan.is_measured or not each.HasField("end") or each.state != "done":
-            continue
-        if MODES.get(each.mode) == "on" or plan.chosen.way is Way.LOAD:
-            pairs.append((plan, each.end.ttft_seconds))
-    if not pairs:
-        return "None of them was planned with a known engine, carried out and ended: nothing to compare."
-    off = median(abs(took_s - plan.chosen.ttft_s) / took_s for plan, took_s in pairs if took_s)
-    loads = [(plan, took_s) for plan, took_s in pairs if plan.chosen.way is not Way.PREFILL]
-    saved_s = sum(plan.prefill.ttft_s - took_s for plan, took_s in loads)
-    return (
-        f"{len(pairs)} compared: half were off by {off:.0%} or less; the {len(loads)} that loaded something "
-        f"saved {saved_s:,.2f} s to first tokens"
+    """Return the median error of plans, the time that they saved, and how much later first tokens came than the fastest
+    way was planned to, over plans of measured engines that ended. Who only observes loads all that is stored: compared
+    is then the plan of that."""
+    ended = [each for each in found if each.HasField("plan") and each.HasField("end") and each.state == "done"]
+    plans = [(plan_from_message(each.plan), MODES.get(each.mode, "off"), each.end.ttft_seconds) for each in ended]
+    compared = [(plan, mode, told) for plan, mode, took in plans if (told := judged(plan, mode, took)) is not None]
+    if not compared:
+        return "None of them was planned with a known engine, and ended: nothing to compare."
+    off = median(told.error_s / told.took_s for _, _, told in compared)
+    loads = [(plan, told) for plan, mode, told in compared if carried_out(plan, mode).way is not Way.PREFILL]
+    saved_s = sum(plan.prefill.ttft_s - told.took_s for plan, told in loads)
+    regret_s = sum(told.regret_s for _, _, told in compared)
+    said = (
+        f"{len(compared)} compared: half were off by {off:.0%} or less; the {len(loads)} that loaded something "
+        f"saved {saved_s:,.2f} s to first tokens; in all these came {regret_s:,.2f} s later than the fastest ways were "
+        "planned to"
     )
+    missed_s = sum(told.missed_s for _, _, told in compared)
+    return said + f"; with planning on, {missed_s:,.2f} s less" * (missed_s > 0)
 
 
 def _planned(plan: LoadPlan | None) -> str:

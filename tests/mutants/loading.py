@@ -34,6 +34,14 @@ T_TOLD = "tests/server/test_rates.py"
 
 MUTANTS = [
     Mutant(
+        "any-plan-that-is-told-is-kept",
+        "kvstore/controller/prefills/prefills.py",
+        "outcome.mode in MODES and is_sound_plan(outcome.plan) and 0.0 <= outcome.age_s <= SECONDS_MAX",
+        "True",
+        "one client's NaN makes every look at the last plans fail",
+        ("tests/e2e/test_told_plans.py::test_a_plan_with_numbers_that_none_has_is_left_out",),
+    ),
+    Mutant(
         "documents-wait-for-a-calls-deadline",
         PREFILL,
         "                self._plain_s(plan) if plan.runs else 0.0,\n",
@@ -52,7 +60,7 @@ MUTANTS = [
     Mutant(
         "a-way-that-nobody-knows-is-loaded",
         INQUIRY,
-        'if planner.mode == "on" and plan is not None and plan.chosen.way is Way.PREFILL:\n',
+        'if mode == "on" and plan is not None and plan.chosen.way is Way.PREFILL:\n',
         "if False:\n",
         "chunks that a later release holds for a way of its own are loaded as if they began the prompt",
         (f"{T_CALL}::test_a_chosen_way_that_only_a_later_release_knows_means_compute",),

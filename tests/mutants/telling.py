@@ -183,8 +183,8 @@ MUTANTS = [
     Mutant(
         "check-of-another-profile",
         GATE,
-        "            if state is None or state.watch is None or state.ruling.digest != permit.profile:\n",
-        "            if state is None or state.watch is None:\n",
+        "            if state is None or watched is None or state.digest != permit.profile:\n",
+        "            if state is None or watched is None:\n",
         "a new profile is switched off for what was answered by the old one",
         (f"{T_GATE}::test_wrong_answers_of_an_old_profile_say_nothing_of_a_new_one",),
     ),

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.planning.loading import LoadPlan
+from kvstore.planning import RequestClass, Terms
 from kvstore.seams import Clock, SystemClock, WorkerThreads
 from kvstore.seams.jobs import begun, failure_of
 from kvstore.spec import Durability, MissReason, ModelSpec, Tier
@@ -30,8 +30,10 @@ from kvstore_client.client import Client
 from kvstore_client.engines.transformers_documents import chat_frame, remember
 from kvstore_client.engines.transformers_hidden import PromptE
 from kvstore_client.engines.transformers_layers import Arrivals, CacheLayer, cache_of
+from kvstore_client.engines.transformers_mended import Documents, documents_in, mended
 from kvstore_client.engines.transformers_options import why_left
 from kvstore_client.engines.transformers_planning import PromptPlan, Stopwatch
+from kvstore_client.engines.transformers_report import Generated, Report
 from kvstore_client.engines.transformers_runner import TransformersRunner
 from kvstore_client.engines.transformers_spec import check_spec, followed, is_of
 from kvstore_client.loading.patience import Patience, prior_s, with_budget
@@ -45,47 +47,6 @@ _log = logging.getLogger("kvstore.client")
 ROOM_TOKENS_MAX = 4096
 """The most new tokens that a generation reserves memory for at the start: many callers set a limit that no answer
 reaches. Beyond it the cache's memory grows by halves."""
-
-
-@dataclass
-class Report:
-    """The account of a generation: the source and times of its first token. Seconds are of the monotonic clock."""
-
-    token_count: int = 0
-    reused_token_count: int = 0
-    tier: Tier = Tier.NONE
-    reason: MissReason = MissReason.NONE
-    fetched_bytes: int = 0
-    lookup_s: float = 0.0
-    """From the call to the sidecar's answer, which says what is stored, and where."""
-    fetch_s: float = 0.0
-    """From that answer until the last layer had landed; overlaps with the prefill."""
-    prefill_s: float = 0.0
-    """From that answer to the first token."""
-    ttft_s: float = 0.0
-    total_s: float = 0.0
-    bypassed: str = ""
-    """The reason why the cache was not used at all; empty when it was."""
-    plan: LoadPlan | None = field(default=None, repr=False)
-    """The client's planner's plan for the prompt; None while planning is off."""
-    receipt: Receipt | None = field(default=None, repr=False)
-
-    @property
-    def fetch_bytes_per_s(self) -> float:
-        return self.fetched_bytes / self.fetch_s if self.fetch_s else 0.0
-
-    def wait_stored(self, timeout_s: float | None = None) -> Durability:
-        """Wait for the background store; NONE when there was nothing to store or it failed."""
-        return self.receipt.wait(timeout_s) if self.receipt else Durability.NONE
-
-
-@dataclass
-class Generated:
-    """The result of a generation: ``sequences``, as transformers' generate returns them (or its output object), and the
-    report."""
-
-    sequences: Any
-    report: Report
 
 
 @dataclass(frozen=True)
@@ -184,17 +145,29 @@ class CachedModel:
             self._whose = _Whose.of(self.model, spec)
 
     @torch.inference_mode()
-    def generate(self, input_ids: torch.Tensor, **options: Any) -> Generated:
+    def generate(
+        self, input_ids: torch.Tensor, *, quality: float | None = None, deadline_ms: float | None = None,
+        deterministic: bool = False, request_class: str = RequestClass.INTERACTIVE, preamble: GivenTokens = (),
+        **options: Any,
+    ) -> Generated:  # fmt: skip
         """Call transformers' ``generate``; fetch the prompt's cache where it is stored, and store it where it is
-        not."""
+        not.
+
+        ``quality``: below 1, documents that ``remember`` kept (behind this ``preamble``) are reused, too, and mended by
+        the cheapest setting whose profile keeps that share of a full prefill's quality. ``deadline_ms``: from now, for
+        the first token: plans prefer ways that keep it, and after it nothing is loaded. ``deterministic``: reuse only
+        what is exact, and plan by nothing that was measured. ``request_class``: "batch" where nobody waits.
+        Raises: InvalidRequest for one of these out of its range, before anything is computed."""
         started_s = self._clock.monotonic()
+        terms = Terms.of(quality, deadline_ms, deterministic, request_class)
         bypassed = self._why_not(input_ids, options)
         if bypassed:
             report = Report(token_count=_length(input_ids), bypassed=bypassed)
             first = _FirstToken(lambda: self._stamp(report, started_s))
             sequences = self._generate(input_ids, options, first)
         else:
-            report, sequences = self._cached(input_ids, options, started_s)
+            report, sequences = self._cached(input_ids, options, started_s, terms, preamble)
+        report.deadline_s = terms.deadline_s
         report.total_s = self._clock.monotonic() - started_s
         return Generated(sequences, report)
 
@@ -217,63 +190,78 @@ class CachedModel:
         report.ttft_s = self._clock.monotonic() - started_s
         report.prefill_s = report.ttft_s - report.lookup_s
 
-    def _cached(self, input_ids: torch.Tensor, options: dict[str, Any], started_s: float) -> tuple[Report, Any]:
+    def _cached(
+        self, input_ids: torch.Tensor, options: dict[str, Any], started_s: float, terms: Terms, preamble: GivenTokens
+    ) -> tuple[Report, Any]:  # fmt: skip
         tokens, whose = input_ids[0].cpu().numpy(), self._whose
+        documents = documents_in(self.client, whose.spec, tokens, terms, preamble)
         try:
-            return self._attempt(whose, input_ids, tokens, options, started_s, may_reuse=True)
+            if documents:
+                return self._mended(whose, input_ids, tokens, options, started_s, documents, preamble)
+            return self._attempt(whose, input_ids, tokens, options, started_s, terms)
         except KVStoreError as error:
             # Announced bytes did not come: the cache is incomplete, so compute all of it.
             _log.warning("kvstore: %s; recomputing the prompt", error.message)
-            return self._attempt(whose, input_ids, tokens, options, started_s, may_reuse=False)
+            return self._attempt(whose, input_ids, tokens, options, started_s, None)
+
+    def _mended(
+        self, whose: _Whose, input_ids: torch.Tensor, tokens: Any, options: dict[str, Any], started_s: float,
+        documents: Documents, preamble: GivenTokens,
+    ) -> tuple[Report, Any]:  # fmt: skip
+        """Generate over documents that were stored. What is computed behind them is not kept."""
+        runner = whose.runner or TransformersRunner(self.model, spec=whose.spec)
+        report, cache = mended(self.client, runner, tokens, documents, preamble)
+        first = _FirstToken(lambda: self._stamp(report, started_s))
+        return report, self._generate(input_ids, options, first, past_key_values=cache)
 
     def _attempt(
-        self,
-        whose: _Whose,
-        input_ids: torch.Tensor,
-        tokens: Any,
-        options: dict[str, Any],
-        started_s: float,
-        *,
-        may_reuse: bool,
-    ) -> tuple[Report, Any]:
+        self, whose: _Whose, input_ids: torch.Tensor, tokens: Any, options: dict[str, Any], started_s: float,
+        terms: Terms | None,
+    ) -> tuple[Report, Any]:  # fmt: skip
+        """``terms`` None: nothing is reused."""
         count = int(input_ids.shape[1])
         last_step = (count - 1) // self.step_tokens * self.step_tokens
-        arrivals = Arrivals()
+        arrivals = Arrivals(self._clock)
         layers = self._layers(whose.spec, count + self._new_token_count(options, count), arrivals)
         report = Report(token_count=count)
         prompt_e = PromptE(whose.runner, self._whole(count)) if whose.runner else None
         reused, planned = 0, None
         unmeasured_s = prior_s(whose.spec, count, self.model.device.type)
         watch = Stopwatch(self.client, whose.spec, self.step_tokens, self._clock)
-        if may_reuse and last_step:
+        if terms is not None and last_step:
             prefill_s = self.client.planner.prefill_s(whose.spec, count, self.step_tokens) or unmeasured_s
             late_s = started_s + with_budget(prefill_s)
             left_s = late_s - self._clock.monotonic()
-            planned = PromptPlan(self.client, whose.spec, tokens, last_step, self.step_tokens, left_s)
+            terms = terms.after(self._clock.monotonic() - started_s)
+            planned = PromptPlan(self.client, whose.spec, tokens, last_step, self.step_tokens, terms, left_s)
             report.reason = planned.reason
             report.plan, wanted = planned.plan, tokens[: planned.token_count]
-            reused = self._reuse(planned, wanted, layers, prompt_e, arrivals, report, started_s, late_s)
+            with planned.unless_it_fails():
+                reused = self._reuse(planned, wanted, layers, prompt_e, arrivals, report, started_s, late_s)
         cache = DynamicCache(config=self.model.config)
         cache.layers = layers
 
         def first_token() -> None:
             self._stamp(report, started_s)
-            watch.ended(count)
+            told = planned is not None and planned.is_called
+            computed = watch.ended(count, is_told=told)
             arrivals.finish()
             patience.end()
+            if planned is not None:
+                planned.ended(report.ttft_s, arrivals.blocked_s, computed)
             report.receipt = self._keep(whose.spec, tokens, layers, prompt_e, reused)
             if planned is not None and planned.plan is not None:
                 begun(self._background, planned.probe)
 
         patience = Patience(
-            self.client,
-            report.plan,
-            started_s,
-            lambda: arrivals.is_blocked,
-            arrivals.give_up,
+            self.client, report.plan, started_s, lambda: arrivals.is_blocked, arrivals.give_up,
             unmeasured_s if reused else 0.0,
-        )
-        with patience, prompt_e.captured(cache) if prompt_e else nullcontext():
+        )  # fmt: skip
+        with (
+            closing(planned) if planned else nullcontext(),
+            patience,
+            prompt_e.captured(cache) if prompt_e else nullcontext(),
+        ):
             for start in range(reused, last_step, self.step_tokens):
                 watch.computes(start, waits=arrivals.is_waiting)
                 self.model.base_model(

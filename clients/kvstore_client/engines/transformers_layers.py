@@ -10,6 +10,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvstore.errors import InvalidRequest
+from kvstore.seams import Clock
 from kvstore_client.derived import exactness_of, is_derived, remember
 from kvstore_client.fetch.stream import LayerStream
 
@@ -91,7 +92,8 @@ def _check_planes(kv: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 class Arrivals:
     """Hands layers to the forward pass in order, pulling the stream only as far as the layer that asks."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._stream: Iterator[Any] | None = None
         self._next = 0
         self.on_layer: Callable[[int], None] = lambda _: None
@@ -100,6 +102,8 @@ class Arrivals:
         """Ends the wait for layers that have not landed. Any thread may call it."""
         self.is_blocked = False
         """True while the engine waits for a layer."""
+        self.blocked_s = 0.0
+        """Seconds for which it has waited so far."""
 
     def attach(self, stream: LayerStream) -> None:
         self._stream = iter(stream)
@@ -111,11 +115,12 @@ class Arrivals:
 
     def until(self, layer: int) -> None:
         while self._stream is not None and self._next <= layer:
-            self.is_blocked = True
+            self.is_blocked, since_s = True, self._clock.monotonic()
             try:
                 item = next(self._stream, None)
             finally:
                 self.is_blocked = False
+                self.blocked_s += self._clock.monotonic() - since_s
             if item is None:
                 self._end()
                 return

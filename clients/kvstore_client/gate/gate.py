@@ -16,12 +16,12 @@ import logging
 import os
 import threading
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
-from kvstore.planning import FLOOR, Pair, Permit, Ruling
+from kvstore.planning import FLOOR, Pair, Permit, Profile, Recompute, Ruling
 from kvstore.planning.permit import INVALID, PROVENANCE
 from kvstore.planning.profile import AGAIN, Origin
 from kvstore.spec import ModelSpec
@@ -35,16 +35,45 @@ _log = logging.getLogger("kvstore.client")
 CHECK_EVERY = 32
 
 
+PERMITS_KEPT = 64
+"""The most permits of one pair that are remembered: callers name their own floors."""
+
+
+@dataclass
+class _Watched:
+    """One setting in use. ``until_check``: lossy requests before the next check."""
+
+    watch: DriftWatch
+    until_check: int = 0
+
+
 @dataclass
 class _State:
-    """The state of a pair while its files stay unchanged. ``permits``: the permits given so far, by specs.
-    ``until_check``: lossy requests before the next check."""
+    """The state of a pair while its files stay unchanged. ``reason``: why nothing is permitted, whatever the floor;
+    else empty. ``watched``: the settings in use, which follow from floors. ``permits``: those given so far."""
 
     stamp: tuple[object, ...]
-    ruling: Ruling
-    watch: DriftWatch | None = None
-    until_check: int = 0
-    permits: dict[tuple[ModelSpec, ModelSpec | None], Permit] = field(default_factory=dict)
+    profile: Profile | None = None
+    digest: str = ""
+    reason: str = ""
+    watched: dict[Recompute, _Watched] = field(default_factory=dict)
+    permits: dict[tuple[ModelSpec, ModelSpec | None, float], Permit] = field(default_factory=dict)
+
+    def permit(self, pair: Pair, receiver: ModelSpec, sender: ModelSpec | None, floor: float) -> Permit:
+        """Return the permit for these specs at a floor."""
+        key = receiver, sender, floor
+        if key in self.permits:
+            return self.permits[key]
+        if len(self.permits) >= PERMITS_KEPT:
+            self.permits.clear()
+        profile, ruling = self.profile, Ruling(pair, reason=self.reason)
+        if not self.reason:
+            ruling = Ruling.of(pair, profile, floor)
+        if profile is not None and ruling.point is not None:
+            watch = DriftWatch(ruling.point.misled, profile.calibration.answers)
+            self.watched.setdefault(ruling.point.setting, _Watched(watch))
+        self.permits[key] = ruling.permit(receiver, sender)
+        return self.permits[key]
 
 
 DRIFT_COUNTERS = ("drift_checks", "drift_misled", "lossy_switched_off")
@@ -77,29 +106,29 @@ class Gate:
         self._pid, self._lock = os.getpid(), threading.Lock()
 
     def permit(
-        self, receiver: ModelSpec, sender: ModelSpec | None, reuse: str, provenance: Origin | None = None
-    ) -> Permit:
+        self, receiver: ModelSpec, sender: ModelSpec | None, reuse: str, provenance: Origin | None = None, *,
+        floor: float | None = None,
+    ) -> Permit:  # fmt: skip
         """Return a permit that says if and how ``receiver`` may reuse these caches. Reads the profile when its file has
-        changed; else it costs two stat calls. ``provenance``: by default the one that the reuse implies."""
+        changed; else it costs two stat calls. ``provenance``: by default the one that the reuse implies. ``floor``:
+        this request's; None: the gate's."""
         pair = Pair.of(receiver, sender, reuse, provenance or PROVENANCE.get(reuse, Origin.IN_CONTEXT))
         with self._locked():
             state, stamp = self._states.get(pair), self._profiles.stamp(pair)
             if state is None or state.stamp != stamp:
                 state = self._states[pair] = self._opened(pair, stamp)
-            if (receiver, sender) not in state.permits:
-                state.permits[receiver, sender] = state.ruling.permit(receiver, sender)
-            return state.permits[receiver, sender]
+            return state.permit(pair, receiver, sender, self.floor if floor is None else floor)
 
     def is_due(self, permit: Permit) -> bool:
         """Return True when a request under this permit is to be checked. Ask once per request."""
         with self._locked():
-            state = self._states.get(permit.pair)
-            if state is None or state.watch is None:
+            watched = self._watched(permit)
+            if watched is None:
                 return False
-            if state.until_check and not state.watch.is_suspicious:
-                state.until_check -= 1
+            if watched.until_check and not watched.watch.is_suspicious:
+                watched.until_check -= 1
                 return False
-            state.until_check = self.check_every - 1
+            watched.until_check = self.check_every - 1
             return True
 
     def checked(self, permit: Permit, full: torch.Tensor, lossy: torch.Tensor) -> str:
@@ -109,46 +138,50 @@ class Gate:
         with self._locked():
             self.counters["drift_checks"] += 1
             self.counters["drift_misled"] += wrong
-            state = self._states.get(permit.pair)
-            if state is None or state.watch is None or state.ruling.digest != permit.profile:
+            state, watched = self._states.get(permit.pair), self._watched(permit)
+            if state is None or watched is None or state.digest != permit.profile:
                 return "checked against a full prefill, which is the answer"
-            state.watch.add(wrong)
-            if state.watch.has_drifted:
-                return self._switch_off(permit.pair, state)
+            watched.watch.add(wrong)
+            if watched.watch.has_drifted:
+                return self._switch_off(permit.pair, state, watched.watch)
         found = "misled" if wrong else "agreed"
         return f"checked against a full prefill, which is the answer: lossy reuse {found}"
+
+    def _watched(self, permit: Permit) -> _Watched | None:
+        """Return the watch over the permit's setting; None where nothing is reused by it any more."""
+        state = self._states.get(permit.pair)
+        return None if state is None or permit.setting is None else state.watched.get(permit.setting)
 
     def _opened(self, pair: Pair, stamp: tuple[object, ...]) -> _State:
         """Read the files, and return the state that follows from them."""
         try:
             profile = self._profiles.read(pair)
-            off = profile and (self._off.get(profile.digest) or self._profiles.switched_off(pair, profile))
-            ruling = Ruling.of(pair, profile, self.floor, off or "")
+            digest = "" if profile is None else profile.digest
+            off = profile and (self._off.get(digest) or self._profiles.switched_off(pair, profile))
+            Ruling.of(pair, profile, self.floor, off or "")  # raises for a profile of another reuse
         except KVStoreError as error:
             reason, before = INVALID.format(error.message), self._states.get(pair)
-            if before is None or before.ruling.reason != reason:
+            if before is None or before.reason != reason:
                 _log.warning("kvstore: no lossy reuse: %s", error.message)
             # A file that cannot be read now, for lack of a descriptor perhaps, is read again for the next permit.
-            return _State(() if isinstance(error, Unavailable) else stamp, Ruling(pair, reason=reason))
-        if ruling.point is None or profile is None:
-            return _State(stamp, ruling)
-        return _State(stamp, ruling, DriftWatch(ruling.point.misled, profile.calibration.answers))
+            return _State(() if isinstance(error, Unavailable) else stamp, reason=reason)
+        return _State(stamp, profile, digest, off or "")
 
-    def _switch_off(self, pair: Pair, state: _State) -> str:
-        assert state.watch is not None
-        assert state.ruling.profile is not None
-        reason = self._off[state.ruling.digest] = (
-            f"lossy reuse was switched off: {state.watch.misled} of {state.watch.checks} checked answers misled, "
+    def _switch_off(self, pair: Pair, state: _State, watch: DriftWatch) -> str:
+        assert state.profile is not None
+        reason = self._off[state.digest] = (
+            f"lossy reuse was switched off: {watch.misled} of {watch.checks} checked answers misled, "
             f"more than the profile has it; {AGAIN}"
         )
         self.counters["lossy_switched_off"] += 1
         _log.error("kvstore: %s (%s)", reason, self._profiles.path(pair))
         try:
-            self._profiles.switch_off(pair, state.ruling.profile, reason)
+            self._profiles.switch_off(pair, state.profile, reason)
         except KVStoreError as error:
             _log.warning("kvstore: other processes are not told: %s", error.message)
         # The files are read again for the next permit: there may be another profile by now.
-        state.ruling, state.watch = replace(state.ruling, point=None, reason=reason), None
+        state.reason = reason
+        state.watched.clear()
         state.permits.clear()
         return reason
 

@@ -3,6 +3,7 @@ Afterwards the client tells how the plan went."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -12,10 +13,12 @@ from typing import Any, NamedTuple, Self
 import grpc
 
 from kvstore.errors import DeadlineExceeded, Internal, KVStoreError, Unavailable
+from kvstore.planning import ANY_TERMS, Terms
 from kvstore.planning.loading import ComputeRate, Prefill, TierRate, Way
 from kvstore.seams.scheduler import start_thread
 from kvstore.v1alpha import prefill_pb2 as pb
 from kvstore.wire.plans import (
+    CLASS_NUMBERS,
     MODE_NUMBERS,
     WAY_NUMBERS,
     compute_to_message,
@@ -36,13 +39,15 @@ CALL_S_MAX = 3600.0
 
 class Asked(NamedTuple):
     """The request for a partial prefill. ``reusable_tokens``: tokens from there on are computed in any case; ``ways``:
-    the plans that the engine can carry out; ``readers``: number of fetches by the plan's ticket."""
+    the plans that the engine can carry out; ``readers``: number of fetches by the plan's ticket; ``terms``: the
+    caller's deadline, from now on, and class."""
 
     reusable_tokens: int
     step_tokens: int
     ways: Iterable[Way]
     mode: str
     readers: int = 1
+    terms: Terms = ANY_TERMS
 
 
 class PrefillCall:
@@ -159,6 +164,9 @@ def begin(
         ways=[WAY_NUMBERS[way] for way in asked.ways if way in WAY_NUMBERS],
         mode=MODE_NUMBERS[asked.mode], readers=asked.readers,
     )  # fmt: skip
+    message.request_class = CLASS_NUMBERS[asked.terms.request_class]
+    if math.isfinite(asked.terms.deadline_s):
+        message.deadline_seconds = asked.terms.deadline_s
     if rate.is_known:
         message.compute.MergeFrom(compute_to_message(rate))
     if link is not None:

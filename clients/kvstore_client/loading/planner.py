@@ -6,11 +6,13 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import fingerprint
+from kvstore.planning import ANY_TERMS, Terms
 from kvstore.planning.loading import (
     ASSUMED,
     BusyTime,
@@ -27,11 +29,12 @@ from kvstore.planning.loading import (
     plan_loading,
 )
 from kvstore.planning.loading.facts import IN_MEMORY, prompt_facts, slowest_tiers
+from kvstore.planning.loading.outcome import PlanOutcome
 from kvstore.planning.loading.rates import SLOWEST, is_probe_due
 from kvstore.seams.scheduler import start_thread
 from kvstore.spec import ChunkState, ModelSpec, Tier
 from kvstore.v1alpha import admin_pb2
-from kvstore.wire.plans import compute_from_message, prefill_to_message
+from kvstore.wire.plans import compute_from_message, outcome_to_message, prefill_to_message
 from kvstore_client.connection import Miss
 from kvstore_client.context import Context
 from kvstore_client.fetch.wanted import Wanted
@@ -85,6 +88,7 @@ class Planner:
         self._probed_s: dict[Tier, float] = {}
         self._engines: dict[tuple[bytes, int], ComputeRate] = {}
         self._untold: dict[tuple[ModelSpec, int], list[Prefill]] = {}
+        self._outcomes: list[tuple[ModelSpec, int, PlanOutcome, float]] = []
         self._told_s = context.clock.monotonic()
 
     @property
@@ -96,6 +100,11 @@ class Planner:
         if mode not in MODES:
             raise InvalidRequest(f"the planner's mode {mode!r:.40} must be one of {', '.join(MODES)}")
         self._mode = mode
+
+    def mode_under(self, terms: Terms) -> str:
+        """Return the mode for a request under these terms: nothing is planned for one that may not depend on
+        measurements."""
+        return "off" if terms.is_deterministic else self._mode
 
     # ------------------------------------------------------------ what is measured
 
@@ -144,34 +153,57 @@ class Planner:
             self._untold[key] = [*self._untold.pop(key, ()), prefill][-TOLD_MAX:]
             while len(self._untold) > TOLD_ENGINES_MAX:
                 del self._untold[next(iter(self._untold))]
+        self._tell_soon()
+
+    def planned(self, spec: ModelSpec, step_tokens: int, outcome: PlanOutcome) -> None:
+        """Have the sidecar hear within a while of a plan that it did not make, and of what came of it."""
+        with self._lock:
+            made_s = self.clock.monotonic() - outcome.age_s
+            self._outcomes = [*self._outcomes, (spec, step_tokens, outcome, made_s)][-TOLD_MAX:]
+        self._tell_soon()
+
+    def _tell_soon(self) -> None:
+        """Begin a report, if it is time for one."""
+        with self._lock:
             now = self.clock.monotonic()
             if now - self._told_s < TOLD_S_MIN:
                 return
             self._told_s, untold, self._untold = now, self._untold, {}
+            outcomes, self._outcomes = self._outcomes, []
         with suppress(KVStoreError):  # no thread can be had: the next report is another one
-            start_thread(partial(self._tell, untold), "kvstore-told")
+            start_thread(partial(self._tell, untold, outcomes), "kvstore-told")
 
-    def _tell(self, untold: Mapping[tuple[ModelSpec, int], Sequence[Prefill]]) -> None:
-        """Report prefills to the sidecar, for other engines and for the next start. Blocks; never raises."""
+    def _tell(
+        self, untold: Mapping[tuple[ModelSpec, int], Sequence[Prefill]],
+        outcomes: Iterable[tuple[ModelSpec, int, PlanOutcome, float]],
+    ) -> None:  # fmt: skip
+        """Report prefills to the sidecar, for other engines and for the next start, and plans, for operators. Blocks;
+        never raises."""
         with suppress(KVStoreError), self._context.or_miss():
             request = admin_pb2.StatsRequest()
+            for spec, step_tokens, outcome, made_s in outcomes:
+                session, name = self._context.ready(spec)
+                age_s = self.clock.monotonic() - made_s
+                request.planned.append(outcome_to_message(name, step_tokens, replace(outcome, age_s=age_s)))
             for (spec, step_tokens), done in untold.items():
                 session, name = self._context.ready(spec)
                 request.computed.add(
                     fingerprint=name, step_tokens=step_tokens, prefills=map(prefill_to_message, done)
                 )  # fmt: skip
+            session = self._context.connection.session()
             session.call(session.admin.Stats, request, self.timeout_s)
 
     # ------------------------------------------------------------ plans
 
     def plan(
         self, spec: ModelSpec, match: Match, token_count: int, reusable_tokens: int, step_tokens: int,
-        ways: frozenset[Way] = ENGINE_WAYS,
+        ways: frozenset[Way] = ENGINE_WAYS, terms: Terms = ANY_TERMS,
     ) -> LoadPlan:  # fmt: skip
         """Return the plan for a prompt of ``token_count`` tokens. ``match``: what is stored of it; tokens from
-        ``reusable_tokens`` on are computed in any case. Asks the sidecar for the rates of the tiers that have the
+        ``reusable_tokens`` on are computed in any case. ``terms``: the caller's deadline and class.
+        Asks the sidecar for the rates of the tiers that have the
         prompt, at most once a second."""
-        return plan_loading(self.facts(spec, match, token_count, reusable_tokens, step_tokens, ways))
+        return plan_loading(self.facts(spec, match, token_count, reusable_tokens, step_tokens, ways, terms))
 
     def prefill_s(self, spec: ModelSpec, token_count: int, step_tokens: int) -> float:
         """Return the seconds of a plain prefill; 0: none was measured."""
@@ -197,7 +229,7 @@ class Planner:
 
     def facts(
         self, spec: ModelSpec, match: Match, token_count: int, reusable_tokens: int, step_tokens: int,
-        ways: frozenset[Way],
+        ways: frozenset[Way], terms: Terms = ANY_TERMS,
     ) -> LoadFacts:  # fmt: skip
         """Return the facts that ``plan`` uses, for callers that change some of them."""
         stored = list(_stored(match))
@@ -211,7 +243,7 @@ class Planner:
             link, tiers = self._link.rate or ASSUMED[Tier.DRAM], dict(self._tiers)
         return prompt_facts(
             spec, stored, token_count=token_count, reusable_tokens=reusable_tokens, compute=compute, link=link,
-            tiers=tiers, step_tokens=step_tokens, ways=ways,
+            tiers=tiers, step_tokens=step_tokens, ways=ways, terms=terms,
         )  # fmt: skip
 
     def probe(

@@ -88,14 +88,15 @@ def _planned(client: Client, request: Request, held: Held) -> _Own:
 def _by_call(client: Client, request: Request, held: Held) -> _Own | None:
     """Return the prefix by the sidecar's plan; None: it makes none. While it is gone nothing is stored."""
     planner, spec, step = client.planner, request.runner.spec, request.runner.spec.chunk_tokens
+    mode = planner.mode_under(request.terms)
     prompt = Prompt.of(spec, request.tokens, request.extras, Exactness.EXACT)
     with planner.or_miss() as miss:
-        asked = Asked(request.reusable_token_count, 0, _ways(spec), planner.mode)
+        asked = Asked(request.reusable_token_count, 0, _ways(spec), mode, terms=request.terms)
         held.call = planner.begin(prompt, asked)
         if held.call is None:
             return None
         plan = held.call.plan
-        if planner.mode == "on" and plan is not None and plan.chosen.way is Way.PREFILL:
+        if mode == "on" and plan is not None and plan.chosen.way is Way.PREFILL:
             chunks = chunk_matches(held.call.answer.found.runs, step, 0, prompt.token_count)
             return _Own(Match(0, chunks), plan)  # the call's end releases whatever the sidecar holds
         match = planner.found(prompt, held.call)
@@ -118,13 +119,13 @@ def _ways(spec: ModelSpec) -> frozenset[Way]:
 def _worth_loading(client: Client, request: Request, held: Held) -> _Own:
     """Return the prefix by this client's plan; all of it where planning is off."""
     planner, spec, tokens = client.planner, request.runner.spec, request.tokens
-    match = _lookup(client, request, spec, held)
-    if planner.mode == "off" or not match or request.extras:
+    match, mode = _lookup(client, request, spec, held), planner.mode_under(request.terms)
+    if mode == "off" or not match or request.extras:
         return _Own(match)
-    plan = planner.plan(spec, match, int(tokens.size), request.reusable_token_count, 0)
+    plan = planner.plan(spec, match, int(tokens.size), request.reusable_token_count, 0, terms=request.terms)
     whole = min(match.prefix_token_count, request.reusable_token_count) // spec.chunk_tokens * spec.chunk_tokens
     stop = plan.chosen.load_stop
-    if planner.mode == "observe" or stop >= whole:
+    if mode == "observe" or stop >= whole:
         return _Own(match, plan)
     return _Own(_cut(client, request, held, match, stop), plan)
 
@@ -167,5 +168,8 @@ def _permits(client: Client, request: Request, sender: ModelSpec | None, *reuses
         return ()
     behind = Origin.PREAMBLE if request.preamble.size else None
     return tuple(
-        client.gate.permit(request.runner.spec, sender, reuse, behind if reuse in ALONE else None) for reuse in reuses
+        client.gate.permit(
+            request.runner.spec, sender, reuse, behind if reuse in ALONE else None, floor=request.terms.quality
+        )
+        for reuse in reuses
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Extra, Tokens
-from kvstore.planning import Recompute, check_sender
+from kvstore.planning import ANY_TERMS, Recompute, Terms, check_sender
 from kvstore.spec import Exactness, ModelSpec
 from kvstore_client.prompt import Prompt, preamble_tokens
 from kvstore_client.recompute.runner import ModelRunner
@@ -27,11 +27,13 @@ class Request:
     extras: tuple[Extra, ...]
     logit_count: int
     preamble: Tokens
+    terms: Terms = ANY_TERMS
 
     @staticmethod
     def of(
         runner: ModelRunner, tokens: Any, segments: Sequence[Any] | None, senders: Sequence[ModelSpec],
         setting: Recompute | None, extras: Sequence[Extra], logit_count: int, preamble: Any = (),
+        terms: Terms = ANY_TERMS,
     ) -> Request:  # fmt: skip
         """Check the arguments and return the request. Raises: InvalidRequest naming the argument, and the field in
         which a sender differs."""
@@ -51,7 +53,7 @@ class Request:
         # The model's own cache is no sender's: it is looked up, and fetched, once.
         others = tuple(sender for sender in dict.fromkeys(senders) if sender != runner.spec)
         before = preamble_tokens(preamble, runner.spec)
-        return Request(runner, known, segments, others, setting, tuple(extras), logit_count, before)
+        return Request(runner, known, segments, others, setting, tuple(extras), logit_count, before, terms)
 
     @property
     def reusable_token_count(self) -> int:

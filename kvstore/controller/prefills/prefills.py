@@ -11,14 +11,13 @@ from kvstore.controller.prefills.engines import Engines
 from kvstore.controller.prefills.records import MODES, PlanRecord, PlanState, PrefillEnd, Records
 from kvstore.controller.values import ChainQuery, LookupResult
 from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.planning import ANY_TERMS, Terms
 from kvstore.planning.loading import ASSUMED, ComputeRate, LoadFacts, LoadPlan, TierFacts, TierRate, Way, plan_loading
 from kvstore.planning.loading.compute import TOKENS_MAX, Prefill
 from kvstore.planning.loading.facts import prompt_facts, slowest_tiers
+from kvstore.planning.loading.outcome import SECONDS_MAX, PlanOutcome, is_sound_plan, judged
 from kvstore.seams import Deadline
 from kvstore.spec import ChunkState, ModelSpec, Tier
-
-SECONDS_MAX = 3600.0
-"""No partial prefill lasts longer: a client's report of a longer one is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,8 @@ class PrefillRequest:
 
     ``query``: the prompt's whole chunks. ``readers``: number of fetches by the plan's ticket, one per tensor-parallel
     rank. ``step_tokens``: tokens of one forward pass; 0: all at once. ``ways``: ways to load that the engine supports
-    besides plain prefill. ``compute`` and ``link``: rates that the client measured; None: it measured none."""
+    besides plain prefill. ``compute`` and ``link``: rates that the client measured; None: it measured none.
+    ``terms``: the caller's deadline and class."""
 
     query: ChainQuery
     token_count: int
@@ -38,6 +38,7 @@ class PrefillRequest:
     mode: str = "off"
     compute: ComputeRate | None = None
     link: TierRate | None = None
+    terms: Terms = ANY_TERMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class PartialPrefills:
             spec, _stored(found, spec.chunk_tokens), token_count=request.token_count,
             reusable_tokens=request.reusable_tokens, compute=request.compute or known,
             link=request.link or ASSUMED[Tier.DRAM], tiers=slowest_tiers(tiers), step_tokens=request.step_tokens,
-            ways=ways,
+            ways=ways, terms=request.terms,
         )  # fmt: skip
 
     def _here(self, query: ChainQuery, found: LookupResult) -> int:
@@ -175,6 +176,26 @@ class PartialPrefills:
         held = self._lookups.held(part, request.readers)
         return first, stop - first, found._replace(ticket=held.ticket, ticket_s=held.ticket_s)
 
+    def told(self, fingerprint: bytes, step_tokens: int, outcome: PlanOutcome) -> None:
+        """Record the plan of an engine that plans by itself. One of a model that is not registered here, or with
+        numbers that no plan has, is ignored."""
+        is_sound = outcome.mode in MODES and is_sound_plan(outcome.plan) and 0.0 <= outcome.age_s <= SECONDS_MAX
+        if fingerprint not in self._parts.catalog.models or step_tokens > TOKENS_MAX or not is_sound:
+            return
+        record = PlanRecord(
+            self._records.number(), self._parts.clock.wall() - outcome.age_s, fingerprint,
+            self._parts.catalog.model(fingerprint).spec.model_id, step_tokens, outcome.mode, outcome.plan,
+            outcome.stored_tokens, PlanState.GIVEN_UP if outcome.is_given_up else PlanState.PLANNED,
+        )  # fmt: skip
+        self._records.keep(record)
+        self._parts.counters.add("partial_prefills")
+        end = PrefillEnd(outcome.ttft_s or 0.0, outcome.wait_s, outcome.is_given_up)
+        if outcome.ttft_s is not None and not outcome.is_given_up:
+            if not (0 <= end.ttft_s <= SECONDS_MAX and 0 <= end.wait_s <= SECONDS_MAX):
+                return
+            record.state, record.end = PlanState.DONE, end
+        self._count(record, end)
+
     def _count(self, record: PlanRecord, end: PrefillEnd) -> None:
         add, plan = self._parts.counters.add, record.plan
         if end.is_given_up:
@@ -183,8 +204,18 @@ class PartialPrefills:
         if plan is None or plan.prefill.ttft_s > SECONDS_MAX:
             return  # the client's rates are of no engine
         saved_s = plan.prefill.ttft_s - end.ttft_s
-        if plan.is_measured and plan.loaded_tokens and saved_s > 0:
+        if plan.is_measured and plan.loaded_tokens and saved_s > 0 and record.end is not None:
             add("partial_prefill_saved_milliseconds", int(saved_s * 1e3))
+        found = judged(plan, record.mode, end.ttft_s)
+        if found is None:
+            return
+        add("plans_compared")
+        add("plans_within_15_percent", int(found.is_within(0.15)))
+        add("plans_within_50_percent", int(found.is_within(0.5)))
+        add("plan_error_milliseconds", round(found.error_s * 1e3))
+        add("plan_foretold_milliseconds", round(found.planned_s * 1e3))
+        add("plan_regret_milliseconds", round(found.regret_s * 1e3))
+        add("plan_missed_milliseconds", round(found.missed_s * 1e3))
 
 
 def _is_possible(computed: Prefill, token_count: int, took_s: float) -> bool:

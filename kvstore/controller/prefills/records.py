@@ -21,6 +21,8 @@ class PlanState(StrEnum):
     DONE = "done"
     GIVEN_UP = "given up"
     """The load took too long or was lost, and the engine computed those tokens."""
+    PLANNED = "planned"
+    """An engine planned it by itself, and told nothing of its end."""
     GONE = "gone"
     """The client dropped it, or died, without reporting measurements."""
 

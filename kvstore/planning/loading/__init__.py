@@ -7,7 +7,7 @@ Frozen values and pure functions, as all of planning: client, service, command, 
 ``rates`` learns from moves how long a tier takes for bytes, ``compute`` learns from prefills how long a model takes for
 tokens, and both give a confidence. ``savings`` gives the compute time that fetched tokens saved. ``operations`` counts
 the arithmetic of a spec's layers. ``facts`` holds the inputs of a plan, ``timeline`` the times of one candidate,
-``candidates`` lists the candidates, ``planner`` chooses.
+``candidates`` lists the candidates, ``planner`` chooses, ``outcome`` compares a plan with what it took.
 ``papers`` has the controllers that were published, unchanged, to be measured against. ``simulator`` runs requests
 over tiers of any speed in virtual time.
 

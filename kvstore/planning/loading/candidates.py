@@ -34,10 +34,7 @@ def candidates_of(facts: LoadFacts) -> Iterator[Candidate]:
         first = pattern.sure(first, usable)
         if first < usable:
             yield pattern.candidate(Way.FIRST, 0, first)
-        meets = [(pattern.front(stop), stop) for stop in pattern.boundaries(usable)]
-        unit = facts.unit_tokens
-        around = [(max(0, stop - unit), min(usable, stop + unit)) for stop in pattern.boundaries(usable)]
-        front, stop = pattern.refined([*meets, *around, (0, first)], usable, may_meet=True)
+        front, stop = pattern.refined(pattern.meetings(first, usable), usable, may_meet=True)
         if front:
             yield pattern.candidate(Way.MEET, front, stop)
     if facts.blend is not None:
@@ -156,7 +153,7 @@ class _Pattern:
         """The tokens at which runs begin, in whole units and ascending, but for the first run. Kept because a long
         prefix may have thousands of runs, and a search asks several times."""
         unit = self.facts.unit_tokens
-        return [each for each in dict.fromkeys(start // unit * unit for start in self.stock.starts[1:]) if each]
+        return [each for each in dict.fromkeys([start // unit * unit for start in self.stock.starts[1:]]) if each]
 
     def stops(self, usable: int) -> list[int]:
         """Return the stops to try for a load of the first tokens: the boundaries, and the crossing at which the load
@@ -178,6 +175,19 @@ class _Pattern:
             return first
         safe = [stop for stop in self.boundaries(usable) if self.ttft_s(0, stop, is_high=True) <= self._prefill_s]
         return min(safe, key=lambda stop: self._timed_s((0, stop)), default=first)
+
+    def meetings(self, first: int, usable: int) -> list[tuple[int, int]]:
+        """Return the stretches to try for a load that begins in the middle: the load of the ``first`` tokens, a stretch
+        around each boundary, and the best one that ends there. Tokens behind a stop are computed in any case: a
+        boundary of which that alone takes longer than the best stretch so far is left out."""
+        unit, boundaries = self.facts.unit_tokens, self.boundaries(usable)
+        found = [(0, first), *((max(0, stop - unit), min(usable, stop + unit)) for stop in boundaries)]
+        best_s = min(map(self._timed_s, found))
+        for stop in reversed(boundaries):
+            if self._least_s(0, stop) < best_s:
+                found.append((self.front(stop), stop))
+                best_s = min(best_s, self._timed_s(found[-1]))
+        return found
 
     def front(self, stop: int) -> int:
         """Return the best front of a load that ends at ``stop``: the token at which computing everything before it, and
@@ -203,6 +213,10 @@ class _Pattern:
             found = self._known[stretch] = self.ttft_s(*stretch)
         return found
 
+    def _least_s(self, front: int, stop: int) -> float:
+        """Return seconds that no load of this stretch can beat, however fast: what is computed in any case."""
+        return self._computed_s(front, 0) + self._computed_s(self.facts.token_count - stop, stop)
+
     def refined(self, stretches: list[tuple[int, int]], usable: int, *, may_meet: bool) -> tuple[int, int]:
         """Return the fastest of these stretches after a local search: its ends are moved by steps that shrink to one
         unit as soon as no move is faster."""
@@ -215,8 +229,8 @@ class _Pattern:
             front, stop = best
             fronts = (front - step, front, front + step) if may_meet else (front,)
             near = [(start, end) for start in fronts for end in (stop - step, stop, stop + step)]
-            near = [each for each in near if 0 <= each[0] < each[1] <= usable]
-            found_s, found = min((self._timed_s(each), each) for each in near)
+            near = [each for each in near if 0 <= each[0] < each[1] <= usable and self._least_s(*each) < best_s]
+            found_s, found = min(((self._timed_s(each), each) for each in near), default=(best_s, best))
             if found_s < best_s:
                 best_s, best = found_s, found
             else:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from kvstore.planning.loading.compute import ComputeRate
 from kvstore.planning.loading.operations import Operations
 from kvstore.planning.loading.rates import ASSUMED, SLOWEST, TierRate
 from kvstore.planning.loading.timeline import Way
 from kvstore.planning.setting import Recompute
+from kvstore.planning.terms import ANY_TERMS, RequestClass, Terms
 from kvstore.spec import ModelSpec, Tier
 
 IN_MEMORY = (Tier.DRAM, Tier.HBM)
@@ -58,11 +60,15 @@ class Stock:
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """The first token of each run, and the end of the last run."""
-        return (0, *accumulate(run.token_count for run in self.runs))
+        return (0, *accumulate([run.token_count for run in self.runs]))
 
     @cached_property
     def tiers(self) -> tuple[Tier, ...]:
-        return tuple(dict.fromkeys(run.tier for run in self.runs))
+        found: list[Tier] = []
+        for run in self.runs:
+            if run.tier not in found:
+                found.append(run.tier)
+        return tuple(found)
 
     def bytes_of(self, tier: Tier, start: int, stop: int) -> float:
         """Return the number of bytes of tokens ``start .. stop`` that lie in a tier."""
@@ -84,21 +90,35 @@ class Stock:
         return {0: (0.0,) * len(self.tiers)}
 
     @cached_property
-    def _sums(self) -> tuple[tuple[float, ...], ...]:
-        sizes = [(run.tier, run.token_count * run.token_bytes) for run in self.runs]
-        return tuple(
-            (0.0, *accumulate([size if lies_in is tier else 0.0 for lies_in, size in sizes])) for tier in self.tiers
-        )
+    def _columns(self) -> tuple[_Column, ...]:
+        pairs = list(zip(self.starts, self.runs, strict=False))
+        return tuple(_Column.of([pair for pair in pairs if pair[1].tier is tier]) for tier in self.tiers)
 
     def _counted(self, token: int) -> tuple[float, ...]:
-        index = bisect_right(self.starts, token) - 1
-        if index >= len(self.runs):
-            return tuple(each[-1] for each in self._sums)
-        run, part = self.runs[index], (token - self.starts[index]) * self.runs[index].token_bytes
-        return tuple(
-            each[index] + part if tier is run.tier else each[index]
-            for tier, each in zip(self.tiers, self._sums, strict=True)
-        )
+        return tuple([column.bytes_until(token) for column in self._columns])
+
+
+class _Column(NamedTuple):
+    """The runs of one tier: the first token of each, and the bytes of all before it."""
+
+    starts: list[int]
+    sums: list[float]
+    runs: list[HeldRun]
+
+    @staticmethod
+    def of(pairs: list[tuple[int, HeldRun]]) -> _Column:
+        """Return the column of these runs, each with its first token, in order."""
+        runs = [run for _, run in pairs]
+        sums = list(accumulate([run.token_count * run.token_bytes for run in runs], initial=0.0))
+        return _Column([start for start, _ in pairs], sums, runs)
+
+    def bytes_until(self, token: int) -> float:
+        """Return the bytes of the tokens before ``token``."""
+        index = bisect_left(self.starts, token) - 1
+        if index < 0:
+            return 0.0
+        run, part = self.runs[index], token - self.starts[index]
+        return self.sums[index] + run.token_bytes * (part if part < run.token_count else run.token_count)
 
 
 @dataclass(frozen=True)
@@ -137,6 +157,10 @@ class Prices:
     tier: float = 0.0
 
 
+BATCH_PRICES = Prices(compute=1.0)
+"""The prices of requests that nobody waits for."""
+
+
 @dataclass(frozen=True)
 class LoadFacts:
     """One prompt of ``token_count`` tokens, of which those from ``reusable_tokens`` on are computed in any case.
@@ -144,6 +168,7 @@ class LoadFacts:
     ``stocks``: the stored part of its exact prefix, in each form. ``tiers``: the tiers below memory. ``link``: the way
     from memory to the engine, by copies or a network; all bytes take it. ``step_tokens``: rows of one forward pass, 0:
     all at once. ``unit_tokens``: loads begin and end at multiples of it. ``ways``: the ways that the engine supports.
+    ``deadline_s``: seconds within which the first token is wanted.
     """
 
     token_count: int
@@ -159,6 +184,7 @@ class LoadFacts:
     blend: Blend | None = None
     ways: frozenset[Way] = frozenset(Way)
     prices: Prices = Prices()
+    deadline_s: float = math.inf
 
     @cached_property
     def pieces(self) -> int:
@@ -173,6 +199,7 @@ class LoadFacts:
 def prompt_facts(
     spec: ModelSpec, stored: Iterable[tuple[int, Tier]], *, token_count: int, reusable_tokens: int,
     compute: ComputeRate, link: TierRate, tiers: Mapping[Tier, TierFacts], step_tokens: int, ways: frozenset[Way],
+    terms: Terms = ANY_TERMS,
 ) -> LoadFacts:  # fmt: skip
     """Return the facts of a prompt. ``stored``: its exact prefix as (token count, tier) runs. A tier that is missing in
     ``tiers`` gets the assumed rate of its kind."""
@@ -188,4 +215,5 @@ def prompt_facts(
         token_count=token_count, reusable_tokens=reusable_tokens, compute=compute, link=link, stocks=stocks,
         tiers=known, layer_count=spec.layer_count, unit_tokens=max(spec.chunk_tokens, step_tokens),
         piece_count=math.ceil(spec.chunk_tokens * token_bytes / PIECE_BYTES), step_tokens=step_tokens, ways=ways,
+        prices=BATCH_PRICES if terms.request_class is RequestClass.BATCH else Prices(), deadline_s=terms.deadline_s,
     )  # fmt: skip

@@ -28,6 +28,7 @@ from kvstore.planning.loading import (
     Way,
     plan_loading,
 )  # fmt: skip
+from kvstore.planning.loading.outcome import PlanOutcome
 from kvstore.simulated import ManualClock
 from kvstore.spec import Tier
 from tests.engines.vllm.engine import BLOCK, SPEC, Engine, blocks_of, matched, request, scheduled
@@ -335,6 +336,38 @@ def test_once_in_a_while_it_says_what_came_of_it(
         engine.clock.advance(61.0)
     assert "planning is observe: prefill 2; by what was measured, first tokens come 2.0" in caplog.text
     assert caplog.text.count("planning is") == 1
+    engine.close()
+
+
+def test_the_sidecar_hears_of_its_plans_and_of_what_came_of_them(sidecar: Sidecar, stored: Any) -> None:
+    """Behind others the time to the first token is the queue's, and a load that failed brings no time."""
+    engine = Planned(sidecar.address, "on")
+    engine.is_link(1e9)
+    engine.is_computing(100.0)
+    told: list[PlanOutcome] = []
+    engine.planner.planned = lambda _spec, _step, outcome: told.append(outcome)  # type: ignore[method-assign]
+    for name in ("a", "b", "c"):
+        request_of, blocks = asked(name, stored[0]), blocks_of(COUNT)
+        if name == "b":
+            engine.scheduler._waiting.add("another")
+        count, _ = matched(engine.scheduler, request_of, 0)
+        engine.scheduler._waiting.discard("another")
+        engine.scheduler.allocated(request_of, blocks, count)
+        engine.clock.advance(0.25)
+        if name == "c":
+            engine.scheduler.received(SimpleNamespace(invalid_block_ids=blocks, finished_recving=[name]))
+            continue
+        engine.scheduler.step(scheduled(name, blocks, count, 1))
+        engine.clock.advance(0.25)
+        engine.scheduler.received(SimpleNamespace(invalid_block_ids=None, finished_recving=None))
+        assert len(told) == "ab".index(name), "its last token was not computed"
+        engine.scheduler.step(scheduled(name, [], count + 1, COUNT - count - 1, is_new=False))
+        engine.scheduler.received(SimpleNamespace(invalid_block_ids=None, finished_recving=None))
+    assert [(each.plan.chosen.way, each.stored_tokens, each.ttft_s, each.is_given_up) for each in told] == [
+        (Way.LOAD, 88, 0.5, False), (Way.LOAD, 88, None, False), (Way.LOAD, 88, None, True)
+    ]  # fmt: skip
+    engine.scheduler.finished("a")
+    assert len(told) == 3, "each is told once"
     engine.close()
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvstore.keys import Extra
 from kvstore.planning.loading import HeldRun, LoadFacts, LoadPlan, Prefill, Prices, Stock, Way, plan_loading
+from kvstore.planning.loading.outcome import PlanOutcome
 from kvstore.seams import Clock
 from kvstore.spec import ModelSpec, Tier
 from kvstore_client.client import Client
@@ -39,12 +40,15 @@ _log = logging.getLogger("kvstore.vllm")
 @dataclass(frozen=True)
 class Decision:
     """The decision for one waiting prompt, of which vLLM had the first ``computed`` tokens. ``facts`` and ``plan`` are
-    of the tokens behind these. ``stop``: the end of the tokens to load; 0: load none."""
+    of the tokens behind these. ``stop``: the end of the tokens to load; 0: load none. ``waiting``: the number of other
+    waiting requests; ``made_s``: the monotonic clock's time."""
 
     computed: int
     facts: LoadFacts
     plan: LoadPlan
     stop: int
+    waiting: int = 0
+    made_s: float = 0.0
 
     @property
     def give_up_s(self) -> float:
@@ -78,6 +82,7 @@ class RequestPlanner:
         self._begun_s = deque[float](maxlen=STEPS_MAX + 1)
         self._took_s = deque[float](maxlen=STEPS_SEEN)
         self._loading: dict[str, tuple[float, int]] = {}
+        self._planned: dict[str, Decision] = {}
         self._told_s = clock.monotonic()
         self._saved_s = 0.0
         self.counts = Counter[str]()
@@ -106,7 +111,7 @@ class RequestPlanner:
         stop = whole
         if plan.chosen.way is not Way.LOAD and plan.is_measured:
             stop = (computed + plan.chosen.load_stop) // chunk * chunk if plan.loaded_tokens else 0
-        decision = Decision(computed, facts, plan, stop)
+        decision = Decision(computed, facts, plan, stop, waiting, self._clock.monotonic())
         self._count(plan)
         _log.info(
             "kvstore: %d of %d stored tokens %s: %s", stop, whole,
@@ -169,14 +174,32 @@ class RequestPlanner:
             begun_s, byte_count = self._loading.pop(name, (now, 0))
             has_failed, least_s = failed(name), max(0.0, heard_s - begun_s)
             self.counts["failed"] += has_failed
+            if has_failed:
+                self._tell(name, None, is_given_up=True)
             if byte_count and has_failed:
                 self._client.planner.late(byte_count, least_s)
             elif byte_count:
                 self._client.planner.landed_between(byte_count, least_s, now - begun_s)
 
+    def follow(self, request_id: str, decision: Decision) -> None:
+        """Measure the request's time from its decision to the first token."""
+        self._planned[request_id] = decision
+
     def forget(self, request_id: str) -> None:
-        """Drop the load of a request that is gone."""
+        """Drop the load, and the plan, of a request that is gone."""
         self._loading.pop(request_id, None)
+        self._tell(request_id, None)
+
+    def _tell(self, request_id: str, ttft_s: float | None, *, is_given_up: bool = False) -> None:
+        """Report a request's plan, once. Behind other requests its time is the queue's, and not the plan's."""
+        decision = self._planned.pop(request_id, None)
+        if decision is None:
+            return
+        age_s = self._clock.monotonic() - decision.made_s
+        took_s = None if decision.waiting else ttft_s
+        stored = sum(stock.token_count for stock in decision.facts.stocks[:1])
+        told = PlanOutcome(decision.plan, self.mode, stored, took_s, is_given_up=is_given_up, age_s=age_s)
+        self._client.planner.planned(self._spec, self._step_tokens, told)
 
     # ------------------------------------------------------------ what steps take
 
@@ -196,6 +219,10 @@ class RequestPlanner:
         done, now = self._steps.popleft(), self._clock.monotonic()
         took_s, self._ended_s = now - max(done.begun_s, self._ended_s), now
         self._took_s.append(took_s)
+        for name, stop in done.stops.items():
+            planned = self._planned.get(name)
+            if planned is not None and stop >= planned.computed + planned.facts.token_count:
+                self._tell(name, now - planned.made_s)
         if done.is_measured and done.has_prefill:
             prefill = Prefill(done.new_tokens, done.context_tokens, took_s)
             self._client.planner.computed(self._spec, self._step_tokens, prefill)
@@ -203,13 +230,15 @@ class RequestPlanner:
 
 @dataclass(frozen=True)
 class _Running:
-    """A step in flight: ``new_tokens`` of all its requests, each behind ``context_tokens`` on average."""
+    """A step in flight: ``new_tokens`` of all its requests, each behind ``context_tokens`` on average. ``stops``: the
+    tokens of each request that are computed when it ends."""
 
     begun_s: float
     new_tokens: int
     context_tokens: int
     has_prefill: bool
     is_measured: bool
+    stops: Mapping[str, int]
 
     @staticmethod
     def of(output: Any, now: float, *, is_measured: bool) -> _Running:
@@ -221,7 +250,8 @@ class _Running:
         pairs = sum(count * (contexts.get(name, 0) + count / 2) for name, count in counts.items())
         context = max(0, round(pairs / total - total / 2)) if total else 0
         has_prefill = any(count > 1 for count in counts.values())
-        return _Running(now, total, context, has_prefill, is_measured)
+        stops = {name: contexts.get(name, 0) + count for name, count in counts.items()}
+        return _Running(now, total, context, has_prefill, is_measured, stops)
 
 
 def behind(facts: LoadFacts, computed: int) -> LoadFacts:

@@ -231,6 +231,8 @@ class SchedulerSide:
         if found is None:
             self._forget(str(request.request_id))  # it goes on without an answer
             return
+        if found.decision is not None:
+            self._planner.follow(str(request.request_id), found.decision)
         self._tracked[str(request.request_id)].block_ids = list(block_ids)
         if not external or found.match.ticket is None:
             self._release(found)
