@@ -315,6 +315,7 @@ def check_tree(root: Path = ROOT) -> list[Finding]:
     """Return all findings in the repository."""
     found: list[Finding] = []
     service: dict[str, str] = {}
+    client: dict[str, str] = {}
     for top in ("kvstore", "clients", "kernels", "ops", "tests"):
         for file in sorted((root / top).rglob("*.py")):
             path = file.relative_to(root).as_posix()
@@ -323,7 +324,10 @@ def check_tree(root: Path = ROOT) -> list[Finding]:
                 found += check_source(path, text)
                 if path.startswith("kvstore/"):
                     service[path] = text
-    return found + shared_names(service) + [Finding(*each) for each in broken_rules(service)]
+                elif path.startswith("clients/"):
+                    client[path] = text
+    broken = [Finding(*each) for sources in (service, client) for each in broken_rules(sources)]
+    return found + shared_names(service) + broken
 
 
 def main() -> int:

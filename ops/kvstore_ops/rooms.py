@@ -1,5 +1,5 @@
-"""House rules on packages that need all files of the service at once: no import circles, no use of the private names of
-another package.
+"""House rules on packages that need all files of the service, or of the client, at once: no import circles, no use of
+the private names of another package.
 
 ``sources`` are the texts of Python files by their path in the repository, as in "kvstore/arena/arena.py".
 """
@@ -35,7 +35,7 @@ def _circles(sources: Mapping[str, str], trees: Mapping[str, ast.Module]) -> Ite
 
 
 def _module_of(path: str) -> str:
-    parts = Path(path).with_suffix("").parts
+    parts = Path(path.removeprefix("clients/")).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 

@@ -122,6 +122,10 @@ CIRCLES = {
         "kvstore/b/y.py": "def f():\n    from kvstore.c import z\n",
         "kvstore/c/z.py": "from kvstore.a import X\n",
     },
+    "the client": {
+        "clients/kvstore_client/a.py": "from kvstore_client.b.c import C\n",
+        "clients/kvstore_client/b/c.py": "from kvstore_client.a import A\n",
+    },
     "a file of its own room's front": {
         "kvstore/a/__init__.py": "from kvstore.a.x import X\n",
         "kvstore/a/x.py": "from kvstore.a import X\n",

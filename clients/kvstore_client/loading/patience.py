@@ -8,16 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import Self, TypeVar
 
 from kvstore.errors import KVStoreError
 from kvstore.planning.loading import LoadPlan, Operations
 from kvstore.seams.scheduler import start_thread
 from kvstore.spec import ModelSpec
+from kvstore_client.caches import Caches
 from kvstore_client.tracing import within_trace
-
-if TYPE_CHECKING:
-    from kvstore_client.client import Client
 
 BUDGET = 0.05
 """The share of a plain prefill's time by which a load may take longer than that prefill."""
@@ -85,7 +83,7 @@ class Patience:
     deadline of a call. ``with`` it around the load; ``end`` it once all has landed. Cost: a thread per load."""
 
     def __init__(
-        self, client: Client, plan: LoadPlan | None, since_s: float, is_waiting: Callable[[], bool],
+        self, client: Caches, plan: LoadPlan | None, since_s: float, is_waiting: Callable[[], bool],
         give_up: Callable[[], None], unmeasured_s: float = 0.0,
     ) -> None:  # fmt: skip
         """``since_s``: when the request began, on the client's clock. ``is_waiting``: returns True while a caller waits

@@ -6,23 +6,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvstore.errors import KVStoreError
 from kvstore.keys import Extra
 from kvstore.seams.scheduler import start_thread
 from kvstore.spec import ModelSpec, Tier
+from kvstore_client.caches import Caches
 from kvstore_client.lookup.match import Match
 from kvstore_client.prompt import GivenTokens, PageHashes
-
-if TYPE_CHECKING:
-    from kvstore_client.client import Client
 
 _log = logging.getLogger("kvstore.client")
 
 
 def probe(
-    client: Client, spec: ModelSpec, tokens: Any, loaded_tokens: int, match: Match | None = None, *,
+    client: Caches, spec: ModelSpec, tokens: Any, loaded_tokens: int, match: Match | None = None, *,
     extras: Sequence[Extra] = (), measures_link: bool = False,
 ) -> None:  # fmt: skip
     """Fetch a chunk, if it is time, that a plan to load ``loaded_tokens`` of a prompt left out, and throw it away.
@@ -52,7 +50,7 @@ def _first(tokens: Any, token_count: int) -> GivenTokens:
 
 
 def begin_probe(
-    client: Client, spec: ModelSpec, tokens: Any, loaded_tokens: int, *, extras: Sequence[Extra] = (),
+    client: Caches, spec: ModelSpec, tokens: Any, loaded_tokens: int, *, extras: Sequence[Extra] = (),
     measures_link: bool = False,
 ) -> None:  # fmt: skip
     """Run ``probe`` on a thread of its own, once a second at most."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -10,6 +10,7 @@ from kvstore.errors import DataLoss
 from kvstore.planning import Plan, PlannedRun, StoredCache, StoredE
 from kvstore.planning.loading import BusyTime
 from kvstore.spec import Exactness, ModelSpec
+from kvstore_client.caches import Caches
 from kvstore_client.fetch.transfer import Transfer
 from kvstore_client.prompt import Prompt
 from kvstore_client.recompute.inquiry import Held
@@ -19,9 +20,6 @@ from kvstore_client.recompute.runs import Run
 from kvstore_client.recompute.sources import Ahead, FetchedRun, ProjectedRun, places
 from kvstore_client.segments.runs import segment_prompt
 
-if TYPE_CHECKING:
-    from kvstore_client.client import Client
-
 Planes = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -29,7 +27,7 @@ class Arrivals:
     """The transfers of one prompt, and their targets. ``held``: the tickets and the call that hold its chunks until
     then."""
 
-    def __init__(self, client: Client, request: Request, timeout_s: float) -> None:
+    def __init__(self, client: Caches, request: Request, timeout_s: float) -> None:
         self._client, self._request, self._timeout_s = client, request, timeout_s
         self.held = Held()
         self._given: list[bytes] = []

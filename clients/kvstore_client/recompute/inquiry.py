@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from kvstore.planning import Facts, Holding, Permit, StoredSegment
 from kvstore.planning.loading import LoadPlan, Way
@@ -11,14 +10,12 @@ from kvstore.planning.loading.facts import IN_MEMORY
 from kvstore.planning.permit import ALONE
 from kvstore.planning.profile import Origin
 from kvstore.spec import ChunkState, Exactness, MissReason, ModelSpec
+from kvstore_client.caches import Caches
 from kvstore_client.loading.call import Asked, PrefillCall
 from kvstore_client.loading.planner import ENGINE_WAYS
 from kvstore_client.lookup.match import Match, chunk_matches, missed_chunks
 from kvstore_client.prompt import Prompt
 from kvstore_client.recompute.request import Request
-
-if TYPE_CHECKING:
-    from kvstore_client.client import Client
 
 
 @dataclass
@@ -39,7 +36,7 @@ class _Own:
     load_start: int = 0
 
 
-def ask(client: Client, request: Request, held: Held, *, in_memory: bool = False) -> Facts:
+def ask(client: Caches, request: Request, held: Held, *, in_memory: bool = False) -> Facts:
     """Return the stored caches of the model itself, and of senders whose reuse a profile, or the caller's setting,
     permits. Senders without a permit are not looked up. ``held`` gets the tickets of what was found.
     ``in_memory``: look only at the prefix that is in memory now."""
@@ -65,7 +62,7 @@ def ask(client: Client, request: Request, held: Held, *, in_memory: bool = False
     return replace(facts, own=asked, senders=tuple(senders))
 
 
-def _lookup(client: Client, request: Request, spec: ModelSpec, held: Held) -> Match:
+def _lookup(client: Caches, request: Request, spec: ModelSpec, held: Held) -> Match:
     match = client.lookup(
         spec, request.tokens, hold=True, extras=request.extras, segments=request.segments, preamble=request.preamble
     )  # fmt: skip
@@ -74,7 +71,7 @@ def _lookup(client: Client, request: Request, spec: ModelSpec, held: Held) -> Ma
     return match
 
 
-def _planned(client: Client, request: Request, held: Held) -> _Own:
+def _planned(client: Caches, request: Request, held: Held) -> _Own:
     """Return the model's own prefix, as far as it is worth loading: by the sidecar's plan, or by this client's where
     all of it shows in shared memory. With segments and senders everything is loaded, so the sidecar plans nothing."""
     if request.segments or request.senders:
@@ -85,7 +82,7 @@ def _planned(client: Client, request: Request, held: Held) -> _Own:
     return _by_call(client, request, held) or _worth_loading(client, request, held)
 
 
-def _by_call(client: Client, request: Request, held: Held) -> _Own | None:
+def _by_call(client: Caches, request: Request, held: Held) -> _Own | None:
     """Return the prefix by the sidecar's plan; None: it makes none. While it is gone nothing is stored."""
     planner, spec, step = client.planner, request.runner.spec, request.runner.spec.chunk_tokens
     mode = planner.mode_under(request.terms)
@@ -116,7 +113,7 @@ def _ways(spec: ModelSpec) -> frozenset[Way]:
     return ENGINE_WAYS if spec.keeps_e else ENGINE_WAYS | {Way.MEET}
 
 
-def _worth_loading(client: Client, request: Request, held: Held) -> _Own:
+def _worth_loading(client: Caches, request: Request, held: Held) -> _Own:
     """Return the prefix by this client's plan; all of it where planning is off."""
     planner, spec, tokens = client.planner, request.runner.spec, request.tokens
     match, mode = _lookup(client, request, spec, held), planner.mode_under(request.terms)
@@ -130,7 +127,7 @@ def _worth_loading(client: Client, request: Request, held: Held) -> _Own:
     return _Own(_cut(client, request, held, match, stop), plan)
 
 
-def _in_memory(client: Client, request: Request, held: Held) -> _Own:
+def _in_memory(client: Caches, request: Request, held: Held) -> _Own:
     """Return the prefix that is in the sidecar's memory now."""
     match = _lookup(client, request, request.runner.spec, held)
     stop = 0
@@ -141,7 +138,7 @@ def _in_memory(client: Client, request: Request, held: Held) -> _Own:
     return _Own(match if stop >= match.prefix_token_count else _cut(client, request, held, match, stop))
 
 
-def _cut(client: Client, request: Request, held: Held, match: Match, stop: int) -> Match:
+def _cut(client: Caches, request: Request, held: Held, match: Match, stop: int) -> Match:
     """Hold the first ``stop`` tokens instead of all that was found."""
     spec = request.runner.spec
     client.release_ticket(held.tickets.pop(spec, None))
@@ -162,7 +159,7 @@ def _holding(request: Request, match: Match) -> Holding:
     return Holding(None, match.prefix_token_count, tuple(segments))
 
 
-def _permits(client: Client, request: Request, sender: ModelSpec | None, *reuses: str) -> tuple[Permit, ...]:
+def _permits(client: Caches, request: Request, sender: ModelSpec | None, *reuses: str) -> tuple[Permit, ...]:
     """Return the gate's permits; none where the caller gave the setting."""
     if request.setting is not None:
         return ()

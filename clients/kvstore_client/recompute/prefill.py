@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,6 +21,7 @@ from kvstore.planning import Plan, Recompute, decide
 from kvstore.planning.loading import Prefill
 from kvstore.seams import Clock
 from kvstore.spec import Exactness
+from kvstore_client.caches import Caches
 from kvstore_client.fetch.transfer import without_frames
 from kvstore_client.loading.call import PrefillCall
 from kvstore_client.loading.patience import Patience, prior_s
@@ -34,15 +35,12 @@ from kvstore_client.recompute.result import PartialPrefill, Recomputed, Timeline
 from kvstore_client.recompute.runs import InPlace, Run
 from kvstore_client.recompute.sources import FetchedRun
 
-if TYPE_CHECKING:
-    from kvstore_client.client import Client
-
 _log = logging.getLogger("kvstore.client")
 LOST = (DataLoss, DeadlineExceeded, Exhausted, Unavailable)
 Planes = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def partial_prefill(client: Client, request: Request, timeout_s: float, clock: Clock) -> PartialPrefill:
+def partial_prefill(client: Caches, request: Request, timeout_s: float, clock: Clock) -> PartialPrefill:
     """See ``Client.partial_prefill``."""
     started_s = clock.monotonic()
     prompt = _Prompt(client, request, timeout_s, clock)
@@ -71,7 +69,7 @@ class _Prompt:
     sidecar in the end. ``_front``: tokens whose cache is in ``_planes`` and stays, even if the load behind them fails.
     ``_took``: the time of computing them, if it was in one piece."""
 
-    def __init__(self, client: Client, request: Request, timeout_s: float, clock: Clock) -> None:
+    def __init__(self, client: Caches, request: Request, timeout_s: float, clock: Clock) -> None:
         self._client, self._request, self._timeout_s, self._clock = client, request, timeout_s, clock
         self._call: PrefillCall | None = None
         self._is_given_up = self._is_late = False
@@ -219,7 +217,7 @@ class _Prompt:
             self._call = None
 
 
-def _probe(client: Client, request: Request, plan: Plan) -> None:
+def _probe(client: Caches, request: Request, plan: Plan) -> None:
     """Begin to measure, beside the caller, a tier whose chunks a plan left in the sidecar."""
     loading = plan.loading
     if client.planner.mode == "on" and loading is not None:

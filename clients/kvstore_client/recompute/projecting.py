@@ -7,18 +7,16 @@ rounding of other matmul shapes. Source: HCache (EuroSys '25).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from kvstore.errors import DataLoss, DeadlineExceeded, InvalidRequest
 from kvstore.keys import Extra
+from kvstore_client.caches import Caches
 from kvstore_client.fetch.fetched import FetchedKV
 from kvstore_client.recompute.merged import dense_planes
 from kvstore_client.recompute.runner import ModelRunner, check_runner
-
-if TYPE_CHECKING:
-    from kvstore_client.client import Client
 
 Planes = tuple[torch.Tensor, torch.Tensor]
 _LOST = (DataLoss, DeadlineExceeded)
@@ -60,7 +58,7 @@ def project_into(
 
 
 def fetch_projected(
-    client: Client, runner: ModelRunner, tokens: Any, step_tokens: int | None, extras: Sequence[Extra],
+    client: Caches, runner: ModelRunner, tokens: Any, step_tokens: int | None, extras: Sequence[Extra],
     verify: bool,
 ) -> FetchedKV:  # fmt: skip
     """See ``Client.fetch_projected``."""
