@@ -135,6 +135,20 @@ def test_a_file_that_is_not_what_was_kept_is_refused_and_changes_nothing(data: b
     assert served.of(NAME) == before
 
 
+async def test_chunks_are_counted_by_kind_and_tier_and_no_client_makes_a_count_overflow() -> None:
+    service = Service(chunks=8)
+    session = service.controller.open_session()
+    await service.store(session, 1, 2, 3)
+    assert service.check(session, 1, 2, 3) == 3
+    last = service.query(1, 2, 3)._replace(digests=service.query(1, 2, 3).digests[-1:])
+    service.controller.used([UsedChain(last, 2, 2 * 3 * CHUNK)])
+    counters = service.parts.counters.snapshot()
+    assert counters["fetched_chunks"] == counters["fetched_kv_chunks"] == 3 + 2 * 3
+    for _ in range(16):
+        service.controller.used([UsedChain(last, 1, 1 << 63)])
+    assert 1 << 20 < service.parts.counters.snapshot()["fetched_chunks"] < 1 << 30
+
+
 async def test_fetches_by_a_call_and_without_one_count_alike() -> None:
     service = Service(chunks=8)
     session = service.controller.open_session()

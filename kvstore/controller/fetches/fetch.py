@@ -18,6 +18,8 @@ from kvstore.spec import MissReason, Tier
 TOLD_CHUNKS_MAX = 4096
 """Chunks that count as used from one packet of a client. The packet is only a hint, and walking more chunks would keep
 other requests waiting."""
+COUNTED_CHUNKS_MAX = 1 << 20
+"""Chunks of one chain in one packet that are counted: a client may say any number, and counters have 64 bits."""
 
 
 class Fetches:
@@ -132,7 +134,7 @@ class Fetches:
             if row != ROOT_ROW and used.fetch_count:
                 self._parts.heat.add(space, used.query.digests[-1], used.fetch_count)
                 self._parts.served.add(space, used.token_count, used.fetch_count)
-                count = -(-used.token_count // space.spec.chunk_tokens) * used.fetch_count
+                count = min(-(-used.token_count // space.spec.chunk_tokens), COUNTED_CHUNKS_MAX)  # of all its fetches
                 self._parts.counters.add(f"fetched_{space.kind.value}_chunks", count)
                 self._parts.counters.add_of(self._movement.memory.tier.name, "fetched_chunks", count)
             if last in chains or not left:
