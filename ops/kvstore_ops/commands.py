@@ -17,6 +17,7 @@ MODULES = (
     "plans",
     "operators.reading",
     "operators.changing",
+    "operators.warming",
     "doctor.command",
     "top.screen",
 )

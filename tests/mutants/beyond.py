@@ -15,6 +15,14 @@ STALLED = "tests/tiers/shared/test_stalled_changes.py"
 
 MUTANTS = [
     Mutant(
+        "a-new-node-is-warmed-beyond-its-room",
+        "ops/kvstore_ops/operators/warming.py",
+        "    return arena.used_bytes + byte_count <= FULL * arena.capacity_bytes\n",
+        "    return True\n",
+        "hints of another node push out what this node's engines use",
+        ("tests/e2e/test_warming.py::test_a_new_node_brings_what_another_fetches_most_and_no_more_than_has_room",),
+    ),
+    Mutant(
         "object-although-a-part-was-too-small-to-be-sent",
         LEVELS,
         "        return is_whole and not shared.copies.tier.takes(self._names.of(row).layout)\n",

@@ -181,8 +181,8 @@ def prefetch(
         requests = [
             admin_pb2.ChangeRequest(prefetch=admin_pb2.Prefetch(query=each.query), dry_run=dry_run) for each in chains
         ]
-        found = tables.outcomes_together([_followed(asked, each) for each in requests])
-    _tell(found, dry_run=dry_run, as_json=as_json)
+        found = tables.outcomes_together([followed(asked, each) for each in requests])
+    tell(found, dry_run=dry_run, as_json=as_json)
 
 
 def verify(
@@ -255,11 +255,11 @@ def _change(
             )
             raise typer.Exit(NOT_CONFIRMED)
         request.dry_run = True
-        Console(stderr=as_json).print(tables.render_outcomes(_followed(asked, request), dry_run=True))
+        Console(stderr=as_json).print(tables.render_outcomes(followed(asked, request), dry_run=True))
         if not _is_confirmed():
             raise typer.Exit(NOT_CONFIRMED)
     request.dry_run = dry_run
-    _tell(_followed(asked, request), dry_run=dry_run, as_json=as_json)
+    tell(followed(asked, request), dry_run=dry_run, as_json=as_json)
 
 
 def _is_at_terminal() -> bool:
@@ -274,7 +274,7 @@ def _is_confirmed() -> bool:
         return False
 
 
-def _tell(found: admin_pb2.ChangeResponse, *, dry_run: bool, as_json: bool) -> None:
+def tell(found: admin_pb2.ChangeResponse, *, dry_run: bool, as_json: bool) -> None:
     """Print what became of all chunks. Raises typer.Exit with a code of its own when not everything was done."""
     if as_json:
         print(json.dumps(tables.outcomes_as_dict(found, dry_run=dry_run), indent=2))
@@ -289,7 +289,7 @@ def _tell(found: admin_pb2.ChangeResponse, *, dry_run: bool, as_json: bool) -> N
         raise typer.Exit(NOT_ALL)
 
 
-def _followed(asked: Operator, request: admin_pb2.ChangeRequest) -> admin_pb2.ChangeResponse:
+def followed(asked: Operator, request: admin_pb2.ChangeRequest) -> admin_pb2.ChangeResponse:
     """Make a change with a progress bar on a terminal, and return its last message."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     last = admin_pb2.ChangeResponse()
