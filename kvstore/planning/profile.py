@@ -18,7 +18,8 @@ from kvstore.planning.setting import Recompute
 from kvstore.spec import ModelSpec
 
 FORMAT = "kvstore profile"
-VERSION = 3
+VERSION = 4
+"""In version 4 f has the look ahead in it; the files before would make such settings look cheaper than they are."""
 ERRORS = 2.0
 """Number of standard errors subtracted from a measured quality before it is compared with a floor. Of a hundred
 settings that just reach the floor, two or three then truly lie below it; clients take the cheapest of a few dozen."""

@@ -175,7 +175,7 @@ def test_a_blend_is_chosen_only_where_it_is_faster_than_exact_work() -> None:
     assert plan_loading(facts).chosen.way is Way.BLEND
     assert plan_loading(facts).chosen.setting == blend.setting
     assert plan_loading(replace(facts, link=TierRate(0.0, 2e-9, 1.0, 9))).chosen.way is Way.PREFILL
-    ahead = replace(blend, setting=Recompute(0, -1, 0.24, "suffix_attention"))
+    ahead = replace(blend, setting=Recompute(0, -1, 0.15, "suffix_attention"))
     one, two = plan_loading(facts), plan_loading(replace(facts, blend=ahead))
     shares = blend.setting.share(32), ahead.setting.share(32)
     assert abs(shares[0] - shares[1]) < 0.02

@@ -8,7 +8,7 @@ import pytest
 from kvstore_kernels import Metric, Selector
 
 from kvstore.errors import InvalidRequest
-from kvstore.planning.setting import LOOKING_AHEAD, METRICS, SELECTORS, Recompute
+from kvstore.planning.setting import LOOK_AHEAD_SHARE, LOOKING_AHEAD, METRICS, SELECTORS, Recompute
 
 
 def test_the_names_are_the_kernels() -> None:
@@ -44,6 +44,16 @@ def test_the_papers_are_points_of_it() -> None:
 def test_what_is_wrong_is_named(fields: Any, name: str) -> None:
     with pytest.raises(InvalidRequest, match=name):
         Recompute(*fields)
+
+
+def test_the_look_ahead_is_a_part_of_f() -> None:
+    plain, ahead = Recompute(0, -1, 0.2), Recompute(0, -1, 0.2, "suffix_attention")
+    assert plain.share(6) == pytest.approx(0.2)
+    assert ahead.share(6) == pytest.approx(0.2 + LOOK_AHEAD_SHARE)
+    assert ahead.carried_share(6) == plain.carried_share(6)
+    for nothing_to_choose in (Recompute(0, 5, 0.3, "product"), Recompute(0, 2, 1.0, "product"), Recompute(0, 2)):
+        assert nothing_to_choose.look_ahead_share(6) == 0.0
+    assert Recompute(0, 4, 0.99, "product").share(6) == 1.0, "no setting costs more than a prefill"
 
 
 def test_layers_the_model_does_not_have() -> None:

@@ -8,6 +8,7 @@ from kvstore_client.engines.transformers import TransformersRunner
 from kvstore_client.recompute import recompute
 
 from kvstore.planning import Recompute
+from kvstore.planning.setting import LOOK_AHEAD_SHARE
 from kvstore.spec import Exactness
 from tests.recompute.models import FAMILIES, LAYERS, model_of, prompt
 from tests.recompute.scenes import Scene, check, documents, prefix
@@ -85,7 +86,7 @@ def test_the_share_of_compute_is_the_papers_formula() -> None:
         (Recompute.reuse(), 0.0),
         (Recompute.cacheblend(1, 13 / 43), (1 + 3 * 13 / 43) / 4),
         (Recompute(0, 2, 1 / 43), (3 + 1 / 43) / 4),
-        (Recompute(0, -1, 2 / 43, "suffix_attention"), 2 / 43),
+        (Recompute(0, -1, 2 / 43, "suffix_attention"), 2 / 43 + LOOK_AHEAD_SHARE),
     ]:
         found = check(scene, setting)
         assert found.share == pytest.approx(share)

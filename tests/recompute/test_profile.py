@@ -87,6 +87,7 @@ def with_setting(**fields: Any) -> str:
         ("[" * 100_000, "JSON"),
         (changed(version=1), "version"),
         (changed(version=2), "version"),
+        (changed(version=3), "version 4"),
         (changed(rule="quality >= floor full_quality"), "rule"),
         (changed(format="else"), "version"),
         (changed(more=1), "more"),

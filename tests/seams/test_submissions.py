@@ -117,7 +117,7 @@ MOVES_NO_BYTES = {
     ("clients/kvstore_client/loading/call.py", "_start"): "without it nobody plans: the prompt is looked up as ever",
     ("clients/kvstore_client/loading/patience.py", "Patience.__init__"): "without it a load is waited for as ever",
     ("clients/kvstore_client/loading/patience.py", "in_time"): "a question: without a thread it is asked on this one",
-    ("clients/kvstore_client/loading/planner.py", "Planner.computed"): "a report: without a thread nobody hears it",
+    ("clients/kvstore_client/loading/planner.py", "Planner._tell_soon"): "a report: without a thread nobody hears it",
     ("clients/kvstore_client/loading/probe.py", "begin_probe"): "a measurement on the side",
     ("clients/kvstore_client/aio.py", "connect_async"): "whole calls of a client, each handed on with what it raised",
     ("clients/kvstore_client/aio.py", "AsyncClient.call"): "as connect_async",

@@ -105,8 +105,10 @@ class _Pass:
     def run(self, logit_count: int, hidden_layers: Sequence[int]) -> Recomputed:
         started_s = self._clock.monotonic()
         first, rows = 0, self._embedded(self._split.suffix)
-        if self._setting.looks_ahead and len(self._split.context) and self._setting.check_layer < self._layer_count:
+        ahead = self._setting.look_ahead_share(self._layer_count)
+        if ahead and len(self._split.context):
             first, rows = self._look_ahead(rows)
+        ahead *= len(self._split.context) * self._layer_count
         for layer in range(first, self._layer_count):
             if layer in hidden_layers:
                 self._hidden[layer] = rows.hidden.clone()
@@ -119,7 +121,7 @@ class _Pass:
             kv=MergedKV(self._planes, exactness),
             logits=logits,
             exactness=exactness,
-            share=self._carried / covered if covered else 1.0,
+            share=min(1.0, (self._carried + ahead) / covered) if covered else 1.0,
             timeline=Timeline(self._clock.monotonic() - started_s, tuple(self._times)),
             chosen=self._chosen,
             hidden=self._hidden,

@@ -67,8 +67,9 @@ class Recomputed:
     Shapes: ``kv`` per layer (K, V), each [kv_heads, tokens, dim]; ``logits`` [logit_count, vocab_size], of the last
     tokens; ``hidden`` {layer: [tokens, hidden_size]}.
     ``chosen``: {layer: int64 positions}, ascending, of the tokens carried beyond each layer that chose.
-    ``share``: f, the share of compute over the reused tokens: rows times layers they were carried through, of all; 1
-    when nothing was reused. Papers' formula: (group + (layers - check layer) * ratio) / layers.
+    ``share``: f, the share of compute over the reused tokens: rows times layers they were carried through, of all, and
+    the look ahead, where there was one (``LOOK_AHEAD_SHARE``); 1 when nothing was reused. Papers' formula, which looks
+    at nothing ahead: (group + (layers - check layer) * ratio) / layers.
     ``exactness``: EXACT only if every row is what the model computes by itself; pass it to ``store``.
     """
 

@@ -260,12 +260,13 @@ def _blended(facts: LoadFacts, blend: Blend) -> Candidate:
     stop = start + blend.token_count
     both = Stock((*_cut(exact, start), *blend.runs))
     pattern = _Pattern(facts, both)
-    share = blend.setting.share(facts.layer_count)
-    again_s = share * facts.compute.seconds(blend.token_count, start)
+    prefill_s = facts.compute.seconds(blend.token_count, start)
+    again_s = blend.setting.carried_share(facts.layer_count) * prefill_s
     suffix_s = facts.compute.seconds(facts.token_count - stop, stop)
     beside_s, behind_s = again_s + suffix_s, 0.0
-    if blend.setting.looks_ahead:
-        beside_s, behind_s = suffix_s, again_s + suffix_s
+    ahead_s = blend.setting.look_ahead_share(facts.layer_count) * prefill_s
+    if ahead_s:
+        beside_s, behind_s = max(suffix_s, ahead_s), again_s + suffix_s
 
     def ttft_s(*, is_high: bool) -> float:
         return pattern.waits(0, both.token_count, is_high=is_high).until(beside_s, facts) + behind_s

@@ -49,7 +49,7 @@ def measured(name: str, scale: str, model: Any, found: Asked, address: str) -> R
     ]
     figures: dict[str, dict[str, float]] = {}
     for each, setting in settings.items():
-        f, time = setting.share(layer_count), last[each].timeline
+        f, time = setting.carried_share(layer_count), last[each].timeline
         ratio = statistics.median(slow / fast for slow, fast in zip(full, seconds[each], strict=True))
         parts = {"prepare_s": time.prepare_s, "load_s": time.load_s, "recompute_s": time.recompute_s,
                  "suffix_s": time.suffix_s}  # fmt: skip

@@ -15,7 +15,7 @@ from kvstore.planning.profile import parsed, setting_of
 from kvstore_ops.profiling.subject import Measured, Subject
 
 FORMAT = "kvstore profile points"
-VERSION = 3
+VERSION = 4
 
 
 class Journal:

@@ -25,9 +25,8 @@ FRONTIERS = 2
 
 
 def nominal_share(setting: Recompute, layer_count: int) -> float:
-    """Return f of a setting: its whole group, and the chosen tokens from the check layer on."""
-    group = setting.check_layer - setting.first_layer
-    return (group + setting.ratio * (layer_count - setting.check_layer)) / layer_count
+    """Return f of a setting: its whole group, the chosen tokens from the check layer on, and its look ahead."""
+    return setting.share(layer_count)
 
 
 def coarse(layer_count: int, reuse: str) -> list[Recompute]:

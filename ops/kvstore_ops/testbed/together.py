@@ -76,11 +76,12 @@ class _Pass:
     def run(self) -> tuple[torch.Tensor, float]:
         setting, first = self._setting, 0
         rows = self._embedded(self._suffix)
-        if setting.looks_ahead and setting.check_layer < self._layer_count:
+        ahead = setting.look_ahead_share(self._layer_count)
+        if ahead:
             first, rows = setting.first_layer, self._look_ahead(rows)
         for layer in range(first, self._layer_count):
             rows = self._layer(layer, rows)
-        share = self._carried / (self._context.shape[1] * self._layer_count)
+        share = min(1.0, self._carried / (self._context.shape[1] * self._layer_count) + ahead)
         count, suffix = self._suffix.shape
         logits = self._runner.logits(rows.hidden[:, -suffix:].flatten(0, 1))
         return logits.view(count, suffix, -1), share
