@@ -146,7 +146,7 @@ def lengths_bits(news: NDArray[np.uint64]) -> int:
     return sum(int(each) << group * LENGTHS_PER_WORD for group, each in enumerate(news.tolist()) if each)
 
 
-def slots_of(words: Words) -> int:
+def slot_count_of(words: Words) -> int:
     """Return the number of places at which a probe can begin; a power of two."""
     return words.size - HEADER_WORDS - PROBE_MAX
 
@@ -167,7 +167,7 @@ class FoundFew(NamedTuple):
 
 def find(words: Words, tags: Words) -> Found | None:
     """Look tags up in a table's words. Return None for a table that is retired. Cost: about 30 us for 128 tags."""
-    mask = slots_of(words) - 1
+    mask = slot_count_of(words) - 1
     begins = (tags >> np.uint64(_TAG_SHIFT) & np.uint64(mask)).astype(np.intp) + HEADER_WORDS
     seen = words[begins[:, None] + _WINDOW]
     same = (seen & np.uint64(TAG_MASK)) == tags[:, None]
@@ -183,7 +183,7 @@ def find(words: Words, tags: Words) -> Found | None:
 
 def find_few(words: Words, tags: Iterable[int]) -> FoundFew | None:
     """Look up as ``find`` does, tag by tag. Cost: about 1 us per tag, which for a few is less than numpy's steps."""
-    view, mask = words.data, slots_of(words) - 1
+    view, mask = words.data, slot_count_of(words) - 1
     news = [_probe(view, tag, (tag >> _TAG_SHIFT & mask) + HEADER_WORDS) for tag in tags]
     is_whole = _is_whole(words)
     return None if is_whole is None else FoundFew(news, is_whole)
@@ -235,8 +235,8 @@ class PresenceTable:
         self.mapping = mapping
         self._array = words
         self._words = memoryview(words.data)
-        self._mask = slots_of(words) - 1
-        self._full_at = int(_FULL * slots_of(words))
+        self._mask = slot_count_of(words) - 1
+        self._full_at = int(_FULL * slot_count_of(words))
 
     def known(self) -> Words:
         """Return the words whose news are not 0, in no order."""
@@ -261,7 +261,7 @@ class PresenceTable:
             self._mark()
         elif self._left_out.pop(tag, 0):
             self._mark()
-        is_due = self._put_count > slots_of(self._array) // _PATIENCE
+        is_due = self._put_count > slot_count_of(self._array) // _PATIENCE
         if self._used > self._full_at or (self._left_out and is_due):
             self._copy(np.empty(0, np.uint64))
 
@@ -304,7 +304,7 @@ class PresenceTable:
             self._replace(more)
         except (KVStoreError, OSError, MemoryError) as error:
             _log.warning("no larger presence table, so some lookups are calls", extra={"reason": str(error)})
-            self._full_at += slots_of(self._array) // 64
+            self._full_at += slot_count_of(self._array) // 64
             self._leave_out(more)
             self._mark()
 

@@ -32,12 +32,12 @@ from kvstore_client.lookup.locate import Location, locate
 from kvstore_client.lookup.match import Match
 from kvstore_client.lookup.watch import Watch
 from kvstore_client.opaque import calls as opaque
-from kvstore_client.opaque.encoder import namespace_of, packed, unpacked
+from kvstore_client.opaque.encoder import encoder_namespace, packed, unpacked
 from kvstore_client.planes.place import Place
-from kvstore_client.planes.session import Session
+from kvstore_client.planes.session import ClientSession
 from kvstore_client.prompt import GivenTokens, Prompt, check_count, preamble_tokens
 from kvstore_client.segments.known import KnownSegments
-from kvstore_client.segments.runs import cut
+from kvstore_client.segments.runs import named_segments
 from kvstore_client.store import calls as stores
 from kvstore_client.store.receipt import Receipt
 from kvstore_client.store.writer import StoreWriter
@@ -69,7 +69,7 @@ class Client:
         """The path of the bytes: "local" (shared memory) or "remote" (sent with the calls)."""
         return self._context.connection.place.plane
 
-    def connect_now(self) -> Session:
+    def connect_now(self) -> ClientSession:
         """Return the live session; connect if there is none. Raises Unavailable, at once while backing off."""
         return self._context.connection.session()
 
@@ -86,7 +86,7 @@ class Client:
         computed behind the ``preamble`` that begins the prompt, or alone. Raises: InvalidRequest, Exhausted."""
         prompt = Prompt.of(spec, tokens, extras, exactness)
         check_count(readers, "readers")
-        found = cut(prompt, segments, exactness, preamble)
+        found = named_segments(prompt, segments, exactness, preamble)
         return lookups.look_up(self._context, prompt, readers if hold else 0, found, self._known)
 
     def peek(
@@ -170,7 +170,8 @@ class Client:
         stored: the transfer's ``token_count``, 0 for a miss, and ``reason``. ``hidden_layers``: their E comes after the
         layers, and only tokens that have it count. Raises: InvalidRequest, Exhausted."""
         prompt = Prompt.of(spec, tokens, extras, exactness)
-        return fetches.start(self._context, prompt, Wanted.of(prompt.spec, layers, heads, hidden_layers, verify), into)
+        wanted = Wanted.of(prompt.spec, layers, heads, hidden_layers, verify)
+        return fetches.start_fetch(self._context, prompt, wanted, into)
 
     def release_ticket(self, ticket: bytes | None) -> None:
         """Release what a match's ticket holds, when nobody will redeem it. None and unknown tickets are ignored."""
@@ -199,7 +200,7 @@ class Client:
         ``join_store`` by the writer's ticket. The last commit publishes; a writer that is lost aborts all. Raises:
         InvalidRequest."""
         prompt = Prompt.of(spec, tokens, extras, exactness)
-        return stores.start(self._context, prompt, hidden_layers, shards, durability)
+        return stores.start_store(self._context, prompt, hidden_layers, shards, durability)
 
     def join_store(
         self, ticket: bytes, shard: int, *, durability: Durability | None = None, exactness: Exactness | None = None
@@ -251,7 +252,7 @@ class Client:
         """Begin to fetch a document's cache: ``start_fetch_prefix`` with the document of ``fetch_segment``."""
         prompt = Prompt.segment(spec, tokens, extras, exactness, preamble)
         wanted = Wanted.of(prompt.spec, layers, heads, hidden_layers, verify)
-        return self._known.seen(prompt, fetches.start(self._context, prompt, wanted, into))
+        return self._known.seen(prompt, fetches.start_fetch(self._context, prompt, wanted, into))
 
     def find_segments(self, spec: ModelSpec, tokens: GivenTokens, *, preamble: GivenTokens = ()) -> list[range]:
         """Return the places in a text of documents that this client stored, fetched or looked up, alone or behind this
@@ -313,18 +314,17 @@ class Client:
     def put_encoder(
         self, spec: ModelSpec, key: str | bytes, embeddings: Tensor, *, dtype: str | None = None
     ) -> Receipt:
-        """Keep the embeddings [tokens, hidden] of a multimodal item under its hash. ``dtype``: the real dtype of
-        unsigned integers (numpy has no bfloat16). Raises: InvalidRequest."""
-        return self.put_bytes(namespace_of(spec), key, packed(embeddings, dtype))
+        """Keep an item's embeddings [tokens, hidden]. ``dtype``: the real one of unsigned integers (bfloat16, say)."""
+        return self.put_bytes(encoder_namespace(spec), key, packed(embeddings, dtype))
 
     def get_encoder(self, spec: ModelSpec, key: str | bytes) -> Tensor | None:
         """Return an item's embeddings in owned memory, or None: a tensor when the process uses torch, else an array."""
-        found = self.get_bytes(namespace_of(spec), key)
+        found = self.get_bytes(encoder_namespace(spec), key)
         return None if found is None else unpacked(found)
 
     def has_encoder(self, spec: ModelSpec, keys: str | bytes | Sequence[str | bytes]) -> Any:
         """Return True when an item's embeddings are stored; for a sequence of hashes, a list of such answers."""
-        return self.exists(namespace_of(spec), keys)
+        return self.exists(encoder_namespace(spec), keys)
 
     @property
     def gate(self) -> Gate:

@@ -17,7 +17,7 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_to_message
 from kvstore_client.forks import in_children
 from kvstore_client.planes.place import Place
-from kvstore_client.planes.session import Session
+from kvstore_client.planes.session import ClientSession
 
 RECONNECT_INTERVAL_S = 0.5
 NAMES_MAX = 64
@@ -54,7 +54,7 @@ class Connection:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._counting = threading.Lock()
-        self._session: Session | None = None
+        self._session: ClientSession | None = None
         self._retry_at_s = 0.0
         self._has_warned = False
         self._is_closed = False
@@ -70,7 +70,7 @@ class Connection:
         with self._counting:
             self.counters[name] += amount
 
-    def session(self) -> Session:
+    def session(self) -> ClientSession:
         """Return the live session; connect if there is none. Raises Unavailable, at once while backing off."""
         if self._pid != os.getpid():
             self._pid, self._lock, self._session = os.getpid(), threading.Lock(), None
@@ -103,14 +103,14 @@ class Connection:
             known = self._names[id(spec)] = spec, fingerprint(spec, spec.kind)
         return known[1]
 
-    def at_hand(self, spec: ModelSpec) -> tuple[Session, bytes] | None:
+    def at_hand(self, spec: ModelSpec) -> tuple[ClientSession, bytes] | None:
         """Return as ``ready`` does when that takes neither a call nor a connection; else None."""
         session, name = self._session, self._name_of(spec)
         if session is None or not session.is_usable or self._is_closed or name not in session.models:
             return None
         return session, name
 
-    def ready(self, spec: ModelSpec) -> tuple[Session, bytes]:
+    def ready(self, spec: ModelSpec) -> tuple[ClientSession, bytes]:
         """Return a session that has the model registered, and the model's fingerprint."""
         session = self.session()
         name = self._name_of(spec)

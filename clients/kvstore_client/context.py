@@ -10,7 +10,7 @@ from kvstore.spec import ModelSpec
 from kvstore_client.connection import Connection, Miss
 from kvstore_client.copying import Copier, is_drained
 from kvstore_client.planes.place import Place
-from kvstore_client.planes.session import Session
+from kvstore_client.planes.session import ClientSession
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Context:
         """See ``Connection.count``."""
         self.connection.count(name, amount)
 
-    def ready(self, spec: ModelSpec) -> tuple[Session, bytes]:
+    def ready(self, spec: ModelSpec) -> tuple[ClientSession, bytes]:
         """See ``Connection.ready``."""
         return self.connection.ready(spec)
 

@@ -86,7 +86,7 @@ def _by_place(known: Iterable[tuple[int, _Mark]]) -> dict[tuple[str, int], list[
     return found
 
 
-def remember(planes: Iterable[Tensor], slots: Slots | None = None) -> None:
+def mark_derived(planes: Iterable[Tensor], slots: Slots | None = None) -> None:
     """Mark these tensors (of pages: these slots of them) as derived. The new marks replace what they cover of older
     ones: marks of memory that is filled again and again do not add up."""
     known = _known()

@@ -20,7 +20,7 @@ WORK_MAX = 100_000
 _BASE = 1 << 60
 
 
-class Geometry(NamedTuple):
+class ByteGeometry(NamedTuple):
     """The bytes of a tensor, counted from its first: ``strides`` in bytes, none negative.
 
     ``byte_count``: from the first byte to the end of the last, gaps included; 0 where the tensor has no items.
@@ -35,16 +35,16 @@ class Geometry(NamedTuple):
 
     @staticmethod
     @lru_cache(maxsize=4096)
-    def of(shape: tuple[int, ...], steps: tuple[int, ...], item_size: int) -> Geometry:
+    def of(shape: tuple[int, ...], steps: tuple[int, ...], item_size: int) -> ByteGeometry:
         """Return the geometry for ``steps``, strides in items. Cached: the planes of a model are alike."""
-        return Geometry.by_bytes(tuple(shape), tuple(step * item_size for step in steps), item_size)
+        return ByteGeometry.by_bytes(tuple(shape), tuple(step * item_size for step in steps), item_size)
 
     @staticmethod
     @lru_cache(maxsize=4096)
-    def by_bytes(shape: tuple[int, ...], strides: tuple[int, ...], item_size: int) -> Geometry:
+    def by_bytes(shape: tuple[int, ...], strides: tuple[int, ...], item_size: int) -> ByteGeometry:
         """As ``of``, with ``strides`` in bytes."""
         count = sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) + item_size
-        return Geometry(shape, strides, item_size, 0 if 0 in shape else count, _repeats(shape, strides, item_size))
+        return ByteGeometry(shape, strides, item_size, 0 if 0 in shape else count, _repeats(shape, strides, item_size))
 
 
 def _repeats(shape: tuple[int, ...], strides: tuple[int, ...], item_size: int) -> bool:
@@ -62,19 +62,19 @@ class Span(NamedTuple):
     device: str
     start: int
     stop: int
-    geometry: Geometry
+    geometry: ByteGeometry
 
     @staticmethod
     def of(value: Tensor) -> Span:
         """Return the span of a tensor or an array."""
         if is_tensor(value):
             size = value.element_size()
-            geometry = Geometry.of(value.shape, value.stride(), size)
+            geometry = ByteGeometry.of(value.shape, value.stride(), size)
             device, start = "cpu" if value.is_cpu else str(value.device), int(value.data_ptr())
         else:
             axes = zip(value.shape, value.strides, strict=True)
             before = sum((size - 1) * step for size, step in axes if step < 0 and size)
-            geometry = Geometry.by_bytes(value.shape, tuple(map(abs, value.strides)), value.itemsize)
+            geometry = ByteGeometry.by_bytes(value.shape, tuple(map(abs, value.strides)), value.itemsize)
             device, start = "cpu", int(value.__array_interface__["data"][0]) + before
         return Span(device, start, start + geometry.byte_count, geometry)
 
@@ -130,7 +130,7 @@ def check_apart(spans: Sequence[Span], names: Sequence[str]) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _meet(one: Geometry, other: Geometry, distance: int) -> bool:
+def _meet(one: ByteGeometry, other: ByteGeometry, distance: int) -> bool:
     """Return True when two tensors at this distance share a byte. Cached: layers of one pool are alike."""
     work_max: Any = WORK_MAX  # numpy's types allow two named limits only
     try:
@@ -142,12 +142,12 @@ def _meet(one: Geometry, other: Geometry, distance: int) -> bool:
 class _Shown:
     """An array interface with addresses only, for numpy's overlap test. Never read: there is no memory behind it."""
 
-    def __init__(self, geometry: Geometry, distance: int) -> None:
+    def __init__(self, geometry: ByteGeometry, distance: int) -> None:
         self.__array_interface__ = {
             "version": 3, "typestr": f"|V{geometry.item_size}", "data": (_BASE + distance, True),
             "shape": geometry.shape, "strides": geometry.strides,
         }  # fmt: skip
 
 
-def _shown(geometry: Geometry, distance: int) -> Tensor:
+def _shown(geometry: ByteGeometry, distance: int) -> Tensor:
     return np.asarray(_Shown(geometry, distance))

@@ -7,7 +7,7 @@ import logging
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.arena.placement import Extent, Placement, Span
+from kvstore.arena.placement import Extent, ExtentSpan, Placement
 from kvstore.arena.region import Region
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.seams import FaultPoints, Memory
@@ -130,7 +130,7 @@ class Arena:
     def _place(self, extents: list[Extent], piece_bytes: tuple[int, ...]) -> Placement:
         slot = self._slots.pop()
         pieces: list[Bytes] = []
-        spans: list[Span] = []
+        spans: list[ExtentSpan] = []
         for extent in extents:
             data = self.regions[extent.region].mapping.bytes
             offset, end = extent.offset, extent.offset + extent.byte_count
@@ -139,7 +139,7 @@ class Arena:
                 size = piece_bytes[len(pieces)]
                 pieces.append(data[offset : offset + size])
                 offset += size
-            spans.append(Span(first, len(pieces), data[extent.offset : end]))
+            spans.append(ExtentSpan(first, len(pieces), data[extent.offset : end]))
         placement = Placement(slot, int(self._values[slot]), tuple(extents), tuple(pieces), tuple(spans))
         self.used_bytes += placement.byte_count
         self.chunk_count += 1

@@ -17,7 +17,7 @@ class Extent(NamedTuple):
     byte_count: int
 
 
-class Span(NamedTuple):
+class ExtentSpan(NamedTuple):
     """One extent's bytes: pieces ``piece_first .. piece_stop`` lie in it, back to back."""
 
     piece_first: int
@@ -34,7 +34,7 @@ class Placement:
     extents: tuple[Extent, ...]
     pieces: Sequence[Bytes] = field(repr=False, compare=False)
     """Views of the pieces, in order; a piece never spans extents."""
-    spans: Sequence[Span] = field(repr=False, compare=False)
+    spans: Sequence[ExtentSpan] = field(repr=False, compare=False)
     """The extents again, as bytes, each with the pieces that lie in it."""
 
     @property

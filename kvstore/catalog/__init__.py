@@ -10,7 +10,7 @@ takes the ghost over.
 Cost: about 220 bytes a chunk (``kvstore bench index`` measures it): columns, not objects.
 """
 
-from kvstore.catalog.catalog import Catalog, Run, Walk, absent_runs, joined_runs
+from kvstore.catalog.catalog import Catalog, ChainRun, Walk, absent_runs, joined_runs
 from kvstore.catalog.copies import NOWHERE, Copies, MappedCopies
 from kvstore.catalog.events import Event, EventBatch, Watcher
 from kvstore.catalog.namespace import Namespace
@@ -22,6 +22,7 @@ __all__ = [
     "ROOT_ROW",
     "USE_COUNT_MAX",
     "Catalog",
+    "ChainRun",
     "ChunkTable",
     "Copies",
     "Event",
@@ -29,7 +30,6 @@ __all__ = [
     "Identity",
     "MappedCopies",
     "Namespace",
-    "Run",
     "Walk",
     "Watcher",
     "absent_runs",

@@ -20,7 +20,7 @@ from kvstore.seams import Memory
 from kvstore.spec import ChunkState, Encoding, EventKind, MissReason, ModelSpec, Tier
 
 
-class Run(NamedTuple):
+class ChainRun(NamedTuple):
     """``chunk_count`` consecutive chunks of a chain that have the same state, reason, tier and encoding."""
 
     chunk_count: int
@@ -43,7 +43,7 @@ class Walk(NamedTuple):
     of the hits per namespace."""
 
     hit_count: int
-    runs: tuple[Run, ...]
+    runs: tuple[ChainRun, ...]
     chains: list[list[int]]
 
     def onwards(self, start: int, chains: Sequence[Sequence[int]]) -> Walk:
@@ -119,16 +119,16 @@ class Catalog:
             runs += absent_runs(namespaces, digests[hits:])
         return Walk(hits, tuple(runs), chains)
 
-    def _hit_runs(self, chains: Sequence[Sequence[int]], hits: int) -> list[Run]:
+    def _hit_runs(self, chains: Sequence[Sequence[int]], hits: int) -> list[ChainRun]:
         """Return runs of chunks that lie in the same tier. The tier of a chunk is that of its slowest part."""
         if not hits:
             return []
         table = self.table
         if all(map(table.copies[0].have_all, chains)):
-            return [Run(hits, ChunkState.HIT, MissReason.NONE, table.copies[0].kind, Encoding.RAW)]
+            return [ChainRun(hits, ChunkState.HIT, MissReason.NONE, table.copies[0].kind, Encoding.RAW)]
         places = map(max, zip(*map(table.places, chains), strict=True))
         return [
-            Run(len(list(alike)), ChunkState.HIT, MissReason.NONE, table.copies[tier].kind, Encoding(encoding))
+            ChainRun(len(list(alike)), ChunkState.HIT, MissReason.NONE, table.copies[tier].kind, Encoding(encoding))
             for (tier, encoding), alike in groupby(places)
         ]
 
@@ -302,18 +302,18 @@ class Catalog:
         self.forget_ghost(row)
 
 
-def absent_runs(namespaces: Sequence[Namespace], digests: Iterable[bytes]) -> list[Run]:
+def absent_runs(namespaces: Sequence[Namespace], digests: Iterable[bytes]) -> list[ChainRun]:
     """Return the runs of the chunks after the last hit. They are no hits even where they are stored, because a chunk
     before them is missing."""
-    runs: list[Run] = []
+    runs: list[ChainRun] = []
     for (state, reason), alike in groupby(_absent(namespaces, digest) for digest in digests):
-        runs.append(Run(sum(1 for _ in alike), state, reason, Tier.NONE, Encoding.NONE))
+        runs.append(ChainRun(sum(1 for _ in alike), state, reason, Tier.NONE, Encoding.NONE))
     return runs
 
 
-def joined_runs(runs: Iterable[Run]) -> list[Run]:
+def joined_runs(runs: Iterable[ChainRun]) -> list[ChainRun]:
     """Join neighbouring runs that differ in nothing but their counts."""
-    joined: list[Run] = []
+    joined: list[ChainRun] = []
     for run in runs:
         if joined and joined[-1][1:] == run[1:]:
             joined[-1] = run._replace(chunk_count=joined[-1].chunk_count + run.chunk_count)

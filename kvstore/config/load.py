@@ -23,7 +23,7 @@ DEFAULT = "default"
 TENANTS = "tenants"
 
 
-class Sources(NamedTuple):
+class SettingSources(NamedTuple):
     """The arguments of ``load``, kept to load the same sources again."""
 
     path: Path | None = None
@@ -31,7 +31,7 @@ class Sources(NamedTuple):
     flags: Mapping[str, object] = types.MappingProxyType({})
 
 
-NO_SOURCES = Sources()
+NO_SOURCES = SettingSources()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class LoadedSettings:
 
     settings: Settings
     origins: Mapping[str, str]
-    sources: Sources = NO_SOURCES
+    sources: SettingSources = NO_SOURCES
 
     def again(self) -> LoadedSettings:
         """Load the same sources again, as they are now. Raises as ``load``."""
@@ -224,7 +224,7 @@ def load(
     for section in sources.tenants:
         kept = kept_capacity_bytes(directory / TENANTS / section.partition(".")[2]) if is_default else 0
         sources.fill({section: {"capacity_bytes": capacity, "nvme_capacity_bytes": kept or share}})
-    return replace(_build(sources, memory_bytes), sources=Sources(path, dict(environment), dict(flags)))
+    return replace(_build(sources, memory_bytes), sources=SettingSources(path, dict(environment), dict(flags)))
 
 
 def _toml_sections(path: Path | None, schema: Mapping[str, object]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvstore.arena import Placement
-from kvstore.catalog import Run
+from kvstore.catalog import ChainRun
 from kvstore.catalog.spaces import Model
 from kvstore.controller.benefit import Served, ServedModel
 from kvstore.movement import MeasuredTier
@@ -54,7 +54,7 @@ class LookupResult(NamedTuple):
     ``ticket_s``: seconds that the ticket lasts."""
 
     hit_count: int
-    runs: tuple[Run, ...]
+    runs: tuple[ChainRun, ...]
     tails: tuple[Tail, ...]
     tail_lengths: int = 0
     tail_found: int = 0
@@ -80,7 +80,7 @@ class Located(NamedTuple):
     reason: str
 
 
-class Arriving(Protocol):
+class ArrivingChunk(Protocol):
     """A chunk on its way to memory, from another tier or from its writers."""
 
     @property
@@ -115,7 +115,7 @@ class Resident:
     part: int
     token_count: int
     placement: Placement
-    loading: Arriving | None = None
+    loading: ArrivingChunk | None = None
     """The load under way; None when the part is in memory."""
 
 

@@ -30,12 +30,13 @@ from kvstore.movement.levels import LevelsReached
 from kvstore.movement.loads import Loading
 from kvstore.movement.meters import MeasuredTier, TierMeters
 from kvstore.movement.movement import Movement, MovementParts
-from kvstore.movement.relocation import Step, Transit
+from kvstore.movement.relocation import ChunkStep, Transit
 from kvstore.movement.shared_tiers import ChunkHint
 from kvstore.movement.writes import Writes
 
 __all__ = [
     "ChunkHint",
+    "ChunkStep",
     "Fate",
     "LevelsReached",
     "Loading",
@@ -43,7 +44,6 @@ __all__ = [
     "MeasuredTier",
     "Movement",
     "MovementParts",
-    "Step",
     "TierAccount",
     "TierMeters",
     "Transit",

@@ -23,7 +23,7 @@ from kvstore.movement.names import ChunkNames
 from kvstore.movement.removal import Removal
 from kvstore.movement.room import Room
 from kvstore.movement.shared_tiers import SharedTiers
-from kvstore.movement.sources import WENT, LocalSource, Source
+from kvstore.movement.sources import WENT, ChunkSource, LocalSource
 from kvstore.planning.loading.facts import PIECE_BYTES
 from kvstore.seams import FaultPoints, Workers
 from kvstore.seams.jobs import done
@@ -50,7 +50,7 @@ class Loading:
     the layers that a reader waits for (none: all alike); ``lost`` says why the load failed."""
 
     row: int
-    source: Source
+    source: ChunkSource
     layout: ChunkLayout
     placement: Placement
     landed: int = 0
@@ -148,7 +148,7 @@ class Loads:
             found.append(loading)
         return found, MissReason.NONE
 
-    def _source(self, row: int) -> Source | None:
+    def _source(self, row: int) -> ChunkSource | None:
         """Return the fastest tier that has the chunk and answers; shared tiers come last."""
         for rank, copies in enumerate(self._catalog.table.copies):
             if row in copies and copies.tier.stalled_s() <= STALL_S:
@@ -159,7 +159,7 @@ class Loads:
         """Return True when a tier that answers has the chunk."""
         return self._source(row) is not None
 
-    def _start(self, row: int, source: Source, room: RoomFor, layers: frozenset[int]) -> Loading | None:
+    def _start(self, row: int, source: ChunkSource, room: RoomFor, layers: frozenset[int]) -> Loading | None:
         if len(self._loading) >= LOAD_COUNT_MAX:
             return None
         layout = self._names.of(row).layout

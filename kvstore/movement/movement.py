@@ -29,7 +29,7 @@ from kvstore.movement.room import Room
 from kvstore.movement.shared import REUSED, SharedTarget
 from kvstore.movement.shared_tiers import SharedTiers
 from kvstore.movement.states import TierStates
-from kvstore.movement.targets import LocalTarget, Target
+from kvstore.movement.targets import LocalTarget, MoveTarget
 from kvstore.movement.uses import Uses
 from kvstore.movement.writes import Writes
 from kvstore.policy import EvictionPolicy
@@ -146,7 +146,7 @@ class Movement:
         self._shared_targets.append(target)
         self._catalog.presence.become_partial()
 
-    def _writes(self, target: Target) -> Writes:
+    def _writes(self, target: MoveTarget) -> Writes:
         parts = self._parts
         return Writes(
             self._catalog, self.memory, target, self.names, self.removal, self.readbacks, parts.clock, parts.faults,

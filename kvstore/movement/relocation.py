@@ -33,7 +33,7 @@ class Transit(StrEnum):
     FAILED = "failed"
 
 
-class Step(NamedTuple):
+class ChunkStep(NamedTuple):
     """The plan for one chunk. ``to`` is None where no tier takes it. ``frees``: faster copies go afterwards;
     ``is_held``: they would go, but the chunk is in use."""
 
@@ -61,7 +61,7 @@ class Relocation:
 
     # ------------------------------------------------------------ down
 
-    def step(self, row: int, targets: Sequence[Writes], leaving: Sequence[Copies]) -> Step:
+    def step(self, row: int, targets: Sequence[Writes], leaving: Sequence[Copies]) -> ChunkStep:
         """Plan how a chunk gets to the first of these tiers that has it, or else takes it; ``leaving`` are the tiers
         that give it up then. Changes nothing."""
         table = self._table
@@ -72,9 +72,9 @@ class Relocation:
             way = Transit.NOT_TAKEN if to is None else Transit.WRITTEN
         would_free = to is not None and any(row in copies for copies in leaving)
         is_held = would_free and table.is_held(row)
-        return Step(row, table.digests[row], table.spaces[row], to, way, would_free and not is_held, is_held)
+        return ChunkStep(row, table.digests[row], table.spaces[row], to, way, would_free and not is_held, is_held)
 
-    async def ask(self, steps: Sequence[Step]) -> None:
+    async def ask(self, steps: Sequence[ChunkStep]) -> None:
         """Have these chunks written. Copies that a crash left in the target count once they were read."""
         table = self._table
         await self._checks.prove_all([each.row for each in steps if each.to is not None], PROVE_S_MAX)
@@ -86,7 +86,7 @@ class Relocation:
             elif table.is_resident(each.row):  # a demand makes a shared tier prove its word by a read
                 each.to.demand(each.row)
 
-    async def wait(self, steps: Sequence[Step], timeout_s: float) -> bool:
+    async def wait(self, steps: Sequence[ChunkStep], timeout_s: float) -> bool:
         """Wait for the chunks that were asked for, at most ``timeout_s`` seconds. Returns True when all of them are
         through."""
         is_through = True
@@ -94,19 +94,19 @@ class Relocation:
             is_through &= await to.through([each.row for each in steps if each.to is to], timeout_s)
         return is_through
 
-    def is_it(self, step: Step) -> bool:
+    def is_it(self, step: ChunkStep) -> bool:
         """Return True when the row is still that chunk."""
         return self._table.digests[step.row] == step.digest and self._table.spaces[step.row] == step.space
 
-    def is_there(self, step: Step) -> bool:
+    def is_there(self, step: ChunkStep) -> bool:
         """Return True when the target tier certainly has the chunk."""
         return step.to is not None and self.is_it(step) and step.to.target.is_proven(step.row)
 
-    def there_count(self, steps: Sequence[Step]) -> int:
+    def there_count(self, steps: Sequence[ChunkStep]) -> int:
         """Count the chunks that their target tier certainly has."""
         return sum(map(self.is_there, steps))
 
-    def loses_durability(self, step: Step, leaving: Sequence[Copies]) -> bool:
+    def loses_durability(self, step: ChunkStep, leaving: Sequence[Copies]) -> bool:
         """Return True when the service has acknowledged that the chunk survives a restart, and no tier would guarantee
         that once ``leaving`` give it up: an engine that other nodes can read may drop the chunk the next moment."""
         assert step.to is not None
@@ -118,7 +118,7 @@ class Relocation:
             copies in leaving for copies in durable
         )  # fmt: skip
 
-    def free(self, step: Step, leaving: Sequence[Copies]) -> bool:
+    def free(self, step: ChunkStep, leaving: Sequence[Copies]) -> bool:
         """Give up the copies of these tiers, the slowest first. False where the chunk is held by now. The caller knows
         that the target tier has the chunk."""
         row = step.row

@@ -214,9 +214,9 @@ class SharedTarget:
         return policy is WritePolicy.BACK
 
     async def finds(self, row: int, others: Iterable[int], *, is_proof: bool) -> UploadState:
-        """See ``Target``. Many nodes that meet one prompt send it once. The tier is asked first; the same question asks
-        for the waiting chunks in ``others``, and claims those that the tier lacks. The tier's word is a hint: nothing
-        is promised on it before the chunk was read."""
+        """See ``MoveTarget``. Many nodes that meet one prompt send it once. The tier is asked first; the same question
+        asks for the waiting chunks in ``others``, and claims those that the tier lacks. The tier's word is a hint:
+        nothing is promised on it before the chunk was read."""
         shared, key = self.shared, self._names.of(row).storage_key
         self._check_asked()
         if key in shared.bad:

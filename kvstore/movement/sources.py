@@ -17,7 +17,7 @@ WENT = frozenset({"gone", "absent", "replaced"})
 """The reasons of a DataLoss that is no damage: a shared tier has the chunk no more, or has another write of it."""
 
 
-class Source(Protocol):
+class ChunkSource(Protocol):
     """One chunk in one tier."""
 
     @property

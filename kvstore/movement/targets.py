@@ -14,7 +14,7 @@ from kvstore.tiers import Residency, UploadState
 CLIMB_COUNT_MAX = 512
 
 
-class Target(Protocol):
+class MoveTarget(Protocol):
     """A tier that takes chunks. A promise may rest on a chunk that is *proven* there; a chunk that the tier *has* need
     not be written."""
 

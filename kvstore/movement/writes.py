@@ -17,7 +17,7 @@ from kvstore.movement.names import ChunkNames
 from kvstore.movement.queue import MoveQueue, Priority, Waiting
 from kvstore.movement.readbacks import ReadBacks
 from kvstore.movement.removal import Removal
-from kvstore.movement.targets import Target
+from kvstore.movement.targets import MoveTarget
 from kvstore.seams import Clock, FaultPoints
 from kvstore.spec import Durability
 from kvstore.telemetry import Counters
@@ -54,7 +54,7 @@ class Writes:
     many requests ask for it."""
 
     def __init__(
-        self, catalog: Catalog, memory: MappedCopies, target: Target, names: ChunkNames, removal: Removal,
+        self, catalog: Catalog, memory: MappedCopies, target: MoveTarget, names: ChunkNames, removal: Removal,
         readbacks: ReadBacks, clock: Clock, faults: FaultPoints, counters: Counters,
     ) -> None:  # fmt: skip
         self.target = target

@@ -109,6 +109,6 @@ class Node:
             self.models[name] = spec_from_message(pb.RegisterModelRequest.FromString(request).spec)
 
 
-def translated(error: grpc.aio.AioRpcError) -> KVStoreError:
+def typed_error(error: grpc.aio.AioRpcError) -> KVStoreError:
     """Return the typed error of a failed call to the sidecar."""
     return from_status(error.code().name, error.details() or "")

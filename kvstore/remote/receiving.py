@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from kvstore.errors import DataLoss, DeadlineExceeded, InvalidRequest
-from kvstore.remote.node import Node, translated
+from kvstore.remote.node import Node, typed_error
 from kvstore.remote.session import Segment, SidecarSession
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import remote_pb2 as rpb
@@ -97,7 +97,7 @@ class Receiving:
             try:
                 await call
             except grpc.aio.AioRpcError as error:
-                raise translated(error) from error
+                raise typed_error(error) from error
             await self._settle()
 
     async def _settle(self) -> None:

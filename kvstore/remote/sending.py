@@ -16,7 +16,7 @@ import grpc
 
 from kvstore.chunk import ChunkLayout, layout_of
 from kvstore.errors import DataLoss, InvalidRequest, Unavailable
-from kvstore.remote.node import Node, translated
+from kvstore.remote.node import Node, typed_error
 from kvstore.remote.session import SidecarSession
 from kvstore.seams.fence import fence
 from kvstore.seams.memory import Bytes
@@ -132,7 +132,7 @@ class Sending:
         try:
             response = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise translated(error) from error
+            raise typed_error(error) from error
         return None if response is grpc.aio.EOF else response
 
     async def _advance(self) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from kvstore.spec.configuration import described, named
 from kvstore.spec.plain import check_global_hooks, check_plain, check_untouched, numbers_of, walked
-from kvstore.spec.weights import Watch, digested
+from kvstore.spec.weights import WeightsWatch, digested
 
 _known: weakref.WeakKeyDictionary[Any, Identity] = weakref.WeakKeyDictionary()
 
@@ -40,7 +40,7 @@ class Identity:
         self._precision = torch.get_float32_matmul_precision()
         self._configuration, self._config = described(model.config), copy.deepcopy(vars(model.config))
         self._modules = [_Module(each) for each in walked(model)]
-        self._watch = Watch(self._tensors(model) or [])
+        self._watch = WeightsWatch(self._tensors(model) or [])
         state, beside = model.state_dict(), _tables(model, plain)
         found = digested(state)
         self._watch.learn({state[name].data_ptr(): pieces for name, pieces in found.pieces.items()})

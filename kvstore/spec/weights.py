@@ -1,6 +1,6 @@
 """Digests of weights, and the detection of changes after the digest.
 
-A digest is over every byte, in pieces. A ``Watch`` checks a model's tensors at each use: that they are the same
+A digest is over every byte, in pieces. A ``WeightsWatch`` checks a model's tensors at each use: that they are the same
 objects at the same address in the same version, a sample of each tensor's bytes, and one piece, the next one each time.
 """
 
@@ -79,7 +79,7 @@ def _piece(data: torch.Tensor, start: int) -> bytes:
     return blake3(data[start : start + PIECE_BYTES].cpu().numpy().data).digest()
 
 
-class Watch:
+class WeightsWatch:
     """Detects changes of tensors. It keeps none of them alive. Several threads may use it."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -1,5 +1,5 @@
 """House rules that ruff cannot check: the calls and imports that a package may use, the length of files and functions,
-and one definition per public name of the service.
+and one definition per public name of the service and the client.
 
 Seams: outside ``kvstore/seams`` and its twins no clock, no randomness, no bare thread, no stray task; code that users
 run imports no twin. Hostile bytes: nowhere a reader that can run code. Imports point one way and in no circle, and no
@@ -296,7 +296,7 @@ def _lengths(path: str, tree: ast.AST, line_count: int) -> Iterator[Finding]:
 
 
 def shared_names(sources: Mapping[str, str]) -> list[Finding]:
-    """Return public functions and classes of the service that are defined more than once. ``sources``: the text of each
+    """Return public functions and classes that are defined more than once. ``sources``: the text of each
     file by its path."""
     places: dict[str, list[tuple[str, int]]] = {}
     for path, text in sources.items():
@@ -327,7 +327,7 @@ def check_tree(root: Path = ROOT) -> list[Finding]:
                 elif path.startswith("clients/"):
                     client[path] = text
     broken = [Finding(*each) for sources in (service, client) for each in broken_rules(sources)]
-    return found + shared_names(service) + broken
+    return found + shared_names({**service, **client}) + broken
 
 
 def main() -> int:

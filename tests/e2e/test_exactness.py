@@ -222,7 +222,7 @@ def test_what_is_marked_while_something_exact_comes_stays_marked() -> None:
     """It was merged with what came, or over it."""
     plane = np.zeros((2, 4, 8), np.uint16)
     began = derived.now()
-    derived.remember([plane])
+    derived.mark_derived([plane])
     derived.written_anew([plane], since=began)
     assert derived.is_derived([plane])
     derived.written_anew([plane], since=derived.now())
@@ -238,13 +238,13 @@ def test_marks_of_memory_that_is_filled_again_do_not_add_up(slots: Any) -> None:
         return sum(mark.span.start == plane.data_ptr() for _, mark in derived._known())
 
     for _ in range(3):
-        derived.remember([plane], slots)
+        derived.mark_derived([plane], slots)
     assert count() == 1
-    derived.remember([plane.numpy()], slots)
+    derived.mark_derived([plane.numpy()], slots)
     gc.collect()
     assert derived.is_derived([plane])
     for stop in (2, 3, 2, 3):
-        derived.remember([plane[:, :stop]])
+        derived.mark_derived([plane[:, :stop]])
     assert count() == 2
 
 
@@ -256,12 +256,12 @@ def test_garbage_that_is_collected_meanwhile_disturbs_nobody() -> None:
             self.kv, self.me = np.zeros((2, 4, 8), np.uint16), self
 
     kept = [np.zeros((2, 4, 8), np.uint16) for _ in range(4000)]  # more than Python has pairs at hand for
-    derived.remember(kept)
+    derived.mark_derived(kept)
     usual = gc.get_threshold()
     try:
-        for use in (derived.written_anew, derived.remember, derived.is_derived):
+        for use in (derived.written_anew, derived.mark_derived, derived.is_derived):
             gc.disable()
-            derived.remember([Ring().kv for _ in range(20)])
+            derived.mark_derived([Ring().kv for _ in range(20)])
             gc.set_threshold(gc.get_count()[0] + 300)  # the rings die in the middle of what comes next
             gc.enable()
             use(kept[:1])

@@ -18,7 +18,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.spec import Durability
 from kvstore.spec.from_transformers import weights_digest
 from kvstore.spec.live import identity_of
-from kvstore.spec.weights import PIECE_BYTES, Watch, digested
+from kvstore.spec.weights import PIECE_BYTES, WeightsWatch, digested
 from tests.recompute.models import LAYERS, model_of
 from tests.recompute.models import prompt as tokens_of
 
@@ -169,7 +169,7 @@ def test_one_number_changed_past_all_bookkeeping_is_seen_when_its_piece_has_its_
     table.detach().numpy().reshape(-1)[at] += 1
     assert before.refreshed(model).weights_digest != before.weights_digest
     watched = model.model.embed_tokens.weight
-    watch = Watch([watched])
+    watch = WeightsWatch([watched])
     watch.learn({watched.data_ptr(): digested({"x": watched}).pieces["x"]})
     assert watch.holds([watched])
     table.detach().numpy().reshape(-1)[at] -= 1
@@ -183,7 +183,7 @@ def test_a_sample_sees_a_share_of_one_matrix(share: float) -> None:
     missed = 0
     for seed in range(20):
         tensor = torch.randn(500, 300, generator=torch.Generator().manual_seed(seed))
-        watch = Watch([tensor])
+        watch = WeightsWatch([tensor])
         mask = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(seed + 100)) < share
         tensor.data[mask] += 1
         missed += watch.holds([tensor])
@@ -217,7 +217,7 @@ def test_weights_without_bytes_are_named() -> None:
 def test_numbers_that_are_none_and_odd_layouts_are_digested() -> None:
     """NaN is not equal to itself, and the same bits are the same."""
     odd = {"nan": torch.full((5, 7), float("nan")), "t": torch.arange(12.0).view(3, 4).t(), "none": torch.empty(0)}
-    watch = Watch(list(odd.values()))
+    watch = WeightsWatch(list(odd.values()))
     assert watch.holds(list(odd.values()))
     assert digested(odd).digest == digested({**odd, "t": odd["t"].contiguous()}).digest
     odd["t"].numpy()[:] += 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 from kvstore_client import Client, connect
 from kvstore_client.engines.transformers import CachedModel, TransformersRunner
-from kvstore_client.loading.patience import Patience, in_time, prior_s
+from kvstore_client.loading.patience import Patience, prior_s, result_in_time
 
 from kvstore.planning import Recompute
 from kvstore.planning.loading import LoadPlan, Prefill, Way
@@ -87,12 +87,12 @@ def test_an_answer_that_comes_too_late_is_undone() -> None:
         comes.wait(10.0)
         return "answer"
 
-    assert in_time(slow, 0.0, undone.put) is None
+    assert result_in_time(slow, 0.0, undone.put) is None
     comes.set()
     assert undone.get(timeout=10.0) == "answer"
-    assert in_time(slow, 10.0, undone.put) == "answer"
+    assert result_in_time(slow, 10.0, undone.put) == "answer"
     with pytest.raises(ZeroDivisionError):
-        in_time(lambda: 1 / 0, 10.0, lambda _: None)
+        result_in_time(lambda: 1 / 0, 10.0, lambda _: None)
     assert undone.empty()
 
 

@@ -102,12 +102,15 @@ def test_the_rules_hold_for_one_room(tmp_path: Path) -> None:
     ]
 
 
-def test_a_public_name_has_one_definition_in_the_service() -> None:
-    sources = {"kvstore/a.py": "class A: ...\ndef _b(): ...\n", "kvstore/b.py": "def A(): ...\ndef _b(): ...\n"}
+def test_a_public_name_has_one_definition() -> None:
+    sources = {
+        "kvstore/a.py": "class A: ...\ndef _b(): ...\n",
+        "clients/b.py": "def A(): ...\ndef _b(): ...\n",
+    }
     assert [str(each) for each in lint.shared_names(sources)] == [
-        "kvstore/b.py:1: A is defined in kvstore/a.py, kvstore/b.py: one name, one definition"
+        "clients/b.py:1: A is defined in kvstore/a.py, clients/b.py: one name, one definition"
     ]
-    sources.pop("kvstore/b.py")
+    sources.pop("clients/b.py")
     assert lint.shared_names(sources) == []
 
 

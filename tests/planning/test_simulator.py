@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.planning.loading import ComputeRate, HeldRun, LoadFacts, Stock, TierFacts, TierRate, Way
 from kvstore.planning.loading.papers import cacheblend_ttft_s
-from kvstore.planning.loading.simulator import Outcome, Simulation, play
+from kvstore.planning.loading.simulator import SimulatedOutcome, Simulation, play
 from kvstore.spec import Tier
 
 CHUNKS, UNIT, TOKEN_BYTES = 32, 64, 131072.0
@@ -36,7 +36,7 @@ def best_fixed_s(truth: LoadFacts) -> float:
     return min(play(truth, stock, a * UNIT, b * UNIT).ttft_s for a in fronts for b in units if a <= b)
 
 
-def requests(simulation: Simulation, truth: LoadFacts, count: int) -> list[Outcome]:
+def requests(simulation: Simulation, truth: LoadFacts, count: int) -> list[SimulatedOutcome]:
     return [simulation.request(truth, idle_s=60.0) for _ in range(count)]
 
 

@@ -12,7 +12,7 @@ from kvstore_client.prompt import PageHashes
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Exhausted
-from kvstore.presence import SLOTS_MIN, slots_of
+from kvstore.presence import SLOTS_MIN, slot_count_of
 from kvstore.spec import ChunkState, Exactness, LayerSpec, MissReason, RopeSpec, Tier
 from tests.presence.looking import STEP, agreed, by_call, looking, no_calls
 from tests.server.raw import Raw, eventually
@@ -145,7 +145,7 @@ def test_many_chunks_while_the_table_grows(client: Client) -> None:
             agreed(client, spec, each)
     eventually(lambda: client.lookup(spec, first) is not None and client.connect_now().presence.is_there)
     after = client.connect_now().presence._words
-    assert (slots_of(before), slots_of(after) > SLOTS_MIN) == (SLOTS_MIN, True)
+    assert (slot_count_of(before), slot_count_of(after) > SLOTS_MIN) == (SLOTS_MIN, True)
 
 
 def test_lookups_are_counted_at_the_sidecar(own_sidecar: Sidecar) -> None:

@@ -17,7 +17,7 @@ from kvstore.handoff import passing
 from kvstore.handoff.messages import Answer, PresenceAnswer
 from kvstore.handoff.packets import decode_answer
 from kvstore.keys import chain_digests, fingerprint, presence_salt
-from kvstore.presence import HEADER_WORDS, PARTIAL, pack_news, slots_of, tag_of
+from kvstore.presence import HEADER_WORDS, PARTIAL, pack_news, slot_count_of, tag_of
 from kvstore.spec import ChunkState, Encoding, Exactness, MissReason, Provenance, Tier
 from tests.presence.looking import STEP, agreed, by_call, looking, no_calls
 from tests.server.raw import eventually
@@ -204,7 +204,7 @@ def test_a_chunk_the_table_has_and_the_catalog_has_not_is_a_miss(client: Client)
     words = presence._words.copy()
     salt = presence_salt(fingerprint(spec, spec.kind), Provenance.IN_CONTEXT, Exactness.EXACT)
     tag = tag_of(salt, chain_digests(tokens, STEP)[1])
-    place = HEADER_WORDS + (tag >> 12 & slots_of(words) - 1)
+    place = HEADER_WORDS + (tag >> 12 & slot_count_of(words) - 1)
     words[place] = tag | pack_news(ChunkState.HIT, Tier.DRAM, Encoding.RAW)
     presence._words = words
     assert client.lookup(spec, tokens).prefix_token_count == 2 * STEP

@@ -29,7 +29,7 @@ from kvstore.presence import (
     Words,
     find_few,
     pack_news,
-    slots_of,
+    slot_count_of,
     tag_of,
     tags_of,
     unpack_news,
@@ -129,7 +129,7 @@ def test_a_slot_of_a_chunk_that_went_is_used_again() -> None:
     for other in range(20 * SLOTS_MIN):
         table.put(tag_at(3, other), 1)
         table.put(tag_at(3, other), 0)
-    assert slots_of(words_of(table)) == SLOTS_MIN
+    assert slot_count_of(words_of(table)) == SLOTS_MIN
     assert int(np.count_nonzero(words_of(table))) == 1
 
 
@@ -143,11 +143,11 @@ def test_a_full_table_is_replaced_by_a_larger_one_and_says_so() -> None:
     found = find(words_of(table), tags_of(SALT, b"".join(digests)))
     assert found is not None
     assert found.all()
-    assert slots_of(words_of(table)) == 8 * SLOTS_MIN
+    assert slot_count_of(words_of(table)) == 8 * SLOTS_MIN
     for digest in digests[1:]:
         table.put(tag_of(SALT, digest), 0)
     table.put_all(tags(), 0)
-    assert slots_of(words_of(table)) == SLOTS_MIN, "what is known of nobody is left behind"
+    assert slot_count_of(words_of(table)) == SLOTS_MIN, "what is known of nobody is left behind"
     assert table.known().size == 1
 
 
@@ -172,7 +172,7 @@ def test_what_finds_no_room_is_not_said_to_be_missing() -> None:
     for tag in crowd:
         table.put(tag, 1)
     assert int(words_of(table)[0]) & PARTIAL
-    assert slots_of(words_of(table)) <= 16 * SLOTS_MIN, "no table for a few chunks, however they are called"
+    assert slot_count_of(words_of(table)) <= 16 * SLOTS_MIN, "no table for a few chunks, however they are called"
     found = [find(words_of(table), tags(tag)) for tag in crowd]
     assert sum(each is not None and each.tolist() == [1] for each in found) == PROBE_MAX
     assert all(each is None for each in found if each is None or not each.all()), "only a call can tell"
@@ -235,7 +235,7 @@ def test_where_no_larger_table_can_be_had_nothing_is_said_to_be_missing() -> Non
     for digest in digests[:-100]:
         table.put(tag_of(SALT, digest), 1)
     table.put_all(tags_of(SALT, b"".join(digests[-100:])), 1)
-    assert slots_of(words_of(table)) == SLOTS_MIN
+    assert slot_count_of(words_of(table)) == SLOTS_MIN
     seen = [find(words_of(table), tags_of(SALT, digest)) for digest in digests]
     assert all(each is None or each.all() for each in seen), "what is stored is seen, or asked for"
     assert sum(each is not None for each in seen) > SLOTS_MIN / 2

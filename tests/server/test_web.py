@@ -28,10 +28,10 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.movement.accounts import TierAccount
 from kvstore.planning.loading import Prefill, Way
 from kvstore.seams import SystemClock
-from kvstore.server.web.facts import NAME_CHARACTERS_MAX, Watched
+from kvstore.server.web.facts import NAME_CHARACTERS_MAX, PageTenant
 from kvstore.server.web.history import EVENT_COUNT_MAX, SAMPLE_COUNT_MAX, History
-from kvstore.server.web.listener import CONNECTION_COUNT_MAX, Gate, Reply, Request, Route
-from kvstore.server.web.site import FILE_BYTES_MAX, FILES, HERE, Asked, gate_of, read_page_tokens
+from kvstore.server.web.listener import CONNECTION_COUNT_MAX, ReadRights, Reply, Route, WebRequest
+from kvstore.server.web.site import FILE_BYTES_MAX, FILES, HERE, WebQuestion, gate_of, read_page_tokens
 from kvstore.spec import Durability, Tier
 from kvstore.tiers import TierStatistics
 from tests.server.raw import eventually
@@ -210,7 +210,7 @@ def test_of_a_thousand_browsers_each_is_answered_or_told_to_come_again(port: int
 # ---------------------------------------------------------------- who may read
 
 
-async def _nothing(_: Request) -> Reply:
+async def _nothing(_: WebRequest) -> Reply:
     return Reply(200, b"")
 
 
@@ -225,14 +225,14 @@ def token_file(tmp_path: Path, text: str = f"# the operator's\n{TOKEN}\nanother-
     return path
 
 
-def statuses(gate: Gate, **headers: str) -> list[int]:
+def statuses(gate: ReadRights, **headers: str) -> list[int]:
     """Of the page, the metrics and a probe; 200: it is answered."""
-    request = Request("GET", "/", {"host": "localhost:9464", **headers})
+    request = WebRequest("GET", "/", {"host": "localhost:9464", **headers})
     refusals = [gate.refusal(request, route) for route in (PAGE, METRICS, PROBE)]
     return [200 if each is None else each.status for each in refusals]
 
 
-def gate(**settings: Any) -> Gate:
+def gate(**settings: Any) -> ReadRights:
     return gate_of(load(None, {f"KVSTORE__{name.upper()}": str(value) for name, value in settings.items()}, {}))
 
 
@@ -261,8 +261,8 @@ def test_other_sites_names_for_this_address_are_refused() -> None:
 
 @pytest.mark.parametrize("word", ["Basic \xff\xff", "Basic !", "Basic /w==", "Bearer \xff", "Basic"])
 def test_who_may_not_read_is_told_so_whatever_he_sends(word: str) -> None:
-    gate = Gate((b"x" * 32,), "", is_local=True)
-    request = Request("GET", "/metrics", {"host": "localhost", "authorization": word})
+    gate = ReadRights((b"x" * 32,), "", is_local=True)
+    request = WebRequest("GET", "/metrics", {"host": "localhost", "authorization": word})
     refusal = gate.refusal(request, Route(lambda _: asyncio.sleep(0, Reply(200, b""))))
     assert refusal is not None
     assert refusal.status == 401
@@ -296,7 +296,7 @@ def test_readers_share_one_answer_and_one_rendering_of_each_form() -> None:
         return Reply(200, f"{told} {form}".encode())
 
     async def read() -> None:
-        question = Asked(ask_service, render, asyncio.get_running_loop(), SystemClock(), 60.0)
+        question = WebQuestion(ask_service, render, asyncio.get_running_loop(), SystemClock(), 60.0)
         replies = await asyncio.gather(*(question.get(form) for form in ("a", "b") * 50))
         assert {reply.body for reply in replies} == {b"1 a", b"1 b"}
 
@@ -356,7 +356,7 @@ def test_the_hour_tells_what_fetches_and_plans_saved() -> None:
             return []
 
     grows: Any = Grows()
-    watched = Watched(grows, grows, grows, SystemClock(), shows_digests=False)
+    watched = PageTenant(grows, grows, grows, SystemClock(), shows_digests=False)
     for _ in range(3):
         watched.note()
     flows = watched._history.flows()

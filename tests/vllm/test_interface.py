@@ -15,7 +15,7 @@ from kvstore_client.engines.vllm import KVStoreConnector
 from kvstore_client.engines.vllm.hashes import block_hashes, seed_of_process
 from kvstore_client.engines.vllm.identity import Adapters, geometry_of, spec_of
 from kvstore_client.engines.vllm.naming import Naming, extras_of
-from kvstore_client.engines.vllm.settings import Settings
+from kvstore_client.engines.vllm.settings import ConnectorSettings
 from vllm.config import KVTransferConfig, MultiModalConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
@@ -76,7 +76,7 @@ def changed(configured: VllmConfig, part: str, **values: Any) -> Any:
 
 
 def spec_for(configured: Any, kv_caches: KVCacheConfig, **extra: Any) -> Any:
-    return spec_of(configured, geometry_of(configured, kv_caches), Settings.of(extra))
+    return spec_of(configured, geometry_of(configured, kv_caches), ConnectorSettings.of(extra))
 
 
 # ---------------------------------------------------------------- whose cache it is

@@ -29,7 +29,7 @@ from kvstore.spec import Durability, MissReason, ModelSpec, Tier
 from kvstore_client.client import Client
 from kvstore_client.engines.transformers_documents import chat_frame, remember
 from kvstore_client.engines.transformers_hidden import PromptE
-from kvstore_client.engines.transformers_layers import Arrivals, CacheLayer, cache_of
+from kvstore_client.engines.transformers_layers import CacheLayer, LayerArrivals, cache_of
 from kvstore_client.engines.transformers_mended import Documents, documents_in, mended
 from kvstore_client.engines.transformers_options import why_left
 from kvstore_client.engines.transformers_planning import PromptPlan, Stopwatch
@@ -221,7 +221,7 @@ class CachedModel:
         """``terms`` None: nothing is reused."""
         count = int(input_ids.shape[1])
         last_step = (count - 1) // self.step_tokens * self.step_tokens
-        arrivals = Arrivals(self._clock)
+        arrivals = LayerArrivals(self._clock)
         layers = self._layers(whose.spec, count + self._new_token_count(options, count), arrivals)
         report = Report(token_count=count)
         prompt_e = PromptE(whose.runner, self._whole(count)) if whose.runner else None
@@ -288,7 +288,7 @@ class CachedModel:
             limit = max(0, (options.get("max_length") or 0) - count)
         return min(int(limit), ROOM_TOKENS_MAX) + 1
 
-    def _layers(self, spec: ModelSpec, capacity: int, arrivals: Arrivals) -> list[CacheLayer]:
+    def _layers(self, spec: ModelSpec, capacity: int, arrivals: LayerArrivals) -> list[CacheLayer]:
         """Return layers with memory for the prompt and the tokens likely to follow."""
         planes = dense_planes(spec, capacity, self.model.device)
         return [
@@ -297,8 +297,8 @@ class CachedModel:
         ]
 
     def _reuse(
-        self, planned: PromptPlan, tokens: Any, layers: list[CacheLayer], prompt_e: PromptE | None, arrivals: Arrivals,
-        report: Report, started_s: float, late_s: float,
+        self, planned: PromptPlan, tokens: Any, layers: list[CacheLayer], prompt_e: PromptE | None,
+        arrivals: LayerArrivals, report: Report, started_s: float, late_s: float,
     ) -> int:  # fmt: skip
         """Open the fetch of the stored prefix. Returns the number of its tokens, in whole steps, that will arrive."""
         if not len(tokens):

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvstore.errors import InvalidRequest
 from kvstore.seams import Clock
-from kvstore_client.derived import exactness_of, is_derived, remember
+from kvstore_client.derived import exactness_of, is_derived, mark_derived
 from kvstore_client.fetch.stream import LayerStream
 
 
@@ -47,7 +47,7 @@ class CacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no t
             new = old.new_empty((*old.shape[:2], stop + stop // 2, old.shape[-1]))
             new[:, :, :start] = old[:, :, :start]
             if is_derived([old]):
-                remember([new])  # later tokens are computed over derived ones, so they are derived too
+                mark_derived([new])  # later tokens are computed over derived ones, so they are derived too
             setattr(self, name, new)
 
     def first(self, token_count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,7 +89,7 @@ def _check_planes(kv: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
                 )
 
 
-class Arrivals:
+class LayerArrivals:
     """Hands layers to the forward pass in order, pulling the stream only as far as the layer that asks."""
 
     def __init__(self, clock: Clock) -> None:

@@ -16,7 +16,7 @@ from kvstore.spec import Exactness, MissReason, ModelSpec
 from kvstore_client.client import Client
 from kvstore_client.fetch.stream import LayerStream
 from kvstore_client.loading.call import Asked, PrefillCall
-from kvstore_client.loading.patience import in_time
+from kvstore_client.loading.patience import result_in_time
 from kvstore_client.loading.planner import ENGINE_WAYS
 from kvstore_client.loading.probe import probe
 from kvstore_client.lookup.match import Match, chunk_matches, missed_chunks
@@ -70,7 +70,7 @@ class PromptPlan:
             return (planner.begin(prompt, asked),)
 
         with planner.or_miss():
-            begun = begin() if self._mode != "on" else in_time(begin, left_s, _take_back)
+            begun = begin() if self._mode != "on" else result_in_time(begin, left_s, _take_back)
             if begun is None:
                 planner.given_up()
             elif begun[0] is None:
@@ -135,7 +135,7 @@ class PromptPlan:
         look = partial(self._client.lookup, self._spec, self._tokens[:most_tokens])
         if self._mode != "on":
             return look()
-        found = in_time(look, left_s, lambda _: None)
+        found = result_in_time(look, left_s, lambda _: None)
         if found is None:
             self._client.planner.given_up()
             return Match(0, missed_chunks(self._spec.chunk_tokens, 0, most_tokens, MissReason.UNAVAILABLE))
@@ -147,7 +147,7 @@ class PromptPlan:
         opening = partial(self._client.fetch_layers, self._spec, tokens, into=into)
         if self._mode != "on":
             return opening()
-        stream = in_time(opening, left_s, LayerStream.close)
+        stream = result_in_time(opening, left_s, LayerStream.close)
         if stream is None:
             self._client.planner.given_up()
         return stream

@@ -11,7 +11,7 @@ from kvstore_client.fetch.fetched import FetchedKV, gathered
 from kvstore_client.fetch.open import NoPrefix, open_resident
 from kvstore_client.fetch.stream import LayerStream
 from kvstore_client.fetch.target import Into, Places, given_places
-from kvstore_client.fetch.ticket import Held, open_held
+from kvstore_client.fetch.ticket import TicketFields, open_held
 from kvstore_client.fetch.transfer import Transfer
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Prefix
@@ -58,7 +58,7 @@ def _layers_of(prefix: Prefix, given: Places, context: Context) -> LayerStream:
     return LayerStream(prefix, target, context)
 
 
-def start(context: Context, prompt: Prompt, wanted: Wanted, into: Into) -> Transfer:
+def start_fetch(context: Context, prompt: Prompt, wanted: Wanted, into: Into) -> Transfer:
     """See ``Client.start_fetch_prefix``."""
     layers = stream(context, prompt, wanted, into)
     how = (wanted.layers, wanted.hidden_layers, layers.reason, layers.exactness)
@@ -76,7 +76,7 @@ def redeem(
     verify: bool,
 ) -> Transfer:  # fmt: skip
     """See ``Client.start_fetch``."""
-    held = Held(ticket)
+    held = TicketFields(ticket)
     wanted = Wanted.of(held.spec, layers, heads, (), verify)
     given = given_places(wanted, into)
     given(held.token_count)  # raises now if it does not fit
@@ -85,7 +85,7 @@ def redeem(
     return transfer
 
 
-def _redeemed(context: Context, held: Held, wanted: Wanted, given: Places) -> LayerStream:
+def _redeemed(context: Context, held: TicketFields, wanted: Wanted, given: Places) -> LayerStream:
     session, name = context.ready(held.spec)
     prefix = open_held(session, wanted, name, held, context.timeout_s)
     return _layers_of(prefix, given, context)

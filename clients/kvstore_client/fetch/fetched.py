@@ -8,7 +8,7 @@ from kvstore.errors import DeadlineExceeded, Internal
 from kvstore.spec import Exactness, MissReason, Tier
 from kvstore_client.arrays import Tensor
 from kvstore_client.context import Context
-from kvstore_client.derived import LayeredKV, now, remember, written_anew
+from kvstore_client.derived import LayeredKV, mark_derived, now, written_anew
 from kvstore_client.fetch.target import Places
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Prefix, Target
@@ -62,7 +62,7 @@ def before(prefix: Prefix, target: Target) -> int:
     """Mark the target as derived before its first byte arrives, if the prefix is not exact. Returns the number of that
     moment, for ``after``."""
     if prefix.exactness is not Exactness.EXACT:
-        remember(*target.places(prefix.token_count))
+        mark_derived(*target.places(prefix.token_count))
     return now()
 
 

@@ -23,7 +23,7 @@ KEPT_MAX = 64
 """The most runs of chunks whose views a session keeps: the views of a chunk of 32 layers take some 30 KiB."""
 
 
-class Geometry(NamedTuple):
+class PlaneGeometry(NamedTuple):
     """The places of some layers' planes in a chunk, in items from its first byte on."""
 
     begin: int
@@ -33,7 +33,7 @@ class Geometry(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def geometry_of(layout: ChunkLayout, layers: tuple[int, ...]) -> Geometry | None:
+def plane_geometry(layout: ChunkLayout, layers: tuple[int, ...]) -> PlaneGeometry | None:
     """Return the geometry; None where the slabs of these layers differ, or lie at different distances."""
     slabs = [layout.slabs[layout.slab_of_layer[layer]] for layer in layers]
     steps = {after.offset - before.offset for before, after in pairwise(slabs)} or {0}
@@ -45,10 +45,10 @@ def geometry_of(layout: ChunkLayout, layers: tuple[int, ...]) -> Geometry | None
     begin = layout.header_bytes + slabs[0].offset
     if any(each % size for each in (begin, strip, *steps)) or min(steps) < 0:
         return None
-    return Geometry(begin // size, steps.pop() // size, strip // size, dims)
+    return PlaneGeometry(begin // size, steps.pop() // size, strip // size, dims)
 
 
-class Sources:
+class KeptViews:
     """Views of the planes of chunks in mapped memory, kept for the next fetch of the same chunks. Safe to share between
     threads. A chunk's place never changes, so its views stay right as long as the chunk itself is."""
 
@@ -86,7 +86,7 @@ def pairs_of(
     runs: Sequence[MappedRun],
     layers: tuple[int, ...],
     heads: range,
-    kept: Sources | None = None,
+    kept: KeptViews | None = None,
     halves: Sequence[Tensor] = (),
 ) -> list[Pair] | None:
     """Return all copies of these chunks into ``planes``, per layer K and V, each [heads, tokens, dim] with at least
@@ -120,7 +120,7 @@ def sources_of(run: MappedRun, layers: tuple[int, ...], heads: range, dtype: obj
     [heads, chunks, tokens, dim]. None as ``pairs_of`` says."""
     torch, first, count = torch_module(), run.chunks[0], len(run.chunks)
     layout = first.layout
-    geometry = geometry_of(layout, layers)
+    geometry = plane_geometry(layout, layers)
     if torch is None or geometry is None or first.home is None or run.stride % layout.item_size:
         return None
     region, _, offset = first.home

@@ -15,7 +15,7 @@ from kvstore.errors import InvalidRequest
 from kvstore_client.arrays import Layer, Tensor, is_tensor, settle_device, torch_module
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.halves import checked_layers, checked_planes
-from kvstore_client.overlap import Geometry, check_targets
+from kvstore_client.overlap import ByteGeometry, check_targets
 
 _looks = attrgetter("shape", "dtype", "layout", "is_cpu")
 
@@ -83,7 +83,7 @@ def _are_apart(sides: tuple[Sequence[Tensor], ...]) -> bool:
     for side in sides:
         strides = set(map(type(side[0]).stride, side))
         first = side[0]
-        geometry = Geometry.of(first.shape, first.stride(), first.element_size())
+        geometry = ByteGeometry.of(first.shape, first.stride(), first.element_size())
         if len(strides) != 1 or geometry.repeats:
             return False
         count = geometry.byte_count

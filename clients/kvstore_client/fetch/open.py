@@ -14,12 +14,12 @@ from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.lookup.presence import ChainName
 from kvstore_client.lookup.tails import first_held, longest_tail
 from kvstore_client.planes.prefix import Prefix
-from kvstore_client.planes.session import Session
+from kvstore_client.planes.session import ClientSession
 from kvstore_client.prompt import EXACTNESSES, Prompt
 
 
 def open_prefix(
-    session: Session, wanted: Wanted, name: bytes, digests: list[bytes], exactness: int, timeout_s: float,
+    session: ClientSession, wanted: Wanted, name: bytes, digests: list[bytes], exactness: int, timeout_s: float,
     ticket: bytes = b"", provenance: int = 0,
 ) -> Prefix:  # fmt: skip
     """Ask for the resident prefix of a chain, or redeem a ticket for all of it. If the limit on leases is reached, wait
@@ -41,7 +41,7 @@ def open_prefix(
         return ask()
 
 
-def open_longest(session: Session, name: bytes, wanted: Wanted, prompt: Prompt, timeout_s: float) -> Prefix:
+def open_longest(session: ClientSession, name: bytes, wanted: Wanted, prompt: Prompt, timeout_s: float) -> Prefix:
     """Open the resident chunks, and the partial chunk after them when one matches. Raises the typed error of a failed
     call."""
     digests, how = prompt.digests, (prompt.exactness, timeout_s, b"", prompt.provenance)

@@ -15,7 +15,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints
 from kvstore_client.arrays import Layer, Tensor, check_dtype, check_memory, is_array, is_tensor, settle_device
 from kvstore_client.copying import copy, raw
-from kvstore_client.fetch.fused import Sources
+from kvstore_client.fetch.fused import KeptViews
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.overlap import check_targets
 from kvstore_client.planes.shared_memory.chunk import MappedRun
@@ -188,7 +188,7 @@ class PagedTarget:
     def rows(self, layer: int, token_count: int) -> Tensor:
         raise AssertionError("no hidden states go into pages")
 
-    def pairs(self, runs: Sequence[MappedRun], kept: Sources | None) -> None:
+    def pairs(self, runs: Sequence[MappedRun], kept: KeptViews | None) -> None:
         """Return None: pages are written layer by layer."""
 
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:

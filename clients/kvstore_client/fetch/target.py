@@ -12,7 +12,7 @@ from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
 from kvstore_client.arrays import Layer, Tensor, presented
 from kvstore_client.copying import copy, copy_small, plainly, plane_run, raw, whole
-from kvstore_client.fetch.fused import Pair, Sources, pairs_of
+from kvstore_client.fetch.fused import KeptViews, Pair, pairs_of
 from kvstore_client.fetch.given import Given, given_planes
 from kvstore_client.fetch.owned import OwnedHalves, owned_layers, owned_rows
 from kvstore_client.fetch.paged import Paged, PagedTarget, Pages
@@ -82,7 +82,7 @@ class DenseTarget:
             else:
                 self._copy_run(run, index, self._raw[position])
 
-    def pairs(self, runs: Sequence[MappedRun], kept: Sources | None) -> list[Pair] | None:
+    def pairs(self, runs: Sequence[MappedRun], kept: KeptViews | None) -> list[Pair] | None:
         """Return all copies of the requested layers at once; None where each layer has work of its own."""
         wanted = self._wanted
         if wanted.verify or wanted.spec.keeps_e or not wanted.layers:

@@ -14,7 +14,7 @@ from kvstore_client.context import Context
 from kvstore_client.fetch.open import open_prefix
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Prefix
-from kvstore_client.planes.session import Session
+from kvstore_client.planes.session import ClientSession
 from kvstore_client.prompt import EXACTNESSES
 from kvstore_client.store.writer import COMMIT_S_MAX
 
@@ -29,12 +29,12 @@ def pack_ticket(ticket: bytes, spec: ModelSpec, digests: list[bytes], exactness:
     ).SerializeToString()  # fmt: skip
 
 
-def cut(digests: bytes) -> list[bytes]:
+def split_digests(digests: bytes) -> list[bytes]:
     """Split digests that travelled as one run."""
     return [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
 
 
-class Held:
+class TicketFields:
     """A ticket, decoded: of a match with hold=True, or of a writer (``is_store``), which has the same fields and more.
     Raises InvalidRequest when the bytes are no ticket."""
 
@@ -47,7 +47,7 @@ class Held:
             raise InvalidRequest("ticket must be the bytes that a match with hold=True carries")
         self.ticket = message.ticket
         self.spec = spec_from_message(message.spec)
-        self.digests = cut(message.digests)
+        self.digests = split_digests(message.digests)
         self.exactness = int(message.exactness)
         if self.exactness not in EXACTNESSES:
             raise InvalidRequest("ticket must be the bytes that a match with hold=True carries")
@@ -55,7 +55,7 @@ class Held:
         self.token_count = int(message.token_count)
 
 
-def open_held(session: Session, wanted: Wanted, name: bytes, held: Held, timeout_s: float) -> Prefix:
+def open_held(session: ClientSession, wanted: Wanted, name: bytes, held: TicketFields, timeout_s: float) -> Prefix:
     """Open the prefix that a ticket holds. A store that was committed meanwhile is opened like any other prefix."""
     if held.is_store:
         try:
@@ -69,7 +69,7 @@ def release(context: Context, ticket: bytes | None) -> None:
     """Release what a ticket holds. ``ticket``: the match's, or the sidecar's own; unknown tickets are ignored."""
     if not ticket:
         return
-    identity = ticket if len(ticket) == TICKET_BYTES else Held(ticket).ticket
+    identity = ticket if len(ticket) == TICKET_BYTES else TicketFields(ticket).ticket
     with context.or_miss():
         session = context.connection.session()
         request = pb.ReleaseRequest(tickets=[identity])

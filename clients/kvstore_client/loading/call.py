@@ -30,7 +30,7 @@ from kvstore_client.context import Context
 from kvstore_client.fetch.ticket import pack_ticket
 from kvstore_client.lookup.calls import with_tail
 from kvstore_client.lookup.match import Match, chunk_matches
-from kvstore_client.planes.session import Session, cancel, noted, translated
+from kvstore_client.planes.session import ClientSession, cancel, noted, translated
 from kvstore_client.prompt import Prompt
 
 CALL_S_MAX = 3600.0
@@ -55,7 +55,7 @@ class PrefillCall:
     ``answer.chunk_count`` chunks from ``answer.chunk_first`` on. ``end`` reports the outcome; closing without it takes
     the call back. Close it in any case."""
 
-    def __init__(self, session: Session, begin: pb.BeginPrefill, timeout_s: float) -> None:
+    def __init__(self, session: ClientSession, begin: pb.BeginPrefill, timeout_s: float) -> None:
         """Raises the typed error of a call that fails; DeadlineExceeded when no answer comes in time."""
         self._timeout_s = timeout_s
         self._said: SimpleQueue[pb.PartialPrefillRequest | None] = SimpleQueue()
@@ -178,7 +178,7 @@ def begin(
         return None
 
 
-def matched(context: Context, prompt: Prompt, call: PrefillCall) -> Match:
+def match_of_call(context: Context, prompt: Prompt, call: PrefillCall) -> Match:
     """Return the call's stored chunks as a lookup's match, with a ticket for those to load. Where all of them are
     loaded, the match includes the partial chunk behind them. Raises the error of the lookup for that chunk."""
     step, found = prompt.spec.chunk_tokens, call.answer.found

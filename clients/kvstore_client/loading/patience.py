@@ -41,7 +41,7 @@ def with_budget(prefill_s: float) -> float:
     return (1 + BUDGET) * prefill_s
 
 
-def in_time(action: Callable[[], Result], left_s: float, undo: Callable[[Result], None]) -> Result | None:
+def result_in_time(action: Callable[[], Result], left_s: float, undo: Callable[[Result], None]) -> Result | None:
     """Return the result of ``action``, which runs on a thread of its own, or raise its error. None after ``left_s``
     seconds: then ``undo`` gets a result that comes later. For calls to a sidecar that may have stalled."""
     outcome: Future[Result] = Future()

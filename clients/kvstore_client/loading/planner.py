@@ -38,7 +38,7 @@ from kvstore.wire.plans import compute_from_message, outcome_to_message, prefill
 from kvstore_client.connection import Miss
 from kvstore_client.context import Context
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.loading.call import Asked, PrefillCall, begin, matched
+from kvstore_client.loading.call import Asked, PrefillCall, begin, match_of_call
 from kvstore_client.lookup.match import ChunkMatch, Match
 from kvstore_client.prompt import Prompt
 
@@ -224,8 +224,8 @@ class Planner:
         return begin(self._context, prompt, asked, prefills.rate, link)
 
     def found(self, prompt: Prompt, call: PrefillCall) -> Match:
-        """See ``loading.call.matched``."""
-        return matched(self._context, prompt, call)
+        """See ``loading.call.match_of_call``."""
+        return match_of_call(self._context, prompt, call)
 
     def facts(
         self, spec: ModelSpec, match: Match, token_count: int, reusable_tokens: int, step_tokens: int,

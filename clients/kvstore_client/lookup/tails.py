@@ -13,7 +13,7 @@ from typing import Protocol
 from kvstore.keys import ROOT_DIGEST
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.lookup.presence import Answer, Presence
-from kvstore_client.planes.session import Session
+from kvstore_client.planes.session import ClientSession
 from kvstore_client.prompt import Prompt
 
 NAMES_MAX = 1024
@@ -55,7 +55,7 @@ def longest_tail(prompt: Prompt, prefix: int, hits: int, said: Said, held: First
 
 
 def first_held(
-    session: Session, name: bytes, prompt: Prompt, hidden_layers: Sequence[int], timeout_s: float,
+    session: ClientSession, name: bytes, prompt: Prompt, hidden_layers: Sequence[int], timeout_s: float,
     digests: Sequence[bytes],
 ) -> int:  # fmt: skip
     """Answer as a ``FirstHeld``, with the hidden layers: from shared memory, or by a call. Raises the typed error of a

@@ -12,7 +12,7 @@ from kvstore.spec import EventKind, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.awaiting import ended
 from kvstore_client.lookup.feed import GONE, Feed
-from kvstore_client.planes.session import Session, noted, translated
+from kvstore_client.planes.session import ClientSession, noted, translated
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Watch:
     between.
     """
 
-    def __init__(self, session: Session, tenant: str, timeout_s: float) -> None:
+    def __init__(self, session: ClientSession, tenant: str, timeout_s: float) -> None:
         self._session = session
         self.timeout_s = timeout_s
         self._is_closed = False

@@ -21,7 +21,7 @@ AXIS_MAX = (1 << 31) - 1
 _UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
-def namespace_of(spec: ModelSpec) -> str:
+def encoder_namespace(spec: ModelSpec) -> str:
     """Return the namespace of one model's encoder caches, by its fingerprint: users that share them must give the same
     weights and chunk size."""
     if not isinstance(spec, ModelSpec):

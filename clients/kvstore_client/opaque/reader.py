@@ -19,7 +19,7 @@ from kvstore_client.fetch.open import open_prefix
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.opaque.value import CHUNK_BYTES, EXACT, HEAD, Head, Key, Pieces, room_of
 from kvstore_client.planes.prefix import Received, WholeChunk
-from kvstore_client.planes.session import Session
+from kvstore_client.planes.session import ClientSession
 
 BATCH = 256
 """The most keys in one call: a call with many keys delays the sidecar's other clients."""
@@ -30,7 +30,9 @@ TRIES = 3
 class Reader:
     """Reads values of one namespace in one session."""
 
-    def __init__(self, session: Session, name: bytes, spec: ModelSpec, copier: Copier, timeout_s: float, verify: bool):
+    def __init__(
+        self, session: ClientSession, name: bytes, spec: ModelSpec, copier: Copier, timeout_s: float, verify: bool
+    ):
         self._session, self._name, self._copier, self._timeout_s = session, name, copier, timeout_s
         self._wanted = Wanted(spec, (), 0, None, (), verify)
 

@@ -23,11 +23,11 @@ from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.lookup.presence import Answer, ChainName, Presence
 from kvstore_client.planes.prefix import Prefix
 from kvstore_client.planes.returns import UNANSWERED, Returns
-from kvstore_client.planes.store import Staging, StagingRun, StoreSource, Upload
+from kvstore_client.planes.store import StagingMemory, StagingRun, StoreSource, Upload
 from kvstore_client.tracing import trace_headers
 
 _calls: weakref.WeakSet[Any] = weakref.WeakSet()
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_sessions: weakref.WeakSet[ClientSession] = weakref.WeakSet()
 _inherited: list[Any] = []
 
 
@@ -56,7 +56,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 class Plane(Protocol):
     """A way for a session's bytes."""
 
-    staging: Staging
+    staging: StagingMemory
     """The memory where strips are gathered, as long as the session lives."""
 
     def open_prefix(
@@ -82,7 +82,7 @@ class Plane(Protocol):
         """End the session. Idempotent."""
 
 
-class Session(Plane):
+class ClientSession(Plane):
     """Stubs, the metadata of every call, and the returns at the session's end. Each plane has its own subclass."""
 
     cache: cache_pb2_grpc.CacheServiceStub
@@ -91,7 +91,7 @@ class Session(Plane):
     has_prefills = True
     """False once the sidecar has shown that its release has no partial prefills."""
     channel: grpc.Channel
-    staging: Staging
+    staging: StagingMemory
     metadata: tuple[tuple[str, str | bytes], ...]
     session_id: int
     server_pid: int

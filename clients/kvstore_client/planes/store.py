@@ -26,7 +26,7 @@ class StagingRun(NamedTuple):
     """The whole segment's bytes."""
 
 
-class Staging(Protocol):
+class StagingMemory(Protocol):
     """Memory to gather strips in."""
 
     @property

@@ -12,7 +12,7 @@ from kvstore.planning import ANY_TERMS, Recompute, Terms, check_sender
 from kvstore.spec import Exactness, ModelSpec
 from kvstore_client.prompt import Prompt, preamble_tokens
 from kvstore_client.recompute.runner import ModelRunner
-from kvstore_client.segments.runs import cut
+from kvstore_client.segments.runs import named_segments
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Request:
             if not isinstance(sender, ModelSpec):
                 raise InvalidRequest(f"senders[{index}] must be a ModelSpec, not {type(sender).__name__}")
             check_sender(runner.spec, sender)
-        cut(prompt, segments, Exactness.EXACT, preamble)
+        named_segments(prompt, segments, Exactness.EXACT, preamble)
         if setting is not None:
             setting.check(runner.spec.layer_count)
         # The model's own cache is no sender's: it is looked up, and fetched, once.

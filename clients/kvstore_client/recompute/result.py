@@ -9,7 +9,7 @@ import torch
 
 from kvstore.planning import Plan
 from kvstore.spec import Exactness
-from kvstore_client.derived import LayeredKV, remember, written_anew
+from kvstore_client.derived import LayeredKV, mark_derived, written_anew
 
 
 class MergedKV(LayeredKV):
@@ -22,7 +22,7 @@ class MergedKV(LayeredKV):
         if exactness is Exactness.EXACT:
             written_anew(every)
         else:
-            remember(every)
+            mark_derived(every)
 
 
 @dataclass(frozen=True)

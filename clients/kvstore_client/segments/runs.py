@@ -16,7 +16,7 @@ from kvstore_client.prompt import NO_TOKENS, GivenTokens, Prompt, check_preamble
 from kvstore_client.segments.known import KnownSegments
 
 
-def runs_of(segments: Any, token_count: int) -> list[range]:
+def checked_runs(segments: Any, token_count: int) -> list[range]:
     """Return checked runs of tokens. Raises InvalidRequest naming the one that is no run of the prompt, or not behind
     the one before it."""
     if not isinstance(segments, Sequence) or isinstance(segments, str | bytes):
@@ -54,7 +54,9 @@ def segment_prompt(prompt: Prompt, run: range, exactness: Exactness, preamble: T
     return Prompt.segment(prompt.spec, prompt.tokens[run.start : run.stop], (*salts, *inside), exactness, preamble)
 
 
-def cut(prompt: Prompt, segments: Any, exactness: Exactness, preamble: GivenTokens = ()) -> list[tuple[range, Prompt]]:
+def named_segments(
+    prompt: Prompt, segments: Any, exactness: Exactness, preamble: GivenTokens = ()
+) -> list[tuple[range, Prompt]]:
     """Return the prompt's segments that a caller named, alone or behind a preamble. Raises InvalidRequest, also for a
     prompt that does not begin with the preamble, and for an extra in it that documents would depend on."""
     before = preamble_tokens(preamble, prompt.spec)
@@ -67,7 +69,7 @@ def cut(prompt: Prompt, segments: Any, exactness: Exactness, preamble: GivenToke
         raise InvalidRequest(
             "extras inside the preamble: documents behind it would depend on them; only position 0 may"
         )
-    runs = runs_of(segments, prompt.token_count)
+    runs = checked_runs(segments, prompt.token_count)
     return [(run, segment_prompt(prompt, run, exactness, before)) for run in runs]
 
 

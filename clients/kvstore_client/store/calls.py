@@ -14,7 +14,7 @@ from kvstore_client.arrays import Layer, Tensor
 from kvstore_client.context import Context
 from kvstore_client.copying import commit_beside
 from kvstore_client.fetch.paged import Paged
-from kvstore_client.fetch.ticket import cut
+from kvstore_client.fetch.ticket import split_digests
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.lookup.tails import superseded
 from kvstore_client.prompt import EXACTNESSES, Prompt, check_count
@@ -22,7 +22,7 @@ from kvstore_client.store.pages import PagesSource
 from kvstore_client.store.receipt import Outcome, Receipt, Settle, Settling
 from kvstore_client.store.store import Store, ask_settled, beyond, reserve_request
 from kvstore_client.store.tensors import Tensors
-from kvstore_client.store.writer import Reservation, StoreWriter, unpacked
+from kvstore_client.store.writer import ReservedChunks, StoreWriter, writer_ticket
 
 
 def check_durability(durability: Durability | None) -> None:
@@ -90,7 +90,7 @@ def keep(
     return Receipt.nothing(miss.why)
 
 
-def start(
+def start_store(
     context: Context, prompt: Prompt, hidden_layers: Sequence[int], shards: int, durability: Durability | None
 ) -> StoreWriter:
     """See ``Client.start_store``."""
@@ -99,7 +99,7 @@ def start(
         raise InvalidRequest("tokens is empty: there is nothing to store")
     check_count(shards, "shards")
     hidden = Wanted.of(prompt.spec, (), None, hidden_layers, False).hidden_layers
-    reservation = Reservation(
+    reservation = ReservedChunks(
         prompt.spec, prompt.digests, prompt.exactness, prompt.token_count, hidden, shards,
         is_claimed=prompt.is_claimed,
     )  # fmt: skip
@@ -118,9 +118,9 @@ def join(
 ) -> StoreWriter:  # fmt: skip
     """See ``Client.join_store``."""
     check_durability(durability)
-    held = unpacked(ticket)
-    prompt = Prompt.known(spec_from_message(held.spec), cut(held.digests), int(held.exactness))
-    reservation = Reservation(
+    held = writer_ticket(ticket)
+    prompt = Prompt.known(spec_from_message(held.spec), split_digests(held.digests), int(held.exactness))
+    reservation = ReservedChunks(
         prompt.spec, prompt.digests, prompt.exactness, int(held.token_count), tuple(held.hidden_layers),
         int(held.shards), is_claimed=exactness is not None,
     )  # fmt: skip
@@ -137,7 +137,7 @@ def join(
 
 
 def _writer(
-    context: Context, reservation: Reservation, shard: int, prompt: Prompt, durability: Durability | None,
+    context: Context, reservation: ReservedChunks, shard: int, prompt: Prompt, durability: Durability | None,
     request: Callable[[bytes], pb.StoreRequest],
 ) -> StoreWriter:  # fmt: skip
     """Return the writer of a started or joined store. ``request`` makes the call from the model's fingerprint."""

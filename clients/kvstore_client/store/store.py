@@ -12,8 +12,8 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.context import Context
 from kvstore_client.copying import Committed
 from kvstore_client.lookup.tails import superseded
-from kvstore_client.planes.session import Session
-from kvstore_client.planes.store import Staging, StagingRun, StoreSource, units_of
+from kvstore_client.planes.session import ClientSession
+from kvstore_client.planes.store import StagingMemory, StagingRun, StoreSource, units_of
 from kvstore_client.prompt import Prompt
 from kvstore_client.store.receipt import Outcome, Settling
 
@@ -21,7 +21,7 @@ from kvstore_client.store.receipt import Outcome, Settling
 class Store:
     """One store in flight."""
 
-    def __init__(self, session: Session, source: StoreSource, context: Context) -> None:
+    def __init__(self, session: ClientSession, source: StoreSource, context: Context) -> None:
         self._session = session
         self._source = source
         self._pool = session.staging
@@ -74,7 +74,7 @@ class Store:
 
 
 def drop_reservation(
-    session: Session, pool: Staging, reservation_id: int, runs: Sequence[StagingRun], timeout_s: float
+    session: ClientSession, pool: StagingMemory, reservation_id: int, runs: Sequence[StagingRun], timeout_s: float
 ) -> None:  # fmt: skip
     """Drop a reservation. Returns when the sidecar has dropped it, or has not answered in time; then the call is
     repeated until it has, or the session ends. Its staging is free once the sidecar has answered: until then it may
@@ -86,7 +86,7 @@ def drop_reservation(
 
 
 def dropping(
-    session: Session, pool: Staging, reservation_id: int, runs: Sequence[StagingRun], timeout_s: float
+    session: ClientSession, pool: StagingMemory, reservation_id: int, runs: Sequence[StagingRun], timeout_s: float
 ) -> Callable[[], None]:  # fmt: skip
     """Return the call that drops a reservation. It keeps nothing of the store alive but its staging."""
     request = pb.StoreRequest(abort=pb.Abort(reservation_id=reservation_id))
@@ -121,7 +121,7 @@ def reserve_request(
 
 
 def ask_settled(
-    session: Session, request: pb.Settle, token_count: int, chunk_tokens: int, timeout_s: float
+    session: ClientSession, request: pb.Settle, token_count: int, chunk_tokens: int, timeout_s: float
 ) -> Settling:
     """Ask the sidecar which levels so many leading tokens have reached. It may wait as long as the request says; the
     call may take ``timeout_s`` more."""

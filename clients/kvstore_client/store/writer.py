@@ -25,8 +25,8 @@ from kvstore_client.derived import check_exact
 from kvstore_client.fetch.paged import Paged, Pages
 from kvstore_client.fetch.wanted import Heads, Wanted
 from kvstore_client.halves import checked_planes
-from kvstore_client.planes.session import Session
-from kvstore_client.planes.store import Staging, StagingRun
+from kvstore_client.planes.session import ClientSession
+from kvstore_client.planes.store import StagingMemory, StagingRun
 from kvstore_client.prompt import EXACT
 from kvstore_client.store.gathering import Dense, FromPages, Pile, StripRange, strip_range
 from kvstore_client.store.receipt import Receipt, Settle
@@ -37,7 +37,7 @@ COMMIT_S_MAX = 90.0
 
 
 @dataclass(frozen=True)
-class Reservation:
+class ReservedChunks:
     """A store's chunks, and which are still wanted. ``states``: one per chunk and part, the KV part first."""
 
     spec: ModelSpec
@@ -59,7 +59,7 @@ class Reservation:
         if self.exactness == EXACT and not self.is_claimed:
             check_exact(planes, name, slots)
 
-    def known(self, reply: pb.StoreResponse, supersedes: Callable[[], bytes]) -> Reservation:
+    def known(self, reply: pb.StoreResponse, supersedes: Callable[[], bytes]) -> ReservedChunks:
         """Return this reservation with the sidecar's answer."""
         return replace(
             self, reservation_id=reply.reservation_id, states=list(reply.states), ticket=reply.ticket,
@@ -95,8 +95,8 @@ class StoreWriter:
     """
 
     def __init__(
-        self, session: Session | None, reservation: Reservation, shard: int, context: Context, settle: Settle | None,
-        failure: str = "",
+        self, session: ClientSession | None, reservation: ReservedChunks, shard: int, context: Context,
+        settle: Settle | None, failure: str = "",
     ) -> None:  # fmt: skip
         self._has_ended = False
         self._session = session
@@ -115,7 +115,7 @@ class StoreWriter:
         self._unread: list[Pile] = []
         """Piles that the sidecar was told to read and did not confirm."""
         if session is not None:
-            self._pool: Staging = session.staging
+            self._pool: StagingMemory = session.staging
 
     @property
     def ticket(self) -> bytes:
@@ -389,7 +389,7 @@ class StoreWriter:
         self.abort()
 
 
-def unpacked(ticket: bytes) -> pb.SharedStore:
+def writer_ticket(ticket: bytes) -> pb.SharedStore:
     """Decode a writer's ticket. Raises InvalidRequest when the bytes are none."""
     try:
         message: pb.SharedStore = decode(pb.SharedStore, ticket)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from kvstore.catalog import Catalog, Namespace, Run, absent_runs, joined_runs
+from kvstore.catalog import Catalog, ChainRun, Namespace, absent_runs, joined_runs
 from kvstore.controller.fetches.tickets import Tickets
 from kvstore.controller.parts import Parts
 from kvstore.controller.values import ChainQuery, LookupResult, Tail
@@ -44,7 +44,7 @@ def tails_after(
     return tuple(Tail(table.token_counts[row], table.digests[row]) for row in found.rows), found.lengths
 
 
-def cut_runs(runs: Sequence[Run], start: int, stop: int | None = None) -> Iterator[Run]:
+def cut_runs(runs: Sequence[ChainRun], start: int, stop: int | None = None) -> Iterator[ChainRun]:
     """Give the runs of the chunks ``start`` to ``stop`` (exclusive; None: to the end), cut at both ends."""
     first = 0
     for run in runs:
@@ -138,7 +138,7 @@ class Lookups:
             return found
         self._parts.counters.add("lookup_hinted_chunks", len(more))
         start, hits = found.hit_count, found.hit_count + len(more)
-        hinted: list[Run] = []
+        hinted: list[ChainRun] = []
         for where, alike in groupby(more):
             stop = start + sum(1 for _ in alike)
             hinted += self._hinted(spaces, query.digests[start:stop], where)
@@ -146,12 +146,12 @@ class Lookups:
         runs = joined_runs((*cut_runs(found.runs, 0, found.hit_count), *hinted, *cut_runs(found.runs, hits)))
         return LookupResult(hits, tuple(runs), *tails_after(self._catalog, spaces, query, hits))
 
-    def _hinted(self, spaces: Sequence[Namespace], digests: Sequence[bytes], where: ChunkHint) -> list[Run]:
+    def _hinted(self, spaces: Sequence[Namespace], digests: Sequence[bytes], where: ChunkHint) -> list[ChainRun]:
         """Return the runs of hinted chunks. Where the hint names no tier, the node has the chunks itself, behind a
         gap."""
         if where.kind is None:
             return [self._catalog.walk(spaces, [digest]).runs[0] for digest in digests]
-        return [Run(len(digests), ChunkState.HIT, MissReason.NONE, where.kind, Encoding.NONE)]
+        return [ChainRun(len(digests), ChunkState.HIT, MissReason.NONE, where.kind, Encoding.NONE)]
 
     async def in_steps(self, query: ChainQuery, readers: int, pauses: Pauses) -> LookupResult:
         """As ``lookup``, in steps between which others are answered: a long chain takes long to walk. A chunk that

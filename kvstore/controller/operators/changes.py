@@ -15,7 +15,7 @@ from kvstore.controller.operators.selection import Chosen
 from kvstore.controller.operators.turns import Turn, Turns
 from kvstore.controller.operators.values import ChangeNews, Tally
 from kvstore.controller.parts import Parts
-from kvstore.movement import Fate, Meant, Step, Transit, Writes
+from kvstore.movement import ChunkStep, Fate, Meant, Transit, Writes
 from kvstore.seams import Clock
 
 NEWS_S = 0.5
@@ -44,7 +44,7 @@ IN_MEMORY, BROUGHT, NO_ROOM, NO_SOURCE = "in memory already", "brought into memo
 PINNED, UNPINNED = "pinned", "unpinned"
 
 
-class Said:
+class ReportPace:
     """Paces the reports of a change's progress."""
 
     def __init__(self, clock: Clock, tally: Tally) -> None:
@@ -98,7 +98,7 @@ class Changes:
         turn, clearing = self._turns.begin(), self._movement.clearing
         plan = await clearing.plan(await self._picked(chosen, turn), only, turn.between)
         tally = Tally(len(plan))
-        said = Said(self._parts.clock, tally)
+        said = ReportPace(self._parts.clock, tally)
         for place in range(len(plan)):
             await turn.between()
             byte_count = self._size(int(plan.rows[place]))
@@ -185,7 +185,7 @@ class Changes:
         turn, relocation = self._turns.begin(), self._movement.relocation
         meant = await self._picked(chosen, turn)
         tally = Tally(len(meant))
-        clock, said = self._parts.clock, Said(self._parts.clock, tally)
+        clock, said = self._parts.clock, ReportPace(self._parts.clock, tally)
         arrived_s = clock.monotonic()
         for first in range(0, len(meant), BATCH_COUNT):
             await turn.next()
@@ -217,7 +217,7 @@ class Changes:
         yield ChangeNews(tally, is_last=True)
 
     def _sent(
-        self, step: Step, leaving: Sequence[Copies], stays: str, tally: Tally, *, dry_run: bool
+        self, step: ChunkStep, leaving: Sequence[Copies], stays: str, tally: Tally, *, dry_run: bool
     ) -> None:  # fmt: skip
         """Count the outcome for one chunk, and have the ``leaving`` tiers give it up where the step says so."""
         relocation, byte_count = self._movement.relocation, self._size(step.row)
@@ -247,7 +247,7 @@ class Changes:
         meant = await self._picked(chosen, turn)
         order = await self._root_first(meant, turn)
         tally = Tally(len(meant))
-        said = Said(self._parts.clock, tally)
+        said = ReportPace(self._parts.clock, tally)
         room = self._parts.arena.capacity_bytes - await self._staying_bytes(turn)
         wanted: dict[int, None] = {}
         held: list[int] = []
@@ -343,7 +343,7 @@ class Changes:
         turn = self._turns.begin()
         meant = await self._picked(chosen, turn)
         tally = Tally(len(meant))
-        said, looks = Said(self._parts.clock, tally), Looks(self._catalog, self._parts.clock)
+        said, looks = ReportPace(self._parts.clock, tally), Looks(self._catalog, self._parts.clock)
         for row, identity in map(meant.at, range(len(meant))):
             await turn.between()
             tally.done_count += 1

@@ -74,7 +74,7 @@ def _landings(truth: LoadFacts, stock: Stock, front: int, stop: int) -> tuple[li
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulatedOutcome:
     """One request: its plan, and its true seconds to the first token."""
 
     plan: LoadPlan
@@ -90,7 +90,7 @@ class Simulation:
         self._times: dict[Tier, BusyTimes] = {}
         self._probed_s: dict[Tier, float] = {}
 
-    def request(self, truth: LoadFacts, *, idle_s: float = 0.0) -> Outcome:
+    def request(self, truth: LoadFacts, *, idle_s: float = 0.0) -> SimulatedOutcome:
         """Plan one prompt with the learned rates, play it out with the true ones, and learn from it. ``truth``: the
         prompt's facts with the rates that are true now. ``idle_s``: seconds until the next request comes."""
         plan = plan_loading(self._known(truth))
@@ -103,7 +103,7 @@ class Simulation:
         for tier in (tier for each in truth.stocks for tier in each.tiers if tier not in played.busy):
             self._probe(tier, truth)
         self.now_s += played.ttft_s + idle_s
-        return Outcome(plan, played.ttft_s)
+        return SimulatedOutcome(plan, played.ttft_s)
 
     def _known(self, truth: LoadFacts) -> LoadFacts:
         tiers = {

@@ -31,7 +31,7 @@ PLAN_COUNT = 24
 """Partial prefills that the page shows: the last ones."""
 
 
-class Watched:
+class PageTenant:
     """One tenant on the page. Runs on the event loop's thread."""
 
     def __init__(
@@ -103,7 +103,7 @@ class Overview:
         self._clock = clock
         self._started_s = clock.monotonic()
         self._shows_digests = shows_digests
-        self._tenants = [Watched(*each, clock, shows_digests=shows_digests) for each in tenants]
+        self._tenants = [PageTenant(*each, clock, shows_digests=shows_digests) for each in tenants]
 
     async def run(self) -> None:
         """Record each interval in the tenants' histories, for ever."""

@@ -52,7 +52,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class WebRequest:
     """One request. ``headers``: by name in lower case."""
 
     method: str
@@ -65,13 +65,13 @@ class Route:
     """The answer to a path, and its readers. ``is_open``: everybody may read it, because it tells nothing. ``is_page``:
     a token is needed where ``Gate.page_reason`` is set."""
 
-    answer: Callable[[Request], Awaitable[Reply]]
+    answer: Callable[[WebRequest], Awaitable[Reply]]
     is_open: bool = False
     is_page: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class ReadRights:
     """The rights to read. ``tokens``: digests of the tokens, one of which a reader needs; empty: no token is needed.
     ``page_reason``: why the page cannot be read while there are no tokens. ``is_local``: it listens on loopback, and
     refuses requests under other hosts' names."""
@@ -80,7 +80,7 @@ class Gate:
     page_reason: str
     is_local: bool
 
-    def refusal(self, request: Request, route: Route) -> Reply | None:
+    def refusal(self, request: WebRequest, route: Route) -> Reply | None:
         """Return the reply that refuses a request; None: the request may be answered."""
         if self.is_local and not _is_own_name(request.headers.get("host", "")):
             return _said(421, "this address answers to localhost only")
@@ -109,7 +109,7 @@ class Gate:
 class Web:
     """The listener. ``routes``: the routes by path."""
 
-    def __init__(self, listener: socket.socket, routes: Mapping[str, Route], gate: Gate) -> None:
+    def __init__(self, listener: socket.socket, routes: Mapping[str, Route], gate: ReadRights) -> None:
         self._listener = listener
         self._routes = routes
         self._gate = gate
@@ -154,7 +154,7 @@ class Web:
         finally:
             self._open_count -= 1
 
-    async def _answer(self, request: Request | None) -> Reply:
+    async def _answer(self, request: WebRequest | None) -> Reply:
         if request is None:
             return _said(400, "this is no request")
         if request.method not in ("GET", "HEAD"):
@@ -179,7 +179,7 @@ def _said(status: int, words: str) -> Reply:
     return Reply(status, f"{words}\n".encode())
 
 
-def _parsed(data: bytes) -> Request | None:
+def _parsed(data: bytes) -> WebRequest | None:
     """Return the request; None for bytes that are no request."""
     first, *lines = data.decode("latin-1").split("\r\n")
     words = first.split(" ")
@@ -189,10 +189,10 @@ def _parsed(data: bytes) -> Request | None:
     for line in lines:
         name, _, value = line.partition(":")
         headers[name.strip().lower()] = value.strip()
-    return Request(words[0], words[1].partition("?")[0], headers)
+    return WebRequest(words[0], words[1].partition("?")[0], headers)
 
 
-def _rendered(reply: Reply, request: Request | None) -> bytes:
+def _rendered(reply: Reply, request: WebRequest | None) -> bytes:
     body, headers = reply.body, [*HEADERS, *reply.headers]
     if request is not None and "gzip" in request.headers.get("accept-encoding", "") and len(body) > 1024:
         body = _zipped(body)

@@ -18,7 +18,7 @@ from kvstore.seams import Clock
 from kvstore.server.metrics import Scrape, exposition, exposition_form, sum_of_tenants
 from kvstore.server.secrets import read_private
 from kvstore.server.web.facts import Overview
-from kvstore.server.web.listener import Gate, Reply, Request, Route, Web, listen, port_of
+from kvstore.server.web.listener import ReadRights, Reply, Route, Web, WebRequest, listen, port_of
 from kvstore.units import is_loopback
 
 TOKEN_SETTING = "server.metrics_token_file"  # noqa: S105 - a setting's name
@@ -37,7 +37,7 @@ _log = logging.getLogger("kvstore.web")
 Told = TypeVar("Told")
 
 
-class Asked(Generic[Told]):
+class WebQuestion(Generic[Told]):
     """A question of the web's thread to the service's loop. One answer, rendered once in each form, serves all readers
     that wait for it and all that ask before it is ``age_s`` seconds old. So many readers cost the service no more
     processor time than one."""
@@ -82,9 +82,11 @@ class Site:
         together."""
         self._controllers = controllers
         self._shows_tenants = shows_tenants
-        self._scrape = Asked(self._scraped, _metrics_page, loop, clock, SCRAPE_AGE_S)
-        self._facts = Asked(overview.facts, _facts_page, loop, clock, FACTS_AGE_S)
-        self._alive = Asked(self._answers, lambda _, said: Reply(200, f"{said}\n".encode()), loop, clock, SCRAPE_AGE_S)
+        self._scrape = WebQuestion(self._scraped, _metrics_page, loop, clock, SCRAPE_AGE_S)
+        self._facts = WebQuestion(overview.facts, _facts_page, loop, clock, FACTS_AGE_S)
+        self._alive = WebQuestion(
+            self._answers, lambda _, said: Reply(200, f"{said}\n".encode()), loop, clock, SCRAPE_AGE_S
+        )
         self.is_ready = False
 
     def routes(self) -> dict[str, Route]:
@@ -109,16 +111,16 @@ class Site:
 
     # ------------------------------------------------------------ in the web's thread
 
-    async def _json(self, request: Request) -> Reply:
+    async def _json(self, request: WebRequest) -> Reply:
         return await self._facts.get()
 
-    async def _metrics(self, request: Request) -> Reply:
+    async def _metrics(self, request: WebRequest) -> Reply:
         return await self._scrape.get(exposition_form(request.headers.get("accept", "")))
 
-    async def _health(self, request: Request) -> Reply:
+    async def _health(self, request: WebRequest) -> Reply:
         return await self._alive.get("ok")
 
-    async def _ready(self, request: Request) -> Reply:
+    async def _ready(self, request: WebRequest) -> Reply:
         alive = await self._alive.get("ready")
         return alive if self.is_ready else Reply(503, b"not ready: it starts, or stops\n")
 
@@ -131,10 +133,10 @@ def _metrics_page(scrape: Scrape, form: str) -> Reply:
     return Reply(200, exposition(scrape, form), form)
 
 
-def _file(name: str, kind: str) -> Callable[[Request], Any]:
+def _file(name: str, kind: str) -> Callable[[WebRequest], Any]:
     body = (HERE / name).read_bytes()
 
-    async def give(_: Request) -> Reply:
+    async def give(_: WebRequest) -> Reply:
         return Reply(200, body, kind)
 
     return give
@@ -165,7 +167,7 @@ def start_web(loaded: LoadedSettings, site: Site) -> str:
     return f"http://{host}:{port_of(listener)}/metrics"
 
 
-def gate_of(loaded: LoadedSettings) -> Gate:
+def gate_of(loaded: LoadedSettings) -> ReadRights:
     """Return the rights to read, as the settings say."""
     settings = loaded.settings.server
     is_local = is_loopback(settings.metrics_host)
@@ -174,7 +176,7 @@ def gate_of(loaded: LoadedSettings) -> Gate:
         reason = f"server.metrics_host = {settings.metrics_host} is not loopback: set {TOKEN_SETTING} to show the page"
     elif len(loaded.settings.tenant_names) > 1:
         reason = f"the page names all tenants' models: set {TOKEN_SETTING} to show it"
-    return Gate(read_page_tokens(settings.metrics_token_file), reason, is_local)
+    return ReadRights(read_page_tokens(settings.metrics_token_file), reason, is_local)
 
 
 def read_page_tokens(name: str) -> tuple[bytes, ...]:

@@ -80,7 +80,7 @@ class _Client:
             await self._stack.aclose()
 
 
-class Connection:
+class S3Connection:
     """A client, and the loop that it runs on. ``is_conditional``: False once the endpoint has said that it knows no
     conditional writes."""
 
@@ -95,12 +95,12 @@ class Connection:
         self._hides_until_s = float("-inf")
         start_thread(self._loop.run_forever, "s3")
 
-    def run(self, work: Callable[[Connection], Coroutine[Any, Any, Result]], deadline_s: float) -> Result:
+    def run(self, work: Callable[[S3Connection], Coroutine[Any, Any, Result]], deadline_s: float) -> Result:
         """Run the work on this connection's loop and return its result. When this returns the work has ended. Blocking.
         Raises Refused; DeadlineExceeded."""
         return asyncio.run_coroutine_threadsafe(self._bounded(work, deadline_s), self._loop).result()
 
-    async def _bounded(self, work: Callable[[Connection], Coroutine[Any, Any, Result]], deadline_s: float) -> Result:
+    async def _bounded(self, work: Callable[[S3Connection], Coroutine[Any, Any, Result]], deadline_s: float) -> Result:
         try:
             async with asyncio.timeout(deadline_s):
                 return await work(self)
@@ -245,11 +245,11 @@ async def together(works: Iterable[Coroutine[Any, Any, Result]], at_once: int) -
     return [task.result() for task in tasks]
 
 
-_connections: dict[object, Connection] = {}
+_connections: dict[object, S3Connection] = {}
 _lock = threading.Lock()
 
 
-def connection_to(settings: S3Settings) -> Connection:
+def connection_to(settings: S3Settings) -> S3Connection:
     """Return this process's connection, made at the first call. Settings that reach the same endpoint share it,
     whatever they store there."""
     reach = (
@@ -259,5 +259,5 @@ def connection_to(settings: S3Settings) -> Connection:
     with _lock:
         found = _connections.get(reach)
         if found is None:
-            found = _connections[reach] = Connection(settings)
+            found = _connections[reach] = S3Connection(settings)
         return found

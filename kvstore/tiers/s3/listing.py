@@ -20,7 +20,7 @@ from kvstore.chunk import (
 )
 from kvstore.config import S3Settings
 from kvstore.errors import DataLoss, Unavailable
-from kvstore.tiers.s3.connection import Connection, together
+from kvstore.tiers.s3.connection import S3Connection, together
 from kvstore.tiers.s3.looking import Looked, first_bytes
 from kvstore.tiers.s3.objects import LOOK_S_MAX, VERSION, bucket_of, finished, object_key
 
@@ -71,7 +71,7 @@ def pages(settings: S3Settings) -> Iterator[tuple[list[Listed], int]]:
         before = token
 
 
-async def _page(settings: S3Settings, token: str, connection: Connection) -> tuple[list[Listed], int, str]:
+async def _page(settings: S3Settings, token: str, connection: S3Connection) -> tuple[list[Listed], int, str]:
     more = {"ContinuationToken": token} if token else {}
     answer = await connection.ask(
         lambda client: client.list_objects_v2(Prefix=f"{settings.prefix}/{VERSION}/", **bucket_of(settings), **more)
@@ -111,16 +111,16 @@ def examine(settings: S3Settings, listed: Sequence[Listed], *, whole: bool) -> l
 
 async def _all(
     settings: S3Settings, listed: Sequence[Listed], examined: Callable[..., Coroutine[Any, Any, Examined]],
-    at_once: int, connection: Connection,
+    at_once: int, connection: S3Connection,
 ) -> list[Examined]:  # fmt: skip
     return await together((examined(settings, each, connection) for each in listed), at_once)
 
 
-async def _by_header(settings: S3Settings, each: Listed, connection: Connection) -> Examined:
+async def _by_header(settings: S3Settings, each: Listed, connection: S3Connection) -> Examined:
     return _examined(each, await _header(settings, each, connection), _judged)
 
 
-async def _by_all_bytes(settings: S3Settings, each: Listed, connection: Connection) -> Examined:
+async def _by_all_bytes(settings: S3Settings, each: Listed, connection: S3Connection) -> Examined:
     """Judge the object here, so that its bytes are free before the next one is read."""
     if each.byte_count > WHOLE_BYTES_MAX:
         return replace(await _by_header(settings, each, connection), is_too_large=True)
@@ -131,7 +131,7 @@ def _place(settings: S3Settings, each: Listed) -> dict[str, str]:
     return {"Key": object_key(settings, each.storage_key), **bucket_of(settings)}
 
 
-async def _header(settings: S3Settings, each: Listed, connection: Connection) -> Looked | None:
+async def _header(settings: S3Settings, each: Listed, connection: S3Connection) -> Looked | None:
     looked = await first_bytes(_place(settings, each), HEADER_BYTES, connection)
     if looked is None or len(looked.data) < HEADER_BYTES:
         return looked
@@ -139,7 +139,7 @@ async def _header(settings: S3Settings, each: Listed, connection: Connection) ->
     return looked if wanted <= HEADER_BYTES else await first_bytes(_place(settings, each), wanted, connection)
 
 
-async def _whole(settings: S3Settings, each: Listed, connection: Connection) -> Looked | None:
+async def _whole(settings: S3Settings, each: Listed, connection: S3Connection) -> Looked | None:
     return await first_bytes(_place(settings, each), max(1, each.byte_count), connection)
 
 

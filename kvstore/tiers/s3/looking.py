@@ -12,9 +12,9 @@ from kvstore.config import S3Settings
 from kvstore.seams.memory import Bytes
 from kvstore.tiers.pace import limit_s
 from kvstore.tiers.s3.bodies import pour
-from kvstore.tiers.s3.connection import Connection, connection_to
+from kvstore.tiers.s3.connection import S3Connection, connection_to
 from kvstore.tiers.s3.depth import are_there
-from kvstore.tiers.s3.objects import LOOK_S_MAX, READ_S_MAX, finished, place_of
+from kvstore.tiers.s3.objects import LOOK_S_MAX, READ_S_MAX, finished, object_place
 from kvstore.tiers.s3.refusals import ABSENT, DENIED, TOO_SHORT, WORDLESS, Refused, error_of
 
 
@@ -31,13 +31,13 @@ def look(settings: S3Settings, storage_key: bytes, byte_count: int, ahead: Seque
     """Return the first ``byte_count`` bytes, fewer where the object is shorter; None: it is not there. ``ahead`` is
     filled with the bytes that follow, unless the object is shorter. Blocking. Raises PermissionDenied, perhaps because
     the object is not there; Unavailable."""
-    work = partial(first_bytes, place_of(settings, storage_key), byte_count, ahead=ahead)
+    work = partial(first_bytes, object_place(settings, storage_key), byte_count, ahead=ahead)
     deadline_s = limit_s(READ_S_MAX, sum(piece.size for piece in ahead)) if ahead else LOOK_S_MAX
     return finished(settings, "read", work, deadline_s)
 
 
 async def first_bytes(
-    place: dict[str, str], byte_count: int, connection: Connection, ahead: Sequence[Bytes] = ()
+    place: dict[str, str], byte_count: int, connection: S3Connection, ahead: Sequence[Bytes] = ()
 ) -> Looked | None:
     """See ``look``. Raises Refused."""
     stop = byte_count + sum(piece.size for piece in ahead)
@@ -63,7 +63,7 @@ async def first_bytes(
     return Looked(b"", empty["ETag"], int(empty["ContentLength"]))
 
 
-def probe(
+def probe_objects(
     settings: S3Settings, storage_keys: Sequence[bytes], chains: Sequence[int], timeout_s: float
 ) -> tuple[list[bool], int, bool]:
     """Return which of these are probably there, the number of requests, and whether reads were denied. Blocking. Raises
@@ -75,16 +75,16 @@ def probe(
 
 
 async def _probe(
-    settings: S3Settings, storage_keys: Sequence[bytes], chains: Sequence[int], connection: Connection
+    settings: S3Settings, storage_keys: Sequence[bytes], chains: Sequence[int], connection: S3Connection
 ) -> tuple[list[bool], int, bool]:
     async def is_there(storage_key: bytes) -> bool:
-        return await _is_there(place_of(settings, storage_key), connection)
+        return await _is_there(object_place(settings, storage_key), connection)
 
     answers, count = await are_there(storage_keys, is_there, chains)
     return answers, count, connection.hides and not any(answers)
 
 
-async def _is_there(place: dict[str, str], connection: Connection) -> bool:
+async def _is_there(place: dict[str, str], connection: S3Connection) -> bool:
     """Return True when an object is there. Without the right to list, a request for an absent object is denied: a miss
     like any other."""
     try:

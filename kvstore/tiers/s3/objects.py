@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from kvstore.config import S3Settings
 from kvstore.errors import DeadlineExceeded, Unavailable
-from kvstore.tiers.s3.connection import Connection, connection_to
+from kvstore.tiers.s3.connection import S3Connection, connection_to
 from kvstore.tiers.s3.refusals import Refused, error_of
 
 Result = TypeVar("Result")
@@ -25,7 +25,7 @@ def object_key(settings: S3Settings, storage_key: bytes) -> str:
     return f"{settings.prefix}/{VERSION}/{name[:2]}/{name}"
 
 
-def place_of(settings: S3Settings, storage_key: bytes) -> dict[str, str]:
+def object_place(settings: S3Settings, storage_key: bytes) -> dict[str, str]:
     """Return the arguments of every request on a chunk's object."""
     return {"Key": object_key(settings, storage_key), **bucket_of(settings)}
 
@@ -37,7 +37,7 @@ def bucket_of(settings: S3Settings) -> dict[str, str]:
 
 
 def finished(
-    settings: S3Settings, action: str, work: Callable[[Connection], Coroutine[Any, Any, Result]], deadline_s: float
+    settings: S3Settings, action: str, work: Callable[[S3Connection], Coroutine[Any, Any, Result]], deadline_s: float
 ) -> Result:
     """Run the work on this process's connection. Raises the endpoint's refusals as the contract's errors. Blocking."""
     try:
@@ -52,6 +52,6 @@ def warm_up(settings: S3Settings) -> None:
     """Make this process's client before a call waits for it. Blocking. An error is left to the first call that uses
     it."""
     try:
-        connection_to(settings).run(Connection.open, LOOK_S_MAX)
+        connection_to(settings).run(S3Connection.open, LOOK_S_MAX)
     except (Refused, DeadlineExceeded):
         pass  # the first call that uses it meets the same error, and raises it

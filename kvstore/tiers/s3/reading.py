@@ -24,8 +24,8 @@ from kvstore.seams.memory import Bytes
 from kvstore.tiers.contract import Buffer, host_memory
 from kvstore.tiers.pace import limit_s
 from kvstore.tiers.s3.bodies import pour, ranges_of
-from kvstore.tiers.s3.connection import Connection, together
-from kvstore.tiers.s3.objects import READ_S_MAX, finished, place_of
+from kvstore.tiers.s3.connection import S3Connection, together
+from kvstore.tiers.s3.objects import READ_S_MAX, finished, object_place
 from kvstore.tiers.s3.refusals import ABSENT, CHANGED, Refused
 
 
@@ -144,13 +144,18 @@ def check_slabs(
 
 
 def _fill(settings: S3Settings, storage_key: bytes, etag: str, offset: int, target: Sequence[Bytes]) -> None:
-    place = place_of(settings, storage_key)
+    place = object_place(settings, storage_key)
     deadline_s = limit_s(READ_S_MAX, sum(piece.size for piece in target))
     finished(settings, "read", partial(_fill_all, settings, place, etag, offset, target), deadline_s)
 
 
 async def _fill_all(
-    settings: S3Settings, place: dict[str, str], etag: str, offset: int, target: Sequence[Bytes], connection: Connection
+    settings: S3Settings,
+    place: dict[str, str],
+    etag: str,
+    offset: int,
+    target: Sequence[Bytes],
+    connection: S3Connection,
 ) -> None:
     requests = []
     for pieces in ranges_of(target, settings.range_bytes):

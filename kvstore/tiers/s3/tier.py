@@ -38,7 +38,7 @@ from kvstore.tiers.contract import (
 from kvstore.tiers.pace import Pace, grace_s
 from kvstore.tiers.s3.allowance import Allowance
 from kvstore.tiers.s3.judging import Finding, Judgement, judge
-from kvstore.tiers.s3.looking import look, probe
+from kvstore.tiers.s3.looking import look, probe_objects
 from kvstore.tiers.s3.objects import warm_up
 from kvstore.tiers.s3.reading import S3Chunk
 from kvstore.tiers.s3.writing import (
@@ -142,7 +142,7 @@ class S3Tier:
         if not storage_keys or self._is_spent():
             return [False] * len(storage_keys)
         asked = (list(storage_keys), list(chains))
-        job = asyncio.wrap_future(begun(self._lanes.askers, probe, self._settings, *asked, timeout_s))
+        job = asyncio.wrap_future(begun(self._lanes.askers, probe_objects, self._settings, *asked, timeout_s))
         try:
             answers, count, is_denied = await in_time(job, timeout_s)
         except (TimeoutError, DeadlineExceeded) as error:

@@ -15,9 +15,9 @@ from kvstore.errors import PermissionDenied, Unavailable
 from kvstore.seams.memory import Bytes, joined
 from kvstore.tiers.pace import limit_s
 from kvstore.tiers.s3.bodies import Body, ranges_of
-from kvstore.tiers.s3.connection import Connection, together
+from kvstore.tiers.s3.connection import S3Connection, together
 from kvstore.tiers.s3.depth import HEAD_COUNT_MAX
-from kvstore.tiers.s3.objects import REMOVE_S_MAX, WRITE_S_MAX, finished, place_of
+from kvstore.tiers.s3.objects import REMOVE_S_MAX, WRITE_S_MAX, finished, object_place
 from kvstore.tiers.s3.refusals import ABSENT, CHANGED, UNCONDITIONAL, Refused
 
 MULTIPART_BYTES = 64 << 20
@@ -47,7 +47,7 @@ def write_object(settings: S3Settings, storage_key: bytes, pieces: Sequence[Byte
     parts = [runs] if total <= MULTIPART_BYTES else ranges_of(runs, part_bytes)
     bodies: list[Part] = [(part, _crc32(part)) for part in parts]
     put = _put_whole if len(parts) == 1 else _put_parts
-    work = partial(_put, put, settings, place_of(settings, storage_key), bodies, condition)
+    work = partial(_put, put, settings, object_place(settings, storage_key), bodies, condition)
     return total if finished(settings, "write", work, limit_s(WRITE_S_MAX, total)) else 0
 
 
@@ -74,7 +74,7 @@ def _crc32(runs: Sequence[Bytes]) -> str:
 
 async def _put(
     put: Callable[..., Coroutine[Any, Any, None]], settings: S3Settings, place: dict[str, str], bodies: list[Part],
-    condition: Condition, connection: Connection,
+    condition: Condition, connection: S3Connection,
 ) -> bool:  # fmt: skip
     sealed = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": settings.sse_kms_key_id}
     options = sealed if settings.sse_kms_key_id else {}
@@ -95,7 +95,7 @@ async def _put(
 
 async def _put_whole(
     place: dict[str, str], bodies: list[Part], condition: Condition, options: dict[str, str],
-    connection: Connection,
+    connection: S3Connection,
 ) -> None:  # fmt: skip
     [(runs, checksum)] = bodies
     await connection.ask(
@@ -107,7 +107,7 @@ async def _put_whole(
 
 async def _put_parts(
     place: dict[str, str], bodies: list[Part], condition: Condition, options: dict[str, str],
-    connection: Connection,
+    connection: S3Connection,
 ) -> None:  # fmt: skip
     """Write the object in parts. However it ends, no part is left behind: stores bill for parts."""
     begun = await connection.ask(
@@ -132,7 +132,7 @@ async def _put_parts(
         raise
 
 
-async def _abort(upload: dict[str, str], connection: Connection) -> None:
+async def _abort(upload: dict[str, str], connection: S3Connection) -> None:
     try:
         async with asyncio.timeout(ABORT_S_MAX):
             await connection.ask(lambda client: client.abort_multipart_upload(**upload))
@@ -142,14 +142,14 @@ async def _abort(upload: dict[str, str], connection: Connection) -> None:
 
 def remove_objects(settings: S3Settings, storage_keys: Sequence[bytes]) -> None:
     """Remove objects. An object that is not there is no error. Blocking. Raises Unavailable."""
-    places = [place_of(settings, each) for each in storage_keys]
+    places = [object_place(settings, each) for each in storage_keys]
     try:
         finished(settings, "remove", partial(_remove, places), REMOVE_S_MAX)
     except PermissionDenied as error:
         raise Unavailable(error.message) from error
 
 
-async def _remove(places: Sequence[dict[str, str]], connection: Connection) -> None:
+async def _remove(places: Sequence[dict[str, str]], connection: S3Connection) -> None:
     async def remove(place: dict[str, str]) -> None:
         try:
             await connection.ask(lambda client: client.delete_object(**place))

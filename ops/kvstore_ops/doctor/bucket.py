@@ -9,7 +9,7 @@ from typing import Any
 
 from kvstore.config import S3Settings
 from kvstore.errors import DeadlineExceeded, KVStoreError
-from kvstore.tiers.s3.connection import Connection, connection_to
+from kvstore.tiers.s3.connection import S3Connection, connection_to
 from kvstore.tiers.s3.objects import LOOK_S_MAX, bucket_of
 from kvstore.tiers.s3.refusals import Refused, error_of
 from kvstore_ops.doctor.finding import Finding, Health
@@ -68,7 +68,7 @@ class _Bucket:
     def _asked(self, request: Callable[[Any], Awaitable[Any]]) -> Any:
         """Make one request. Raises Refused; KVStoreError where the endpoint does not answer."""
 
-        async def work(connection: Connection) -> Any:
+        async def work(connection: S3Connection) -> Any:
             return await connection.ask(request)
 
         try:

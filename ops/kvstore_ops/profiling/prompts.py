@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
-from kvstore_client.segments.runs import runs_of
+from kvstore_client.segments.runs import checked_runs
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Tokens, token_array
@@ -102,7 +102,7 @@ def _prompt_of(line: str, what: str, vocab_size: int, tokenizer: Any) -> Prompt:
         )
     try:
         array = token_array(tokens, vocab_size)
-        segments = tuple(runs_of(bounds, array.size))
+        segments = tuple(checked_runs(bounds, array.size))
     except InvalidRequest as error:
         raise InvalidRequest(f"{what}: {error.message}") from error
     if not segments or segments[-1].stop >= array.size:

@@ -11,7 +11,7 @@ from kvstore_client import Client, ModelSpec, connect
 from kvstore_client.engines.vllm.identity import Adapters
 from kvstore_client.engines.vllm.pages import PagesOfModel
 from kvstore_client.engines.vllm.scheduler import SchedulerSide
-from kvstore_client.engines.vllm.settings import Settings
+from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.step import Step
 from kvstore_client.engines.vllm.worker import WorkerSide
 
@@ -58,7 +58,7 @@ class Engine:
     """Pages and both sides, as one vLLM has them. Its cache of a token is what the seed makes of its place."""
 
     def __init__(self, address: str, spec: ModelSpec = SPEC, load: str = "async", **options: Any) -> None:
-        settings = Settings(chunk_tokens=16, load=load, **options)
+        settings = ConnectorSettings(chunk_tokens=16, load=load, **options)
         self.clients = [connect(address, timeout_s=settings.timeout_s) for _ in range(2)]
         each = spec.layers[0]
         shape = (BLOCKS, each.kv_heads, BLOCK, each.k_dim + each.v_dim)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kvstore_client.engines.vllm.pages import CPU, PagesOfModel
-from kvstore_client.engines.vllm.settings import Settings
+from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.versions import WANTED, check_interface, check_version
 
 from kvstore.errors import InvalidRequest
@@ -86,7 +86,7 @@ def test_the_cpu_backends_pages_are_read_as_its_kernel_writes_them(order: str) -
 )
 def test_settings_say_what_is_wrong(extra: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
-        Settings.of(extra)
+        ConnectorSettings.of(extra)
 
 
 def test_an_unknown_version_is_said_with_the_known_ones() -> None:

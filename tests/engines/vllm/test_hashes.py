@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kvstore_client import Extra, PageHashes, connect
-from kvstore_client.engines.vllm.hashes import block_hashes, page_hashes
+from kvstore_client.engines.vllm.hashes import block_hashes, given_hashes
 from kvstore_client.engines.vllm.naming import check_algorithm
 from kvstore_ops.sidecar import Sidecar
 
@@ -58,7 +58,7 @@ def test_what_a_cache_depends_on_is_in_the_hash() -> None:
 
 def named(tokens: Any, page: int = BLOCK, **more: Any) -> PageHashes:
     count = len(tokens) // page * page
-    return page_hashes(block_hashes(tokens, page, **more), page, np.asarray(tokens[:count]))
+    return given_hashes(block_hashes(tokens, page, **more), page, np.asarray(tokens[:count]))
 
 
 def test_a_prompt_by_its_engines_hashes(sidecar: Sidecar) -> None:
@@ -67,7 +67,7 @@ def test_a_prompt_by_its_engines_hashes(sidecar: Sidecar) -> None:
         kv = random_cache(SPEC, 44)
         assert client.store(SPEC, named(tokens), kv).wait().name == "MEMORY"
         assert client.lookup(SPEC, tokens).prefix_token_count == 0  # our own digests are others
-        assert client.lookup(SPEC, page_hashes(block_hashes(tokens, BLOCK), BLOCK)).prefix_token_count == 44
+        assert client.lookup(SPEC, given_hashes(block_hashes(tokens, BLOCK), BLOCK)).prefix_token_count == 44
         fork = [*tokens[:40], 1, 2, 3, 4]
         assert client.lookup(SPEC, named(fork)).prefix_token_count == 32
         longer = [*tokens, *tokens[:8]]
@@ -87,15 +87,15 @@ def test_what_cannot_be_a_prompt(sidecar: Sidecar) -> None:
     hashes = block_hashes(tokens, BLOCK)
     with connect(sidecar.address) as client:
         with pytest.raises(InvalidRequest, match="pages of 5 tokens do not divide chunks of 16"):
-            client.lookup(SPEC, page_hashes(block_hashes(tokens, 5), 5))
+            client.lookup(SPEC, given_hashes(block_hashes(tokens, 5), 5))
         with pytest.raises(InvalidRequest, match="extras must be empty"):
             client.lookup(SPEC, named(tokens), extras=[Extra(0, b"salt")])
         with pytest.raises(InvalidRequest, match="needs the tokens"):
-            client.start_store(SPEC, page_hashes(hashes, BLOCK))
+            client.start_store(SPEC, given_hashes(hashes, BLOCK))
     with pytest.raises(InvalidRequest, match="32 bytes each"):
         PageHashes("x", 4, [b"short"])
     with pytest.raises(InvalidRequest, match="31 tokens are not 8 pages of 4"):
-        page_hashes(hashes, BLOCK, tokens[:31])
+        given_hashes(hashes, BLOCK, tokens[:31])
     with pytest.raises(InvalidRequest, match="scheme"):
         PageHashes("Not this", 4, hashes)
 
@@ -164,7 +164,7 @@ def test_a_seed_of_ones_own_is_said(
     seeded = request("a", range(40), block_hashes=block_hashes(range(40), BLOCK, seed="5"))
     engine.keep(seeded, blocks_of(40))
     with connect(sidecar.address) as client:
-        found = page_hashes(block_hashes(range(40), BLOCK, seed="5"), BLOCK, seed="5")
+        found = given_hashes(block_hashes(range(40), BLOCK, seed="5"), BLOCK, seed="5")
         assert client.lookup(SPEC, found).prefix_token_count == 40
     engine.close()
 

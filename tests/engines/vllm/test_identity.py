@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvstore_client.engines.vllm.identity import IGNORED, OF_ITEMS, Adapters, geometry_of, identity_of, spec_of
-from kvstore_client.engines.vllm.settings import EncoderSettings, Settings
-from kvstore_client.opaque.encoder import namespace_of
+from kvstore_client.engines.vllm.identity import IGNORED, OF_ITEMS, Adapters, engine_identity, geometry_of, spec_of
+from kvstore_client.engines.vllm.settings import ConnectorSettings, EncoderSettings
+from kvstore_client.opaque.encoder import encoder_namespace
 from transformers import LlamaConfig
 
 from kvstore.errors import InvalidRequest
@@ -73,7 +73,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def name_of(made: tuple[Any, Any], vouched: str | None = None, **settings: Any) -> bytes:
-    found = spec_of(made[0], geometry_of(*made), Settings(weights_digest=vouched, **settings))
+    found = spec_of(made[0], geometry_of(*made), ConnectorSettings(weights_digest=vouched, **settings))
     return fingerprint(found, found.kind)
 
 
@@ -133,8 +133,8 @@ def test_every_byte_of_the_weights_files_counts(directory: Path) -> None:
 def test_what_becomes_of_an_image_is_in_the_encoders_identity(directory: Path, vouched: str | None) -> None:
     def name(**settings: Any) -> str:
         made, _ = engine(directory, multimodal_config=SimpleNamespace(**settings))
-        digest = identity_of(made, EncoderSettings(weights_digest=vouched))
-        return namespace_of(small_spec(weights_digest=digest, layers=()))
+        digest = engine_identity(made, EncoderSettings(weights_digest=vouched))
+        return encoder_namespace(small_spec(weights_digest=digest, layers=()))
 
     names = [name(), *(name(**{each: "another"}) for each in OF_ITEMS)]
     (directory / "preprocessor_config.json").write_text(json.dumps({"image_mean": [1, 0, 0]}))
@@ -143,17 +143,17 @@ def test_what_becomes_of_an_image_is_in_the_encoders_identity(directory: Path, v
     names.append(name())
     assert len(set(names)) == len(names)
     other, _ = engine(directory, multimodal_config=SimpleNamespace(), config={"rms_norm_eps": 0.1})
-    digest = identity_of(other, EncoderSettings(weights_digest=vouched))
-    assert namespace_of(small_spec(weights_digest=digest, layers=())) not in names
+    digest = engine_identity(other, EncoderSettings(weights_digest=vouched))
+    assert encoder_namespace(small_spec(weights_digest=digest, layers=())) not in names
 
 
 def test_an_encoders_namespace_is_of_its_model_alone() -> None:
     spec = small_spec()
     others = [small_spec(weights_digest="cd" * 32), small_spec(model_id="x"), small_spec(adapter_id="x")]
     others += [small_spec(hidden_dtype="float32"), small_spec(hidden_size=64)]
-    assert len({namespace_of(each) for each in (spec, *others)}) == 6
+    assert len({encoder_namespace(each) for each in (spec, *others)}) == 6
     with pytest.raises(InvalidRequest, match="must be a ModelSpec"):
-        namespace_of("x")  # type: ignore[arg-type]
+        encoder_namespace("x")  # type: ignore[arg-type]
 
 
 def test_an_adapter_is_known_by_its_files_as_they_are_now(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from kvstore_client import ModelSpec, connect
 from kvstore_client.engines.vllm.identity import Adapters
 from kvstore_client.engines.vllm.pages import PagesOfModel
 from kvstore_client.engines.vllm.scheduler import SchedulerSide
-from kvstore_client.engines.vllm.settings import Settings
+from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.worker import WorkerSide
 from kvstore_ops.sidecar import Sidecar
 
@@ -111,7 +111,7 @@ def test_a_request_that_was_preempted_starts_over(engine: Engine) -> None:
 def test_an_engine_that_only_stores_forgets_the_blocks_of_before_it_was_preempted(sidecar: Sidecar) -> None:
     """They are another request's by then. vLLM says so in the step that goes on with it."""
     engine = Engine(sidecar.address)
-    side = SchedulerSide(engine.clients[0], Adapters(SPEC), Settings(chunk_tokens=16), BLOCK, loads=False)
+    side = SchedulerSide(engine.clients[0], Adapters(SPEC), ConnectorSettings(chunk_tokens=16), BLOCK, loads=False)
     asked, blocks, later = request("a", tokens_of(60, 73)), blocks_of(60), blocks_of(60, 30)
     side.new_request(asked)
     assert side.matched(asked, 0) == (0, False)
@@ -252,7 +252,7 @@ def test_nothing_stays_held(own_sidecar: Sidecar) -> None:
 
 def test_without_its_sidecar_an_engine_computes(tmp_path: Path) -> None:
     client = connect(f"unix://{tmp_path}/kvstore.sock", required=False)
-    side = SchedulerSide(client, Adapters(SPEC), Settings(chunk_tokens=16), BLOCK)
+    side = SchedulerSide(client, Adapters(SPEC), ConnectorSettings(chunk_tokens=16), BLOCK)
     asked = request("a", tokens_of(42))
     side.new_request(asked)
     assert matched(side, asked, 0) == (0, False)
@@ -296,7 +296,7 @@ def test_a_sidecar_that_stalls_is_left_alone(own_sidecar: Sidecar) -> None:
 
 def test_ranks_keep_their_heads_together_or_not_at_all(sidecar: Sidecar) -> None:
     clients = [connect(sidecar.address) for _ in range(3)]
-    scheduler = SchedulerSide(clients[0], Adapters(SPEC), Settings(chunk_tokens=16), BLOCK, ranks=2)
+    scheduler = SchedulerSide(clients[0], Adapters(SPEC), ConnectorSettings(chunk_tokens=16), BLOCK, ranks=2)
     parts = [[torch.randn(BLOCKS, 1, BLOCK, 16).to(torch.bfloat16) for _ in SPEC.layers] for _ in range(2)]
     workers = [
         WorkerSide(clients[1 + rank], PagesOfModel(SPEC, parts[rank], BLOCK, "FLASH_ATTN", rank=rank, ranks=2), BLOCK,

@@ -12,7 +12,7 @@ from kvstore_client.engines.vllm.hashes import block_hashes
 from kvstore_client.engines.vllm.identity import Adapters
 from kvstore_client.engines.vllm.planning import Decision, behind
 from kvstore_client.engines.vllm.scheduler import SchedulerSide
-from kvstore_client.engines.vllm.settings import Settings
+from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
@@ -49,7 +49,7 @@ class Planned(Engine):
         from kvstore_client import connect
 
         self.clients[0] = connect(address, planning=mode)
-        settings = Settings(chunk_tokens=16, planning=mode, load=load, **options)
+        settings = ConnectorSettings(chunk_tokens=16, planning=mode, load=load, **options)
         self.scheduler = SchedulerSide(
             self.clients[0], Adapters(SPEC), settings, BLOCK, step_tokens=STEP, clock=self.clock
         )
@@ -386,4 +386,4 @@ def test_what_lies_behind_costs_what_it_costs_there() -> None:
 
 def test_another_mode_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="planning 'auto' must be one of off, observe, on"):
-        Settings(planning="auto")
+        ConnectorSettings(planning="auto")

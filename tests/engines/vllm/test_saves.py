@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kvstore_client.engines.vllm import saves as room
-from kvstore_client.engines.vllm.patience import Patience
+from kvstore_client.engines.vllm.patience import CallPause
 from kvstore_client.engines.vllm.saves import Saves
 from kvstore_client.engines.vllm.step import Save
 from kvstore_ops.sidecar import Sidecar
@@ -171,7 +171,7 @@ def test_ranks_are_told_when_one_of_them_gives_up() -> None:
 
     client: Any = SimpleNamespace(join_store=lambda *_: Writer())
     pages: Any = SimpleNamespace(views=[(0, 0)], rank=0, heads=(0, 1), computed=lambda: lambda: None)
-    saves = Saves(client, pages, BLOCK, Patience(clock))
+    saves = Saves(client, pages, BLOCK, CallPause(clock))
     saves.begin(Save("a", SPEC, tokens_of(40), (), blocks_of(40), b"ticket"), is_wanted=False)
     saves.close()
     assert said == ["left"]

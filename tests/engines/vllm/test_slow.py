@@ -10,7 +10,7 @@ import pytest
 from kvstore_client import connect
 from kvstore_client.engines.vllm.identity import Adapters
 from kvstore_client.engines.vllm.scheduler import SchedulerSide
-from kvstore_client.engines.vllm.settings import Settings
+from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.simulated import ManualClock
@@ -48,7 +48,7 @@ def slow(sidecar: Sidecar) -> Iterator[tuple[Engine, Slow, ManualClock]]:
     engine.clients[0].lookup(SPEC, tokens_of(42, 60))
     eventually(lambda: engine.clients[0].connect_now().presence.is_there)
     found: Any = client
-    engine.scheduler = SchedulerSide(found, Adapters(SPEC), Settings(chunk_tokens=16), BLOCK, clock=clock)
+    engine.scheduler = SchedulerSide(found, Adapters(SPEC), ConnectorSettings(chunk_tokens=16), BLOCK, clock=clock)
     yield engine, client, clock
     client.go.set()
     engine.close()

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.config import S3Settings
 from kvstore.tiers.s3 import connection
-from kvstore.tiers.s3.connection import Connection
+from kvstore.tiers.s3.connection import S3Connection
 from kvstore.tiers.s3.refusals import Refused
 
 
@@ -36,7 +36,7 @@ def test_a_client_is_closed_when_its_last_request_has_ended(monkeypatch: pytest.
     monkeypatch.setattr(connection, "_client_of", client_of)
     monkeypatch.setattr(connection, "RENEW_S_MIN", 0.0)
     monkeypatch.setattr(connection, "refusal_of", lambda error: error)
-    one = Connection(S3Settings(bucket="bucket"))
+    one = S3Connection(S3Settings(bucket="bucket"))
     has_begun, may_end = threading.Event(), threading.Event()
 
     async def large(client: Any) -> bool:

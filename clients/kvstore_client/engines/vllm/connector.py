@@ -14,7 +14,7 @@ from kvstore_client.engines.vllm.identity import Adapters, geometry_of, spec_of
 from kvstore_client.engines.vllm.naming import check_algorithm
 from kvstore_client.engines.vllm.pages import CPU, PagesOfModel
 from kvstore_client.engines.vllm.scheduler import SchedulerSide
-from kvstore_client.engines.vllm.settings import Settings
+from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.step import Step
 from kvstore_client.engines.vllm.versions import check_interface, check_version
 from kvstore_client.engines.vllm.worker import WorkerSide
@@ -34,7 +34,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._settings = Settings.of(transfer.kv_connector_extra_config)
+        self._settings = ConnectorSettings.of(transfer.kv_connector_extra_config)
         check_version(vllm_version, self._settings.allow_unknown_version)
         check_interface(KVConnectorBase_V1, type(self), vllm_version)
         if transfer.kv_load_failure_policy != "recompute":

@@ -19,7 +19,7 @@ from kvstore.seams import Clock, SystemClock, Workers, WorkerThreads
 from kvstore.seams.jobs import begun, failure_of
 from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
-from kvstore_client.engines.vllm.patience import Patience
+from kvstore_client.engines.vllm.patience import CallPause
 
 WAIT_S_MAX = 2.0
 """The most seconds that a request waits for an item. After that the item is encoded."""
@@ -50,7 +50,7 @@ class Fetching:
         self._client = client
         self._spec = spec
         self._clock = clock or SystemClock()
-        self._patience = Patience(self._clock)
+        self._patience = CallPause(self._clock)
         self._threads = threads or WorkerThreads(1, "kvstore-encoder")
         self._items: dict[str, _Item] = {}
         self._given_up: dict[str, set[str]] = {}
@@ -156,7 +156,7 @@ class Keeping:
 
     def __init__(self, client: Client, clock: Clock | None = None) -> None:
         self._client = client
-        self._patience = Patience(clock or SystemClock())
+        self._patience = CallPause(clock or SystemClock())
 
     def keep(self, spec: ModelSpec, identifier: str, embeddings: Any) -> None:
         """Store an item's embeddings. Returns when the tensor may change."""

@@ -22,7 +22,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
 from kvstore_client.begin import connect
 from kvstore_client.engines.vllm.embeddings import Fetching, Keeping
-from kvstore_client.engines.vllm.identity import identity_of
+from kvstore_client.engines.vllm.identity import engine_identity
 from kvstore_client.engines.vllm.settings import EncoderSettings
 from kvstore_client.engines.vllm.versions import ENCODER, check_interface, check_version
 
@@ -129,8 +129,8 @@ def _spec_of(vllm_config: Any, settings: EncoderSettings) -> ModelSpec:
     model = vllm_config.model_config
     dtype = str(model.dtype).removeprefix("torch.")
     return ModelSpec(
-        model_id=Path(str(model.model)).name or "model", weights_digest=identity_of(vllm_config, settings), layers=(),
-        hidden_size=int(model.get_hidden_size()), vocab_size=int(model.get_vocab_size()), cache_dtype=dtype,
+        model_id=Path(str(model.model)).name or "model", weights_digest=engine_identity(vllm_config, settings),
+        layers=(), hidden_size=int(model.get_hidden_size()), vocab_size=int(model.get_vocab_size()), cache_dtype=dtype,
         hidden_dtype=dtype,
     )  # fmt: skip
 

@@ -84,6 +84,8 @@ def block_hashes(
     return found
 
 
-def page_hashes(hashes: Sequence[bytes], block_tokens: int, tokens: Any = None, seed: str = DEFAULT_SEED) -> PageHashes:
+def given_hashes(
+    hashes: Sequence[bytes], block_tokens: int, tokens: Any = None, seed: str = DEFAULT_SEED
+) -> PageHashes:
     """Return the hashes in the form that a client takes in place of tokens."""
     return PageHashes(f"vllm-{ALGORITHM}-{_hash(seed).hex()[:8]}", block_tokens, hashes, tokens)

@@ -16,7 +16,7 @@ from kvstore.seams import SystemRandom
 from kvstore.spec import LayerKind, LayerSpec, ModelSpec, RopeSpec
 from kvstore.spec.configuration import named
 from kvstore.spec.from_transformers import rope_of
-from kvstore_client.engines.vllm.settings import Common, Settings
+from kvstore_client.engines.vllm.settings import Common, ConnectorSettings
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 OF_ITEMS = (
@@ -128,7 +128,9 @@ def _layer(name: str, spec: Any, hf: Any, ranks: int) -> LayerSpec:
     return LayerSpec(kind=kind, kv_heads=heads, k_dim=int(spec.head_size), v_dim=int(v_dim), window=window)
 
 
-def spec_of(vllm_config: Any, geometry: Geometry, settings: Settings, weights_digest: str | None = None) -> ModelSpec:
+def spec_of(
+    vllm_config: Any, geometry: Geometry, settings: ConnectorSettings, weights_digest: str | None = None
+) -> ModelSpec:
     """Return the engine's spec. ``weights_digest`` None: digest the files. Raises InvalidRequest."""
     model = vllm_config.model_config
     if settings.chunk_tokens % geometry.block_tokens:
@@ -141,7 +143,7 @@ def spec_of(vllm_config: Any, geometry: Geometry, settings: Settings, weights_di
     sections = _rope_parameters(model.hf_text_config).get("mrope_section") or ()
     return ModelSpec(
         model_id=Path(str(model.model)).name or "model",
-        weights_digest=weights_digest or identity_of(vllm_config, settings),
+        weights_digest=weights_digest or engine_identity(vllm_config, settings),
         layers=geometry.layers,
         hidden_size=int(model.get_hidden_size()),
         vocab_size=int(model.get_vocab_size()),
@@ -161,7 +163,7 @@ def _rope_parameters(hf: Any) -> dict[str, Any]:
     return dict(found)
 
 
-def identity_of(vllm_config: Any, settings: Common) -> str:
+def engine_identity(vllm_config: Any, settings: Common) -> str:
     """Return a digest of the weights, their configuration, and the processing of images and sounds before the model.
     ``weights_digest`` in the settings vouches for the weights alone."""
     if settings.weights_digest:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Extra, Tokens
-from kvstore_client.engines.vllm.hashes import ALGORITHM, DEFAULT_SEED, block_hashes, page_hashes, seed_of_process
+from kvstore_client.engines.vllm.hashes import ALGORITHM, DEFAULT_SEED, block_hashes, given_hashes, seed_of_process
 from kvstore_client.prompt import PageHashes
 
 _log = logging.getLogger("kvstore.vllm")
@@ -70,7 +70,7 @@ class Naming:
         if not self._by_hashes:
             return tokens
         hashes = list(request.block_hashes[: token_count // self._block_tokens])
-        return page_hashes(hashes, self._block_tokens, tokens[: len(hashes) * self._block_tokens], self._seed)
+        return given_hashes(hashes, self._block_tokens, tokens[: len(hashes) * self._block_tokens], self._seed)
 
     def extras(self, request: Any) -> tuple[Extra, ...]:
         """Return what the request's cache depends on beside its tokens. vLLM's hashes include it already."""

@@ -15,7 +15,7 @@ from typing import Any
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.seams import Clock, SystemClock
 from kvstore_client.client import Client
-from kvstore_client.engines.vllm.patience import Patience
+from kvstore_client.engines.vllm.patience import CallPause
 
 KEY_BYTES = 32 + 4
 """Length of a key: a SHA-256 of a block and the number of its group."""
@@ -27,7 +27,7 @@ _PARALLEL = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 _log = logging.getLogger("kvstore.vllm")
 
 
-def namespace_of(config: Any, row_bytes: int, weights_digest: str, version: str) -> str:
+def offload_namespace(config: Any, row_bytes: int, weights_digest: str, version: str) -> str:
     """Return the namespace of one engine's offloaded chunks. ``config``: vLLM's OffloadingConfig. Raises
     InvalidRequest."""
     if config.model.dtype not in PLAIN:
@@ -53,7 +53,7 @@ class Offloaded:
         self._client = client
         self._namespace = namespace
         clock = clock or SystemClock()
-        self._looking, self._loading, self._storing = Patience(clock), Patience(clock), Patience(clock)
+        self._looking, self._loading, self._storing = CallPause(clock), CallPause(clock), CallPause(clock)
         self._has_told = False
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:

@@ -19,7 +19,7 @@ class Watched:
     more_s: float
 
 
-class Patience:
+class CallPause:
     """The pause of calls by one side of an engine. A sidecar that is gone fails at once, and causes no pause."""
 
     def __init__(self, clock: Clock) -> None:

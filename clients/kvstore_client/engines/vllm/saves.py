@@ -17,7 +17,7 @@ from kvstore.seams import WorkerThreads
 from kvstore.seams.jobs import begun, failure_of
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.pages import LAYOUT, PagesOfModel
-from kvstore_client.engines.vllm.patience import SLOW_S, Patience
+from kvstore_client.engines.vllm.patience import SLOW_S, CallPause
 from kvstore_client.engines.vllm.step import Save, slots_of
 from kvstore_client.fetch.paged import Paged
 
@@ -56,7 +56,7 @@ class _Pending:
 class Saves:
     """The saves of one worker. No call raises because of the sidecar."""
 
-    def __init__(self, client: Client, pages: PagesOfModel, block_tokens: int, patience: Patience) -> None:
+    def __init__(self, client: Client, pages: PagesOfModel, block_tokens: int, patience: CallPause) -> None:
         self._client = client
         self._pages = pages
         self._block_tokens = block_tokens

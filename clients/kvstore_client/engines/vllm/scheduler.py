@@ -16,9 +16,9 @@ from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.identity import Adapters
 from kvstore_client.engines.vllm.naming import Naming
-from kvstore_client.engines.vllm.patience import SLOW_S, Patience
+from kvstore_client.engines.vllm.patience import SLOW_S, CallPause
 from kvstore_client.engines.vllm.planning import Decision, RequestPlanner
-from kvstore_client.engines.vllm.settings import Settings
+from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.step import Load, Save, Step
 from kvstore_client.lookup.match import Match
 
@@ -81,7 +81,7 @@ class SchedulerSide:
     which takes a call where something is stored; the engine's loop does not wait for that call."""
 
     def __init__(
-        self, client: Client, adapters: Adapters, settings: Settings, block_tokens: int, *,
+        self, client: Client, adapters: Adapters, settings: ConnectorSettings, block_tokens: int, *,
         loads: bool = True, saves: bool = True, ranks: int = 1, step_tokens: int = 0, clock: Clock | None = None,
     ) -> None:  # fmt: skip
         self._client = client
@@ -92,7 +92,7 @@ class SchedulerSide:
         self._does_load, self._does_save = loads, saves
         self._ranks = ranks
         self._clock = clock or SystemClock()
-        self._patience = Patience(self._clock)
+        self._patience = CallPause(self._clock)
         self._planner = RequestPlanner(
             client, adapters.spec_for(None), self._clock, step_tokens=step_tokens,
             is_layerwise=settings.load == "layerwise",

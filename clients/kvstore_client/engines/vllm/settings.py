@@ -57,7 +57,7 @@ class Common:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Common):
+class ConnectorSettings(Common):
     """The connector's settings.
 
     ``load``: ``async`` lets other requests run while a prefix is on its way; ``layerwise`` loads within the step, each
@@ -81,7 +81,7 @@ class Settings(Common):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TierSettings(Common):
+class OffloadTierSettings(Common):
     """The secondary tier's settings. ``locality`` is vLLM's own: the tier's locality in its KV events."""
 
     WHERE: ClassVar[str] = "secondary_tiers"

@@ -28,8 +28,8 @@ from vllm.version import __version__ as vllm_version
 from kvstore.seams import SystemClock, WorkerThreads
 from kvstore.seams.jobs import begun
 from kvstore_client.begin import connect
-from kvstore_client.engines.vllm.offloaded import Offloaded, namespace_of
-from kvstore_client.engines.vllm.settings import TierSettings
+from kvstore_client.engines.vllm.offloaded import Offloaded, offload_namespace
+from kvstore_client.engines.vllm.settings import OffloadTierSettings
 from kvstore_client.engines.vllm.versions import TIER, check_interface, check_version
 
 _log = logging.getLogger("kvstore.vllm")
@@ -57,14 +57,16 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not th
         **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        settings = TierSettings.of(options)
+        settings = OffloadTierSettings.of(options)
         check_version(vllm_version, settings.allow_unknown_version)
         check_interface(SecondaryTierManager, type(self), vllm_version, TIER)
         assert settings.weights_digest is not None
         self.locality = Locality(settings.locality)
         # An address, not a view: vLLM unmaps this memory, which is impossible while views of it exist.
         self._memory = int(np.asarray(primary_kv_view).ctypes.data)
-        namespace = namespace_of(offloading_spec.config, self.block_size_bytes, settings.weights_digest, vllm_version)
+        namespace = offload_namespace(
+            offloading_spec.config, self.block_size_bytes, settings.weights_digest, vllm_version
+        )
         self._client = connect(settings.address, required=False, timeout_s=settings.timeout_s)
         self._values = Offloaded(self._client, namespace)
         self._lookups = _Lookups(self._values, tier_type)

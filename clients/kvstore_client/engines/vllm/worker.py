@@ -11,7 +11,7 @@ from kvstore.errors import Internal, KVStoreError
 from kvstore.seams import Clock, SystemClock
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.pages import LAYOUT, PagesOfModel
-from kvstore_client.engines.vllm.patience import Patience
+from kvstore_client.engines.vllm.patience import CallPause
 from kvstore_client.engines.vllm.saves import Saves
 from kvstore_client.engines.vllm.step import Load, Save, Step
 from kvstore_client.fetch.paged import Paged
@@ -46,7 +46,7 @@ class WorkerSide:
         self._block_tokens = block_tokens
         self._is_layerwise = is_layerwise
         self._clock = clock or SystemClock()
-        self._saves = Saves(client, pages, block_tokens, Patience(self._clock))
+        self._saves = Saves(client, pages, block_tokens, CallPause(self._clock))
         self._is_waiting = is_waiting
         self._can_give_way = False
         self._moving: dict[str, _Moving] = {}

@@ -43,7 +43,7 @@ from kvstore.v1 import cache_pb2_grpc
 from kvstore.v1alpha import admin_pb2_grpc, prefill_pb2_grpc
 from kvstore.wire import METADATA_SESSION
 from kvstore_client.lookup.presence import Presence
-from kvstore_client.planes.session import Session
+from kvstore_client.planes.session import ClientSession
 from kvstore_client.planes.shared_memory.known import KnownChunks
 from kvstore_client.planes.store import StagingRun
 
@@ -56,7 +56,7 @@ _CHANNEL_OPTIONS = (
 _live: weakref.WeakSet[MappedMemory] = weakref.WeakSet()
 
 
-class MappedMemory(Session):
+class MappedMemory(ClientSession):
     """A connected session: its hand-off and its memory. ``MappedSession`` moves chunks by it. Methods raise Unavailable
     once it has ended.
 

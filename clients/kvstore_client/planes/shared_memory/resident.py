@@ -9,7 +9,7 @@ from kvstore.seams import FaultPoints
 from kvstore.seams.fence import fence
 from kvstore.spec import Exactness, MissReason, Tier
 from kvstore_client.copying import Copier, on_callers_thread
-from kvstore_client.fetch.fused import Pair, Sources, copy_pairs, pieces_of
+from kvstore_client.fetch.fused import KeptViews, Pair, copy_pairs, pieces_of
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Target
 from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun, runs_of
@@ -35,7 +35,7 @@ class ResidentPrefix:
         self.chunks: list[Chunk] = []
         self.token_count = self._stop = 0
         self._generations = session.generations
-        self._sources: Sources | None = None
+        self._sources: KeptViews | None = None
 
     def runs(self, part: int) -> list[MappedRun]:
         """Return the chunks of one part, grouped for copying."""

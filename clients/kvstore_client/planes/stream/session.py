@@ -23,7 +23,7 @@ from kvstore.wire import METADATA_SESSION, METADATA_TOKEN
 from kvstore.wire.data import split_message
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.planes.session import Session, noted, translated
+from kvstore_client.planes.session import ClientSession, noted, translated
 from kvstore_client.planes.store import StagingRun, StoreSource
 from kvstore_client.planes.stream.prefix import StreamPrefix
 from kvstore_client.planes.stream.staging import PrivatePool, messages_of, stream_timeout_s
@@ -54,7 +54,7 @@ def keep_message_memory() -> None:
     np.empty(LARGE_BYTES, np.uint8)
 
 
-class StreamSession(Session):
+class StreamSession(ClientSession):
     """A connected session. Raises: Unavailable when nobody answers or TLS fails, Unauthenticated for a wrong token."""
 
     message_bytes: int

@@ -18,7 +18,7 @@ from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import ALIGNMENT, data_prefix
 from kvstore_client.arrays import fresh_message
 from kvstore_client.copying import Copier, check
-from kvstore_client.planes.session import Session, cancel, noted, translated
+from kvstore_client.planes.session import ClientSession, cancel, noted, translated
 from kvstore_client.planes.store import StagingRun, StoreSource, Unit
 from kvstore_client.planes.stream.staging import stream_timeout_s
 
@@ -51,7 +51,9 @@ class StoreWay(NamedTuple):
 class StreamUpload:
     """Messages on their way to another host. ``put`` returns when every byte is in a message."""
 
-    def __init__(self, session: Session, way: StoreWay, source: StoreSource, copier: Copier, timeout_s: float) -> None:
+    def __init__(
+        self, session: ClientSession, way: StoreWay, source: StoreSource, copier: Copier, timeout_s: float
+    ) -> None:
         self._session = session
         self._way = way
         self._source = source

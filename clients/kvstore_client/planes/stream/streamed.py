@@ -16,7 +16,7 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import split_message
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.planes.session import Session, cancel, translated
+from kvstore_client.planes.session import ClientSession, cancel, translated
 from kvstore_client.planes.stream.strips import StreamChunk, Strips, extent_of
 
 _log = logging.getLogger("kvstore.client")
@@ -26,7 +26,7 @@ class StreamedChunks:
     """Chunks on their way, and where they end. ``close`` ends the stream, and the lease with it."""
 
     def __init__(
-        self, session: Session, wanted: Wanted, head: pb.FetchResponse, digests: list[bytes], stream: Any,
+        self, session: ClientSession, wanted: Wanted, head: pb.FetchResponse, digests: list[bytes], stream: Any,
         exactness: Exactness,
     ) -> None:  # fmt: skip
         self.exactness = exactness
