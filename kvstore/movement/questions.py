@@ -28,14 +28,28 @@ class Questions:
     """The questions to one tier that have no answer yet. ``bound_s``: how long a lookup waits for it."""
 
     def __init__(self, clock: Clock, bound_s: float) -> None:
-        self._bound_s = bound_s
+        self._clock = clock
+        self._silence_s = min(SILENT_BOUNDS * bound_s, SILENT_S_MAX)
         self._waits = Waits(clock)
-        self._late: set[asyncio.Task[Answers]] = set()
+        self._patient: set[asyncio.Task[Answers]] = set()
+        self._asked_s = float("-inf")
+
+    @property
+    def owes(self) -> bool:
+        """True while the tier owes an answer for long and has given none meanwhile."""
+        return self._waits.stalled_s() > self._silence_s
 
     @property
     def is_silent(self) -> bool:
-        """True while the tier owes an answer for long and has given none meanwhile: no lookup waits for it."""
-        return self._waits.stalled_s() > min(SILENT_BOUNDS * self._bound_s, SILENT_S_MAX)
+        """True while no lookup waits for the tier: it owes an answer for long, and was asked again not long ago. One
+        line that died hides a healthy tier no longer than that."""
+        return self.owes and self._clock.monotonic() - self._asked_s < self._silence_s
+
+    @property
+    def may_be_late(self) -> bool:
+        """True when the next question may stay asked beyond its lookup. One that may not must end with it, also in the
+        tier, whose threads are few."""
+        return len(self._patient) < LATE_COUNT_MAX
 
     def heard(self) -> None:
         """Record that the tier answered some call."""
@@ -46,7 +60,10 @@ class Questions:
     ) -> Answers:
         """Return the answer. Raises TimeoutError where it takes longer than ``timeout_s``; ``late`` gets it then, if it
         comes at all. ``question`` ends by itself."""
+        is_patient, self._asked_s = self.may_be_late, self._clock.monotonic()
         task = asyncio.get_running_loop().create_task(question)  # seam: a task of a call that may end before; ``close``
+        if is_patient:
+            self._patient.add(task)
         self._waits.began(task)
         task.add_done_callback(self._ended)
         try:
@@ -56,8 +73,7 @@ class Questions:
             raise
         if task.done():
             return task.result()
-        if len(self._late) < LATE_COUNT_MAX:
-            self._late.add(task)
+        if is_patient:
             task.add_done_callback(lambda ended: _hand_over(ended, late))
         else:
             task.cancel()
@@ -65,11 +81,11 @@ class Questions:
 
     def _ended(self, task: asyncio.Task[Answers]) -> None:
         self._waits.ended(task)
-        self._late.discard(task)
+        self._patient.discard(task)
 
     async def close(self) -> None:
         """Give up all questions. Idempotent."""
-        late = list(self._late)
+        late = list(self._patient)
         for task in late:
             task.cancel()
         if late:

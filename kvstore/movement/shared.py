@@ -115,7 +115,7 @@ class SharedCopies:
         """Return a flag per key: True when the tier says that it has the chunk. ``chains``: see ``SharedTier.probe``.
         None: no answer in time. ``late`` gets an answer that comes after ``timeout_s``: that is counted, but is no
         failure of the tier. Silence for STALL_S is one."""
-        patience_s = max(STALL_S, timeout_s)
+        patience_s = max(STALL_S, timeout_s) if self._questions.may_be_late else timeout_s
         question = self._answered(keys, patience_s, lambda: self.tier.probe(keys, patience_s, chains))
         try:
             return await self._questions.answer(question, timeout_s, late)
@@ -139,7 +139,7 @@ class SharedCopies:
             if len(answers) != len(keys):
                 raise Unavailable(f"{len(answers)} answers for {len(keys)} keys")
         except (TimeoutError, DeadlineExceeded):
-            if self._questions.is_silent:
+            if self._questions.owes:
                 self.breaker.failed(f"tiers.{name} has not answered for {timeout_s:g} s")
             else:
                 self._counters.add_of(name, "late_answers")

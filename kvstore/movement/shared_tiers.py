@@ -26,7 +26,7 @@ from kvstore.tiers import ChunkName, SharedUse, StoredChunk
 CLOSE_S_MAX = 5.0
 """A stop goes on without a tier that takes more seconds to close."""
 REARM_S_MIN = 0.1
-CHECK_S_MAX = 5.0
+CHECK_S_MAX = 12.0
 """Seconds that a shared tier may take for its answer to ``check``."""
 PROBE_COUNT_MAX = 1024
 """Keys of one question, at most."""

@@ -576,18 +576,20 @@ class Outcome(_message.Message):
     def __init__(self, what: _Optional[str] = ..., chunk_count: _Optional[int] = ..., byte_count: _Optional[int] = ...) -> None: ...
 
 class ChangeResponse(_message.Message):
-    __slots__ = ("done_count", "total_count", "outcomes", "problem", "is_last")
+    __slots__ = ("done_count", "total_count", "outcomes", "problem", "is_last", "refuses_stores")
     DONE_COUNT_FIELD_NUMBER: _ClassVar[int]
     TOTAL_COUNT_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    REFUSES_STORES_FIELD_NUMBER: _ClassVar[int]
     done_count: int
     total_count: int
     outcomes: _containers.RepeatedCompositeFieldContainer[Outcome]
     problem: str
     is_last: bool
-    def __init__(self, done_count: _Optional[int] = ..., total_count: _Optional[int] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ..., problem: _Optional[str] = ..., is_last: _Optional[bool] = ...) -> None: ...
+    refuses_stores: bool
+    def __init__(self, done_count: _Optional[int] = ..., total_count: _Optional[int] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ..., problem: _Optional[str] = ..., is_last: _Optional[bool] = ..., refuses_stores: _Optional[bool] = ...) -> None: ...
 
 class PlansRequest(_message.Message):
     __slots__ = ("limit",)

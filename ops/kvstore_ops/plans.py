@@ -87,7 +87,7 @@ def whole(entry: admin_pb2.PlanEntry) -> Group:
         ways = Table("", "way", "loads", "first token", "in one case of ten", "not, because")
         for each in plan.candidates:
             loads = f"{each.load_start:,} to {each.load_stop:,}" if each.loaded_tokens else "nothing"
-            mark = "*" if each is plan.chosen else ""
+            mark = "*" if each == plan.chosen else ""
             high = f"{each.ttft_high_s * 1e3:,.1f} ms"
             ways.add_row(mark, each.way, loads, f"{each.ttft_s * 1e3:,.1f} ms", high, cell(each.refused))
         lines += [ways, Text(plain(str(plan))), *map(Text, picture(plan))]

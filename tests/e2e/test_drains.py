@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 from kvstore_client import Client, connect
+from kvstore_ops.operators.draining import drain_service
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.spec import Durability, Tier
+from kvstore.v1alpha import admin_pb2
 from tests.e2e.stored import STEP, Stored, both, chunks_of
 from tests.fakes.redis_server import RedisServer
 from tests.fakes.s3_server import S3Server
 from tests.ops.command import Done, run
+from tests.security.tenancy import client_of, tenants_sidecar
 from tests.server.raw import eventually
 from tests.specs import random_cache, small_spec, tokens_of
 
@@ -163,3 +169,53 @@ def test_what_a_stop_would_lose_is_counted() -> None:
         assert done.json["outcomes"] == dry
         assert dry["in memory alone"]["chunk_count"] == 2
         assert "can be stopped" not in done.err
+
+
+def test_a_drained_service_keeps_the_value_that_it_does_not_replace(client: Client, say: Any) -> None:
+    old, new = b"old" * 1000, b"new" * 1000
+
+    def found() -> bytes:
+        value = client.get_bytes("drained", "key")
+        return b"" if value is None else bytes(value)
+
+    assert client.put_bytes("drained", "key", old).wait(10) is Durability.LOCAL
+    assert say("drain", "--service", "--yes").code == 0
+    assert client.put_bytes("drained", "key", new).wait(10) is Durability.NONE
+    assert found() == old
+    assert say("drain", "--service", "--end").code == 0
+    assert found() == old
+    assert client.put_bytes("drained", "key", new).wait(10) is Durability.LOCAL
+    assert found() == new
+
+
+def test_all_tenants_are_drained_or_the_one_that_is_named() -> None:
+    model = small_spec(model_id="drained")
+    with tenants_sidecar("--capacity", "16 MiB", nvme="64 MiB") as own, client_of(own, "a") as other:
+        socket = own.socket_address.removeprefix("unix://")
+
+        def store(seed: int) -> Durability:
+            return other.store(model, tokens_of(STEP, seed), random_cache(model, STEP, seed)).wait(10)
+
+        assert store(1) is Durability.LOCAL
+        done = run("drain", "--service", "--tenant", "default", "--yes", "--socket", socket)
+        assert (done.code, "as far as this tenant goes" in done.err) == (0, True)
+        assert store(2) is Durability.LOCAL
+        done = run("drain", "--service", "--yes", "--socket", socket)
+        assert (done.code, "tenant a:" in done.err, "can be stopped" in done.err) == (0, True, True)
+        assert store(3) is Durability.NONE
+        assert run("drain", "--service", "--end", "--socket", socket).code == 0
+        assert store(4) is Durability.LOCAL
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_service_that_goes_on_taking_stores_is_not_called_drained(
+    refuses: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An older release knows no such drain and says that all went well; or another operator ended it meanwhile."""
+    request = admin_pb2.ChangeRequest(drain=admin_pb2.Drain(service=True))
+    answer = admin_pb2.ChangeResponse(is_last=True, refuses_stores=refuses)
+    door: Any = SimpleNamespace(socket=None, open=lambda: nullcontext(SimpleNamespace(connect_now=lambda: None)))
+    with nullcontext() if refuses else pytest.raises(typer.Exit) as ended:
+        drain_service(door, request, lambda *_, **__: answer, is_whole=True)
+    assert ("can be stopped" in capsys.readouterr().err) is refuses
+    assert refuses or ended.value.exit_code == 10

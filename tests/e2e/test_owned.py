@@ -17,7 +17,7 @@ SPEC = small_spec()
 HEADS, K_DIM, V_DIM = SPEC.layers[0].kv_heads, SPEC.layers[0].k_dim, SPEC.layers[0].v_dim
 
 
-@given(st.integers(0, 70), st.data())
+@given(st.integers(1, 70), st.data())
 def test_planes_have_the_shape_of_their_layer_and_bytes_of_their_own(token_count: int, data: st.DataObject) -> None:
     found = OwnedHalves.of(Wanted.of(SPEC, None, None, (), False), token_count)
     assert found is not None
@@ -38,17 +38,37 @@ def test_planes_have_the_shape_of_their_layer_and_bytes_of_their_own(token_count
             assert (plane.view(torch.int16) == 2 * position + which).all()
 
 
-def test_a_plane_takes_values_that_need_gradients() -> None:
-    """Torch refuses that for one of several views that were made in one step."""
+def planes_shown() -> list[torch.Tensor]:
     found = OwnedHalves.of(Wanted.of(SPEC, None, None, (), False), 5)
     assert found is not None
-    with torch.no_grad():
-        k, _ = found.shown(0, 5, SPEC.cache_dtype)
+    return [plane for layer in range(SPEC.layer_count) for plane in found.shown(layer, 5, SPEC.cache_dtype)]
+
+
+def test_a_plane_takes_values_that_need_gradients() -> None:
+    k = planes_shown()[0]
     given = torch.ones(k.shape, dtype=k.dtype, requires_grad=True)
     k.copy_(given * 2)
     k.sum().backward()
     assert given.grad is not None
     assert (given.grad == 2).all()
+
+
+def test_a_plane_that_changes_spoils_no_other_ones_gradient() -> None:
+    k, _, other, *_ = planes_shown()
+    weight = torch.ones(k.shape, dtype=k.dtype, requires_grad=True)
+    product = (weight * k).sum()
+    other.add_(1)
+    product.backward()
+    assert weight.grad is not None
+
+
+def test_a_plane_is_saved_and_grows_alone() -> None:
+    planes = planes_shown()
+    for plane in planes:
+        assert plane.untyped_storage().nbytes() == plane.nbytes
+        plane.fill_(1)
+    with pytest.raises(RuntimeError, match="not resizable"):
+        planes[0].resize_(2, HEADS, 5, K_DIM)
 
 
 def test_without_torch_each_plane_is_an_array(monkeypatch: pytest.MonkeyPatch) -> None:

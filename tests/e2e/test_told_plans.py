@@ -11,6 +11,7 @@ from kvstore_client import Client, connect
 from kvstore_client.loading.planner import TOLD_ENGINES_MAX, TOLD_MAX
 from kvstore_ops.sidecar import Sidecar
 
+from kvstore.errors import InvalidRequest
 from kvstore.keys import fingerprint
 from kvstore.planning.loading import Candidate, LoadPlan, Prefill, Way
 from kvstore.planning.loading.outcome import PlanOutcome
@@ -79,3 +80,25 @@ def test_a_whole_report_fits_its_message(operator: Client) -> None:
     assert isinstance(request.planned[0].plan, prefill_pb2.LoadPlan)
     assert len(told(operator, request)) >= TOLD_MAX
     assert len(operator.stats().engines) == TOLD_ENGINES_MAX
+
+
+def test_a_sidecar_that_takes_no_plans_hears_of_prefills(operator: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older one bounds the message, and refuses all of a long one."""
+    session = operator.connect_now()
+    real, refused = session.admin.Stats, []
+
+    def older(request: admin_pb2.StatsRequest, **options: Any) -> Any:
+        if request.planned:
+            refused.append(request)
+            raise InvalidRequest("4496 bytes, at most 4096")
+        return real(request, **options)
+
+    monkeypatch.setattr(session.admin, "Stats", older)
+    planner = operator.planner
+    planner._tell(
+        {(SPEC, 77): [Prefill(512, 0, 0.1)]},
+        [(SPEC, 256, PlanOutcome(PLAN, "on", stored_tokens=256, ttft_s=0.1), 0.0)],
+    )
+    assert refused
+    monkeypatch.undo()
+    assert 77 in {each.step_tokens for each in operator.stats().engines}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from kvstore_client import Client, Gate, Recompute, connect
 from kvstore_client.engines.transformers import CachedModel
 from kvstore_client.gate.profiles import Profiles
 from kvstore_client.loading import patience
-from kvstore_ops.sidecar import Sidecar
+from kvstore_ops.sidecar import TOKEN, Sidecar
 
 from kvstore.errors import DataLoss, InvalidRequest
 from kvstore.planning import Calibration, Pair, Point, Profile, Side
@@ -224,3 +225,20 @@ def test_a_load_that_fails_is_told_as_given_up(client: Client) -> None:
     client.fetch_layers = lost  # type: ignore[method-assign]
     answer(model, ids)
     assert [(each.is_given_up, each.ttft_s) for each in told] == [(True, None)]
+
+
+@pytest.mark.parametrize("mode", ["observe", "on"])
+def test_a_prompt_that_the_sidecar_may_not_hold_is_reused_all_the_same(mode: str) -> None:
+    """The sidecar holds what it plans for. Where its limit leaves no room for that, the prompt is looked up."""
+    limited = {**os.environ, "KVSTORE__LIMITS__TICKET_BYTES_MAX": "64 KiB"}
+    with (
+        Sidecar("--capacity", "64 MiB", plane="remote", environment=limited) as own,
+        connect(own.address, token=TOKEN, planning=mode) as remote,
+    ):
+        model, ids = cached(remote, seed=30), prompt(COUNT, 30)
+        is_link(remote, 1e12)
+        for reused in (0, STORED):
+            report = answer(model, ids)[1]
+            report.wait_stored(10.0)
+            is_engine(remote, model, 1.0)
+            assert report.reused_token_count == reused

@@ -7,7 +7,6 @@ from tests.mutants.mutant import Mutant
 CHANGES = "kvstore/controller/operators/changes.py"
 CLEARING = "kvstore/movement/clearing.py"
 T_CHANGES = "tests/e2e/test_changes.py"
-T_DRAINS = "tests/e2e/test_drains.py"
 T_OPERATORS = "tests/controller/test_operators.py"
 T_MEANWHILE = "tests/controller/test_changes.py"
 EVICTION = "kvstore/movement/eviction.py"
@@ -96,22 +95,6 @@ MUTANTS = [
         "        if False:\n",
         "a tier that takes nothing costs the node its only copies",
         (f"{T_CHANGES}::test_what_a_tier_does_not_take_is_given_up_nowhere",),
-    ),
-    Mutant(
-        "a-drained-service-takes-stores",
-        CLAIM,
-        "        while not self._is_elsewhere(entry) and not self.refusal:\n",
-        "        while not self._is_elsewhere(entry):\n",
-        "a service that was drained to be stopped has chunks that the stop loses",
-        (f"{T_DRAINS}::test_a_drained_service_takes_no_stores_and_a_stop_loses_nothing",),
-    ),
-    Mutant(
-        "a-stop-that-loses-chunks-is-called-safe",
-        "kvstore/controller/operators/drains.py",
-        "self._parts.catalog.is_visible(row) and not self._survives(row):\n",
-        "self._parts.catalog.is_visible(row) and False:\n",
-        "who stops the service loses what memory alone had",
-        (f"{T_DRAINS}::test_what_a_stop_would_lose_is_counted",),
     ),
     Mutant(
         "a-drained-tier-takes-more",

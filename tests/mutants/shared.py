@@ -39,7 +39,7 @@ MUTANTS = [
     Mutant(
         "silence-is-no-failure",
         SHARED,
-        "            if self._questions.is_silent:\n",
+        "            if self._questions.owes:\n",
         "            if False:\n",
         "a tier that stands still is asked again and again, and said to be up",
         (f"{T_QUESTIONS}::test_lookups_wait_a_few_times_for_a_tier_that_stands_still_and_then_do_without",),
@@ -47,8 +47,8 @@ MUTANTS = [
     Mutant(
         "questions-that-pile-up",
         QUESTIONS,
-        "        if len(self._late) < LATE_COUNT_MAX:\n",
-        "        if True:\n",
+        "        return len(self._patient) < LATE_COUNT_MAX\n",
+        "        return True\n",
         "each lookup leaves a question to a tier that stands still",
         (f"{T_QUESTIONS}::test_few_questions_stay_asked_and_none_once_the_service_stops",),
     ),

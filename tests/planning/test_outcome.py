@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.planning.loading import Candidate, LoadPlan, Way
 from kvstore.planning.loading.outcome import carried_out, is_sound_plan, judged
+from kvstore.wire.plans import plan_from_message, plan_to_message
 
 
 def way(name: Way, ttft_s: float, stop: int = 0, refused: str = "") -> Candidate:
@@ -32,6 +33,15 @@ def test_what_was_carried_out_is_compared() -> None:
         assert seen.regret_s == pytest.approx(3.9)
         assert seen.is_within(0.15)
     assert carried_out(replace(PLAN, candidates=(PREFILL,)), "observe") is PREFILL
+
+
+def test_who_observes_and_did_as_planned_has_missed_nothing() -> None:
+    """Also where the plan came over the wire, which makes the chosen way anew."""
+    plan = LoadPlan(128, LOAD, (PREFILL, LOAD), "")
+    for each in (plan, plan_from_message(plan_to_message(plan))):
+        seen = judged(each, "observe", 4.4)
+        assert seen is not None
+        assert (seen.planned_s, seen.missed_s) == (4.0, 0.0)
 
 
 def test_a_way_that_may_not_be_taken_is_not_regretted() -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from kvstore.errors import Exhausted
 from kvstore.planning import ANY_TERMS, Terms
 from kvstore.planning.loading import LoadPlan, Prefill
 from kvstore.planning.loading.outcome import PlanOutcome
@@ -67,7 +68,10 @@ class PromptPlan:
         asked = Asked(most_tokens, step_tokens, ENGINE_WAYS, self._mode, terms=terms)
 
         def begin() -> tuple[PrefillCall | None]:
-            return (planner.begin(prompt, asked),)
+            try:
+                return (planner.begin(prompt, asked),)
+            except Exhausted:  # the service holds, or streams, no more: a lookup needs neither
+                return (None,)
 
         with planner.or_miss():
             begun = begin() if self._mode != "on" else result_in_time(begin, left_s, _take_back)

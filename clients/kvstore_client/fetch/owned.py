@@ -1,7 +1,6 @@
 """Memory of a fetch's own, where the caller gives none: all layers in one run, each half of them in one tensor.
 
-A view costs more than a small copy. Views of all layers together are made in one step; those of a plane that stands
-alone take one step each.
+A view costs more than a small copy. Copies go to views of all layers, which are made in one step.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Self
 
+import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.spec import item_size
@@ -23,40 +23,47 @@ Shape = tuple[int, int, int]
 
 
 class OwnedHalves:
-    """The planes of layers that are alike: per half (K and V, or E) one tensor [layers, heads, tokens, dim] of plain
-    integers. Each plane begins at a multiple of ALIGNMENT bytes."""
+    """The planes of layers that are alike, for copies: per half (K and V, or E) one tensor [layers, heads, tokens, dim]
+    of plain integers. Each plane begins at a multiple of ALIGNMENT bytes."""
 
-    def __init__(self, halves: Sequence[Tensor]) -> None:
-        self.halves = halves
-        self.layers: list[tuple[Tensor, ...]] = list(zip(*(half.unbind() for half in halves), strict=True))
-        self._shown: list[tuple[Tensor, ...]] = []
-        self._shown_tokens = -1
+    def __init__(self, memory: NDArray[np.uint8], shapes: Sequence[Shape], layer_count: int, size: int) -> None:
+        """``shapes``: of a layer's planes. ``size``: bytes of an item."""
+        self._memory = memory
+        self._shapes = shapes
+        items = raw(memory.view(f"u{size}"))
+        self.halves: list[Tensor] = []
+        self._begins: list[range] = []
+        begin = 0
+        for shape in shapes:
+            _, tokens, dim = shape
+            step = _aligned(math.prod(shape) * size)
+            strides = (step // size, tokens * dim, dim, 1)
+            self.halves.append(items.as_strided((layer_count, *shape), strides, begin // size))
+            self._begins.append(range(begin, begin + layer_count * step, step or 1))
+            begin += layer_count * step
+        self.layers: list[tuple[Tensor, ...]] = list(zip(*(half.unbind() for half in self.halves), strict=True))
 
     @classmethod
     def of(cls, wanted: Wanted, token_count: int) -> Self | None:
         """Return new memory for so many tokens; None without torch, and where layers differ."""
-        torch = torch_module()
         shapes = [plane_shapes(wanted.spec, layer, token_count, wanted.heads_of(layer)) for layer in wanted.layers]
-        if torch is None or any(shape != shapes[0] for shape in shapes) or not shapes:
+        if torch_module() is None or not token_count or not shapes or any(shape != shapes[0] for shape in shapes):
             return None
         size = wanted.spec.item_size
-        steps = [_aligned(math.prod(shape) * size) for shape in shapes[0]]
-        memory = raw(destination(len(shapes) * sum(steps)).view(f"u{size}"))
-        halves, begin = [], 0
-        for (heads, tokens, dim), step in zip(shapes[0], steps, strict=True):
-            strides = (step // size, tokens * dim, dim, 1)
-            halves.append(memory.as_strided((len(shapes), heads, tokens, dim), strides, begin // size))
-            begin += len(shapes) * step
-        return cls(halves)
+        memory = destination(len(shapes) * sum(_aligned(math.prod(shape) * size) for shape in shapes[0]))
+        return cls(memory, shapes[0], len(shapes), size)
 
-    def shown(self, position: int, token_count: int, dtype: str) -> tuple[Tensor, ...]:
-        """Return the first ``token_count`` tokens of one layer's planes, as tensors of ``dtype``. All views are made at
-        the first call, and detached: torch refuses gradients for one of several views that were made in one step."""
-        if token_count != self._shown_tokens:
-            views = [half.view(dtype_of(dtype))[:, :, :token_count].unbind() for half in self.halves]
-            self._shown = [tuple(plane.detach() for plane in planes) for planes in zip(*views, strict=True)]
-            self._shown_tokens = token_count
-        return self._shown[position]
+    def shown(self, position: int, token_count: int, dtype: str) -> list[Tensor]:
+        """Return the first ``token_count`` tokens of one layer's planes, as tensors of ``dtype``. Each has a storage of
+        its own, as callers expect: it is saved, resized and differentiated alone."""
+        torch = torch_module()
+        planes = []
+        for shape, begins in zip(self._shapes, self._begins, strict=True):
+            count = math.prod(shape)
+            plane = torch.frombuffer(self._memory, dtype=dtype_of(dtype), count=count, offset=begins[position])
+            plane = plane.view(shape)
+            planes.append(plane if token_count == shape[1] else plane[:, :token_count])
+        return planes
 
 
 def owned_layers(wanted: Wanted, token_count: int) -> list[list[NDArray[Any]]]:

@@ -180,18 +180,20 @@ class Planner:
         """Report prefills to the sidecar, for other engines and for the next start, and plans, for operators. Blocks;
         never raises."""
         with suppress(KVStoreError), self._context.or_miss():
-            request = admin_pb2.StatsRequest()
+            computed, planned = admin_pb2.StatsRequest(), admin_pb2.StatsRequest()
+            for (spec, step_tokens), done in untold.items():
+                session, name = self._context.ready(spec)
+                computed.computed.add(
+                    fingerprint=name, step_tokens=step_tokens, prefills=map(prefill_to_message, done)
+                )  # fmt: skip
             for spec, step_tokens, outcome, made_s in outcomes:
                 session, name = self._context.ready(spec)
                 age_s = self.clock.monotonic() - made_s
-                request.planned.append(outcome_to_message(name, step_tokens, replace(outcome, age_s=age_s)))
-            for (spec, step_tokens), done in untold.items():
-                session, name = self._context.ready(spec)
-                request.computed.add(
-                    fingerprint=name, step_tokens=step_tokens, prefills=map(prefill_to_message, done)
-                )  # fmt: skip
+                planned.planned.append(outcome_to_message(name, step_tokens, replace(outcome, age_s=age_s)))
             session = self._context.connection.session()
-            session.call(session.admin.Stats, request, self.timeout_s)
+            for request in (computed, planned):  # an older sidecar refuses long requests, and knows no plans
+                if request.ByteSize():
+                    session.call(session.admin.Stats, request, self.timeout_s)
 
     # ------------------------------------------------------------ plans
 

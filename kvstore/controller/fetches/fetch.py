@@ -158,7 +158,8 @@ class Fetches:
         order = [row for chunk in zip(*walk.chains, strict=True) for row in chunk]
         found, reason = self._movement.bring(order, keep, layers)
         whole = len(found) // len(walk.chains)
-        loadings = {row: loading for row, loading in zip(order, found, strict=False) if loading is not None}
+        brought = order[: whole * len(walk.chains)]  # behind them, some parts of a chunk come, and others do not
+        loadings = {row: loading for row, loading in zip(brought, found, strict=False) if loading is not None}
         return [chain[:whole] for chain in walk.chains], loadings, reason or walk.reason
 
     def _residents(self, chains: list[list[int]], loadings: dict[int, Loading]) -> Iterator[Resident]:

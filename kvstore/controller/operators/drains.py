@@ -59,7 +59,7 @@ class Drains:
                 alone.add(ALONE, self._size(row))
         for what, count in alone.counts.items():
             tally.add(what, alone.byte_counts[what], count)
-        yield ChangeNews(tally, is_last=True)
+        yield ChangeNews(tally, is_last=True, refuses_stores=bool(self.problem))  # another operator may have ended it
 
     def _write(self, row: int, alone: Tally, *, dry_run: bool) -> bool:
         """Have a chunk written to the first local tier that takes it; count it as ``alone`` where none does."""
@@ -95,13 +95,13 @@ class Drains:
         movement, clock = self._movement, self._parts.clock
         total = left = movement.backlog_count + more
         tally, since_s = Tally(total), clock.monotonic()
-        seen = (left, self._storing)
-        while any(seen) and not dry_run and clock.monotonic() - since_s < BATCH_S_MAX:
+        now = least = (left, self._storing)
+        while any(now) and not dry_run and clock.monotonic() - since_s < BATCH_S_MAX:
             await clock.sleep(NEWS_S)
             now = (movement.backlog_count, self._storing)
-            if now < seen:
-                since_s = clock.monotonic()
-            left, seen = min(left, now[0]), now
+            if now < least:  # what comes and goes is no progress
+                least, since_s = now, clock.monotonic()
+            left = min(left, now[0])
             tally.done_count = total - left
             yield ChangeNews(tally)
         if dry_run:

@@ -149,7 +149,9 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class ChangeNews:
-    """A report of a change's progress. The change goes on counting in the same tally: read it at once."""
+    """A report of a change's progress. The change goes on counting in the same tally: read it at once.
+    ``refuses_stores``: of a drain of the service, that it takes no stores now."""
 
     tally: Tally
     is_last: bool = False
+    refuses_stores: bool = False

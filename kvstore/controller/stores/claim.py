@@ -34,10 +34,11 @@ TAILS_BESIDE_MAX = 64
 @dataclass(frozen=True, slots=True)
 class _Room:
     """Bounds on making room for chunks. ``keep``: rows that are not evicted. ``patience``: the time that the device may
-    take to write chunks that are in the way."""
+    take to write chunks that are in the way. ``replaces``: the old value is gone, so the new one is not refused."""
 
     keep: frozenset[int]
     patience: Deadline
+    replaces: bool
 
 
 class Claims:
@@ -56,12 +57,14 @@ class Claims:
         """Claim the chunks of a chain that are neither stored nor being stored. Stops at the first chunk that finds no
         room: a chunk without its parent is of no use. Where only the eviction of unwritten chunks would make room, it
         waits for the device to write them, at most policy.demotion_wait_s. With a ``refusal`` it stops at the first
-        chunk that is not stored. Raises Exhausted past
-        limits.reservation_count_max or limits.namespace_count_max; Unavailable when a value that is to be replaced is
-        in use until the deadline, or when the session ends meanwhile."""
+        chunk that is not stored. Raises Exhausted past limits.reservation_count_max or limits.namespace_count_max;
+        Unavailable when a value that is to be replaced is in use until the deadline, or may not be because of a
+        ``refusal``, or when the session ends meanwhile."""
         with self._reservations.making(session):
             spaces = self._spaces(request)
             if request.replaces:
+                if self.refusal:
+                    raise Unavailable(self.refusal)  # before the old value goes
                 await self._replacement.remove(spaces[0], request.replaces, deadline)
             return await self._reserve(session, request, spaces, deadline)
 
@@ -119,7 +122,9 @@ class Claims:
         await self._movement.prove(found, patience.left_s)
         _check_open(reservation.sessions[0])
         room = _Room(
-            frozenset(space.index[digest] for space in spaces for digest in wanted if digest in space.index), patience
+            frozenset(space.index[digest] for space in spaces for digest in wanted if digest in space.index),
+            patience,
+            replaces=bool(request.replaces),
         )
         pauses = self._parts.long_work.begin()
         for index, digest in enumerate(digests):
@@ -142,7 +147,8 @@ class Claims:
         space = entry.namespace
         layout = space.layout(token_count)
         placement: Placement | None = None
-        while not self._is_elsewhere(entry) and not self.refusal:
+        refusal = "" if room.replaces else self.refusal
+        while not self._is_elsewhere(entry) and not refusal:
             is_waiting = self._movement.is_making_room and not room.patience.has_passed
             placement = self._movement.allocate(layout.piece_bytes, room.keep, evict_unwritten=not is_waiting)
             if placement is not None or not is_waiting:
@@ -152,7 +158,7 @@ class Claims:
         if entry.state is not StoreState.REFUSED:
             return
         if placement is None:
-            reservation.refusal = self.refusal or (
+            reservation.refusal = refusal or (
                 "no room: what is left is leased, held or being stored; raise arena.capacity_bytes "
                 f"({self._parts.arena.capacity_bytes})"
             )

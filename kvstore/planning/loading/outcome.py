@@ -54,7 +54,7 @@ def judged(plan: LoadPlan, mode: str, took_s: float) -> Foretold | None:
         return None
     done = carried_out(plan, mode)
     best_s = min((each.ttft_s for each in plan.candidates if not each.refused), default=done.ttft_s)
-    missed_s = 0.0 if done is plan.chosen or mode == "on" else max(0.0, took_s - plan.chosen.ttft_s)
+    missed_s = 0.0 if done == plan.chosen or mode == "on" else max(0.0, took_s - plan.chosen.ttft_s)
     return Foretold(done.ttft_s, took_s, max(0.0, took_s - best_s), missed_s)
 
 

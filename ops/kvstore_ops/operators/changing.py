@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -21,6 +22,7 @@ from kvstore_ops.door import door_of
 from kvstore_ops.operators import tables
 from kvstore_ops.operators.calls import Operator
 from kvstore_ops.operators.chains import ContextsOption, LastDigestOption, chains_of
+from kvstore_ops.operators.draining import drain_service
 from kvstore_ops.operators.reading import (
     DigestOption,
     ModelOption,
@@ -223,8 +225,9 @@ def drain(
 ) -> None:
     """Move all chunks of a tier to slower tiers, and have it take no more; or write all waiting chunks.
 
-    Chunks without a slower tier stay: `kvstore evict --tier` removes them. With --service stores are refused first, and
-    0 says that the service can be stopped and loses nothing. A restart ends the draining.
+    Chunks without a slower tier stay: `kvstore evict --tier` removes them. With --service stores are refused first, of
+    all tenants where no --tenant is named (--json: a document for each), and 0 says that the service can be stopped and
+    loses nothing. A restart ends the draining.
 
     Example: kvstore drain --tier nvme --yes
     """
@@ -232,22 +235,24 @@ def drain(
         raise InvalidRequest("--end needs --tier or --service: what is to take chunks again?")
     if tier and service:
         raise InvalidRequest("--service drains all tiers: say no --tier")
+    request = admin_pb2.ChangeRequest(
+        selection=admin_pb2.Selection(tier=tier), drain=admin_pb2.Drain(end=end, service=service)
+    )  # fmt: skip
+    if service:
+        change = partial(_change, yes=yes, dry_run=dry_run, as_json=as_json, is_dangerous=not end)
+        drain_service(door_of(address, tenant, tls), request, change, is_whole=not tenant)
+        return
     with operator(address, tenant, tls) as asked:
-        request = admin_pb2.ChangeRequest(
-            selection=admin_pb2.Selection(tier=tier), drain=admin_pb2.Drain(end=end, service=service)
-        )  # fmt: skip
-        is_dangerous = bool(tier or service) and not end
+        is_dangerous = bool(tier) and not end
         _change(asked, request, dry_run=dry_run, yes=yes, as_json=as_json, is_dangerous=is_dangerous)
-    if service and not end and not dry_run:
-        typer.echo("the service can be stopped: it takes no stores, and a stop loses nothing", err=True)
 
 
 def _change(
     asked: Operator, request: admin_pb2.ChangeRequest, *, dry_run: bool, as_json: bool, yes: bool = True,
     is_dangerous: bool = False,
-) -> None:  # fmt: skip
-    """Make a change or its dry run, and print the outcome; ask before a dangerous one. Raises typer.Exit as ``_tell``
-    does."""
+) -> admin_pb2.ChangeResponse:  # fmt: skip
+    """Make a change or its dry run, print the outcome, and return it; ask before a dangerous one. Raises typer.Exit as
+    ``tell`` does."""
     if is_dangerous and not dry_run and not yes:
         if not _is_at_terminal():
             typer.echo(
@@ -259,7 +264,9 @@ def _change(
         if not _is_confirmed():
             raise typer.Exit(NOT_CONFIRMED)
     request.dry_run = dry_run
-    tell(followed(asked, request), dry_run=dry_run, as_json=as_json)
+    found = followed(asked, request)
+    tell(found, dry_run=dry_run, as_json=as_json)
+    return found
 
 
 def _is_at_terminal() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.movement.questions import LATE_COUNT_MAX, SILENT_BOUNDS
+from kvstore.movement.questions import LATE_COUNT_MAX, SILENT_BOUNDS, SILENT_S_MAX
 from kvstore.spec import Tier
 from tests.fakes import Switch
 from tests.tiers.shared.world import LOOKUP_S, PATH, Node, Wide, World, run, tiers_of
@@ -148,5 +148,42 @@ def test_few_questions_stay_asked_and_none_once_the_service_stops(world: World) 
         assert left[LATE_COUNT_MAX - 1 :] == [LATE_COUNT_MAX] * (6 - LATE_COUNT_MAX + 1)
         await world.other.stop()
         assert not asked
+
+    world.run(scenario)
+
+
+def test_questions_beyond_those_that_stay_asked_end_with_their_lookup_in_the_tier_too(world: World) -> None:
+    """A tier's threads are few: one that is given up, and runs on, is one less for the next question."""
+
+    async def scenario() -> None:
+        tier, patience_s = world.other.shared[0], []
+
+        async def never(keys: Any, timeout_s: float, *_: Any) -> Any:
+            patience_s.append(timeout_s)
+            await asyncio.sleep(3600.0)
+
+        tier.probe = never
+        await asyncio.gather(*(world.other.lookup(token) for token in range(8)))
+        assert sum(each > LOOKUP_S for each in patience_s) == LATE_COUNT_MAX
+        assert len(patience_s) == 8
+
+    world.run(scenario)
+
+
+def test_one_question_that_is_stuck_does_not_hide_a_tier_that_answers(world: World) -> None:
+    async def scenario() -> None:
+        await world.one.give(*PATH)
+        tier, real, asked = world.other.shared[0], world.other.shared[0].probe, []
+
+        async def stuck_once(*arguments: Any) -> Any:
+            asked.append(arguments)
+            if len(asked) == 1:
+                await asyncio.sleep(3600.0)
+            return await real(*arguments)
+
+        tier.probe = stuck_once
+        await world.other.lookup(100)
+        await asyncio.sleep(min(SILENT_BOUNDS * LOOKUP_S, SILENT_S_MAX) + 0.01)
+        assert (await world.other.lookup(*PATH)).hit_count == len(PATH), "it was silent, and is asked again"
 
     world.run(scenario)

@@ -1,0 +1,51 @@
+"""The drain of a whole service: of one tenant after the other, because each has stores of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import typer
+
+from kvstore.v1alpha import admin_pb2
+from kvstore_ops import tenants
+from kvstore_ops.door import Door
+from kvstore_ops.operators.calls import Operator
+from kvstore_ops.options import NOT_ALL, NOT_CONFIRMED
+
+Change = Callable[..., admin_pb2.ChangeResponse]
+
+
+def drain_service(door: Door, request: admin_pb2.ChangeRequest, change: Change, *, is_whole: bool) -> None:
+    """Drain the service of the tenant behind ``door``, and by a socket of all other tenants too where it ``is_whole``,
+    and say whether it can be stopped. ``change`` asks before the first. Raises typer.Exit where a stop would lose
+    something, or a tenant still stores."""
+    doors = {"": door, **(tenants.beside(door) if is_whole else {})}
+    is_all = is_whole and door.socket is not None
+    code, confirmed = 0, {}
+    for name, each in doors.items():
+        if len(doors) > 1:
+            typer.echo(f"tenant {name or 'of this address'}:", err=True)
+        try:
+            with each.open() as client:
+                found = change(Operator(client), request, **confirmed)
+        except typer.Exit as ended:
+            if ended.exit_code == NOT_CONFIRMED:
+                raise
+            code = code or ended.exit_code
+            continue
+        finally:
+            confirmed = {"yes": True}
+        if not (request.dry_run or request.drain.end or found.refuses_stores):
+            typer.echo(
+                "kvstore: it takes stores: its release knows no drain of the service, or another operator ended this "
+                "one",
+                err=True,
+            )
+            code = code or NOT_ALL
+    if code:
+        raise typer.Exit(code)
+    if not (request.dry_run or request.drain.end):
+        what = (
+            "the service can be stopped: it" if is_all else "as far as this tenant goes, the service can be stopped: it"
+        )
+        typer.echo(f"{what} takes no stores, and a stop loses nothing", err=True)

@@ -1,0 +1,54 @@
+"""How long a drain waits: as long as less waits than ever before, on simulated parts."""
+
+from __future__ import annotations
+
+from itertools import chain, cycle
+from types import SimpleNamespace
+from typing import Any
+
+from kvstore.controller.operators.changes import BATCH_S_MAX, NEWS_S
+from kvstore.controller.operators.drains import Drains
+from kvstore.controller.operators.turns import Turns
+from tests.controller.service import Service
+
+
+class PassingTime:
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    async def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+async def settled_s(*backlogs: int) -> float:
+    """The seconds until a drain ends whose looks find these backlogs, the last two in turns."""
+    service, clock = Service(), PassingTime()
+    parts: Any = SimpleNamespace(clock=clock, catalog=service.parts.catalog, movement=None)
+    controller = service.controller
+    drains = Drains(parts, controller.claims, controller.reservations, Turns(service.clock))
+    looks = chain(backlogs, cycle(backlogs[-2:]))
+
+    class Movement:
+        all_writes = ()
+
+        @property
+        def backlog_count(self) -> int:
+            return next(looks)
+
+    drains._movement = Movement()  # type: ignore[assignment]
+    async for news in drains.settle(dry_run=False):
+        if news.is_last:
+            return clock.now_s
+        assert clock.now_s < 10 * BATCH_S_MAX, "a busy service is waited for without an end"
+    raise AssertionError("no last word")
+
+
+async def test_what_comes_and_goes_is_no_progress() -> None:
+    assert await settled_s(3, 2, 3) <= BATCH_S_MAX + 2 * NEWS_S
+
+
+async def test_a_drain_waits_while_less_and_less_is_left() -> None:
+    falling = [count for count in range(300, 0, -1) for _ in range(round(BATCH_S_MAX / NEWS_S) - 1)]
+    assert await settled_s(*falling[:2000], 0, 0) > 2 * BATCH_S_MAX

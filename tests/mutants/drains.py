@@ -1,0 +1,43 @@
+"""What a drain of the service promises before a stop."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+CLAIM = "kvstore/controller/stores/claim.py"
+T_DRAINS = "tests/e2e/test_drains.py"
+
+MUTANTS = (
+    Mutant(
+        "a-drained-service-takes-stores",
+        CLAIM,
+        "        while not self._is_elsewhere(entry) and not refusal:\n",
+        "        while not self._is_elsewhere(entry):\n",
+        "a service that was drained to be stopped has chunks that the stop loses",
+        (f"{T_DRAINS}::test_a_drained_service_takes_no_stores_and_a_stop_loses_nothing",),
+    ),
+    Mutant(
+        "a-refused-value-takes-the-old-one-along",
+        CLAIM,
+        "                if self.refusal:\n",
+        "                if False:\n",
+        "a drained service loses values that it acknowledged, and has none in their place",
+        (f"{T_DRAINS}::test_a_drained_service_keeps_the_value_that_it_does_not_replace",),
+    ),
+    Mutant(
+        "drained-by-hearsay",
+        "ops/kvstore_ops/operators/draining.py",
+        "        if not (request.dry_run or request.drain.end or found.refuses_stores):\n",
+        "        if False:\n",
+        "a service that goes on taking stores is said to be safe to stop",
+        (f"{T_DRAINS}::test_a_service_that_goes_on_taking_stores_is_not_called_drained",),
+    ),
+    Mutant(
+        "a-stop-that-loses-chunks-is-called-safe",
+        "kvstore/controller/operators/drains.py",
+        "self._parts.catalog.is_visible(row) and not self._survives(row):\n",
+        "self._parts.catalog.is_visible(row) and False:\n",
+        "who stops the service loses what memory alone had",
+        (f"{T_DRAINS}::test_what_a_stop_would_lose_is_counted",),
+    ),
+)
