@@ -262,11 +262,11 @@ def test_what_one_packet_tells_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
     index = {b"one": 4, b"two": 9}
     catalog = SimpleNamespace(table=SimpleNamespace(parents=Parents()))
-    nobody = SimpleNamespace(add=lambda *_: None)
-    parts = SimpleNamespace(
-        catalog=catalog, movement=SimpleNamespace(used=told.append), heat=nobody, served=nobody,
-    )  # fmt: skip
-    monkeypatch.setattr(fetches, "namespaces_of", lambda *_: [SimpleNamespace(index=index)])
+    nobody = SimpleNamespace(add=lambda *_: None, add_of=lambda *_: None)
+    movement = SimpleNamespace(used=told.append, memory=SimpleNamespace(tier=SimpleNamespace(name="memory")))
+    parts = SimpleNamespace(catalog=catalog, movement=movement, heat=nobody, served=nobody, counters=nobody)
+    space = SimpleNamespace(index=index, spec=SPEC, kind=SPEC.kind)
+    monkeypatch.setattr(fetches, "namespaces_of", lambda *_: [space])
     queries = [SimpleNamespace(digests=[name]) for name in (b"one", b"gone", b"one", b"two")]
     asked = [SimpleNamespace(query=query, fetch_count=1, token_count=1) for query in queries]
     fetches.Fetches(parts, None).used(asked)
