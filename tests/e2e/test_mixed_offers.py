@@ -68,8 +68,9 @@ class Says(Gate):
         self._settings = settings
 
     def permit(
-        self, receiver: ModelSpec, sender: ModelSpec | None, reuse: str, provenance: Provenance | None = None
-    ) -> Permit:
+        self, receiver: ModelSpec, sender: ModelSpec | None, reuse: str, provenance: Provenance | None = None, *,
+        floor: float | None = None,
+    ) -> Permit:  # fmt: skip
         pair = Pair.of(receiver, sender, reuse, provenance or Provenance.IN_CONTEXT)
         setting = self._settings.get(reuse)
         return Permit(pair, setting, "" if setting else f"nothing is known of {reuse}")
