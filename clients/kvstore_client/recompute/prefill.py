@@ -152,8 +152,8 @@ class _Prompt:
         return plan, result, prepared_s
 
     def _plain_s(self, plan: Plan) -> float:
-        """Return what a plain prefill takes; of an engine that has measured none, what a slow one would take. Loads of
-        segments and of senders' caches have no plan, and are given up by this."""
+        """Return what a plain prefill takes; of an engine that has measured none, what a slow one would take. Loads
+        whose plan knows no times are given up by this."""
         spec, runner = self._request.runner.spec, self._request.runner
         measured_s = self._client.planner.prefill_s(spec, plan.token_count, 0)
         return measured_s or prior_s(spec, plan.token_count, runner.device.type)
