@@ -8,7 +8,8 @@ of ``offers``. ``setting`` says how much of a reused cache is computed again and
 ``profile`` holds the measured quality of settings for a pair of models, ``permit`` the setting that a profile allows
 for given specs. ``sender`` checks that two models can share caches at all. ``terms`` holds a caller's conditions:
 quality, deadline, class. The package ``loading`` decides whether
-loading is faster than computing. ``order`` chooses which of many waiting contexts comes next.
+loading is faster than computing; ``blends`` gives it the reuse of documents and siblings to choose from.
+``order`` chooses which of many waiting contexts comes next.
 """
 
 from kvstore.planning.decision import decide

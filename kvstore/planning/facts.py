@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvstore.planning.loading import LoadPlan
 from kvstore.planning.permit import Permit
 from kvstore.planning.plan import Plan, StoredCache
 from kvstore.planning.setting import Recompute
-from kvstore.spec import MissReason, ModelSpec
+from kvstore.spec import MissReason, ModelSpec, Tier
+
+Places: TypeAlias = tuple[tuple[int, Tier], ...]
+"""Where the tokens of a cache are: (token count, tier), in order."""
 
 
 @dataclass(frozen=True)
 class StoredSegment:
     """A document of the prompt whose first ``stored_token_count`` tokens are stored. They were computed alone, or
-    behind the preamble that the prompt begins with. ``stood_at``: the position of the first token at that time."""
+    behind the preamble that the prompt begins with. ``stood_at``: the position of the first token at that time.
+    ``places``: the tiers of the stored tokens."""
 
     token_start: int
     token_stop: int
     stored_token_count: int
     stood_at: int = 0
+    places: Places = ()
 
     @property
     def is_exact(self) -> bool:
@@ -30,12 +36,14 @@ class StoredSegment:
 @dataclass(frozen=True)
 class Holding:
     """The stored tokens of a prompt under one model. ``sender``: that model; None: the receiver itself. ``permits``:
-    the verdicts of the profiles, one per kind of reuse; empty when the caller gave the setting."""
+    the verdicts of the profiles, one per kind of reuse; empty when the caller gave the setting. ``places``: the tiers
+    of the stored prefix."""
 
     sender: ModelSpec | None = None
     prefix_token_count: int = 0
     segments: tuple[StoredSegment, ...] = ()
     permits: tuple[Permit, ...] = ()
+    places: Places = ()
 
     @property
     def is_refused(self) -> bool:

@@ -112,13 +112,17 @@ def test_what_a_prefill_takes_is_learned_from_plain_ones_alone(client: Client) -
     assert [(each.new_tokens, each.context_tokens) for each in learned.prefills] == [(COUNT, 0)]
 
 
-def test_with_a_sender_nothing_is_cut(client: Client) -> None:
+def test_a_sender_that_no_profile_allows_changes_nothing(client: Client) -> None:
     tokens = prompt(COUNT, 36)
     keep(client, RECEIVER, tokens)
-    speeds(client, RECEIVER, 1.0, 1e-6)
-    found = prefilled(client, tokens, senders=[SENDER.spec])
-    assert found.plan.loading is None
-    assert found.plan.reused_token_count >= STORED
+    for link_bytes_per_s, token_s, is_loaded in ((1e12, 1e-3, True), (1.0, 1e-6, False)):
+        speeds(client, RECEIVER, link_bytes_per_s, token_s)
+        found = prefilled(client, tokens, senders=[SENDER.spec])
+        assert found.plan.loading is not None
+        assert (found.plan.reused_token_count >= STORED) is is_loaded
+        assert (found.exactness, found.plan.recompute) == (Exactness.EXACT, None)
+        assert "no valid profile" in found.plan.reason
+    assert held(client).ticket_count == 0
 
 
 @pytest.mark.parametrize("mode", ["off", "on"])

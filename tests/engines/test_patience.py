@@ -42,7 +42,7 @@ def model() -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def prompts(sidecar: ThirdTierSidecar, model: torch.nn.Module) -> list[Cold]:
-    return cold_prompts(sidecar, model, range(71, 75))
+    return cold_prompts(sidecar, model, range(71, 76))
 
 
 @pytest.fixture
@@ -132,13 +132,18 @@ def test_a_partial_prefill_does_so_too(
     is_free(client)
 
 
+@pytest.mark.parametrize(("number", "is_measured"), [(3, False), (4, True)])
 def test_a_prompt_with_documents_does_so_too(
-    sidecar: ThirdTierSidecar, client: Client, model: torch.nn.Module, prompts: list[Cold]
-) -> None:
-    """Its loads have no plan, and yet a tier that stops does not cost a call's deadline."""
-    ids, expected = prompts[3]
+    sidecar: ThirdTierSidecar, client: Client, model: torch.nn.Module, prompts: list[Cold], number: int,
+    is_measured: bool,
+) -> None:  # fmt: skip
+    """Also where no prefill was measured, so that a plan knows no times."""
+    ids, expected = prompts[number]
     runner = TransformersRunner(model, chunk_tokens=STEP)
-    client.planner.computed(runner.spec, 0, Prefill(1000, 0, 1.0))
+    is_link(client, 1e12)
+    is_tier(client)
+    for _ in range(40 * is_measured):
+        client.planner.computed(runner.spec, 0, Prefill(1000, 0, 5.0))
     sidecar.switches.turn_on(Switch.STALLED)
     began_s = client.planner.clock.monotonic()
     document = [range(COUNT - STEP, COUNT - 2)]

@@ -32,7 +32,44 @@ ENGINES = "kvstore/controller/prefills/engines.py"
 PREFILL = "clients/kvstore_client/recompute/prefill.py"
 T_TOLD = "tests/server/test_rates.py"
 
+BLENDS = "kvstore/planning/blends.py"
+WEIGHING = "clients/kvstore_client/recompute/weighing.py"
+T_BLENDS = "tests/planning/test_blends.py"
+T_DOCUMENTS = "tests/e2e/test_planned_documents.py"
+
 MUTANTS = [
+    Mutant(
+        "a-blend-need-not-beat-a-prefill",
+        PLANNER,
+        '    if candidate.way is Way.PREFILL:\n        return ""\n',
+        '    if candidate.way in (Way.PREFILL, Way.BLEND):\n        return ""\n',
+        "documents in a tier of any slowness are loaded where computing them is sure to be faster",
+        (f"{T_BLENDS}::test_a_blend_that_may_take_longer_than_a_prefill_is_refused",),
+    ),
+    Mutant(
+        "a-gap-costs-nothing",
+        CANDIDATES,
+        "    rest_s = facts.compute.seconds(facts.token_count - blend.token_count, blend.token_count)\n",
+        "    rest_s = facts.compute.seconds(facts.token_count - blend.lossy_stop, blend.lossy_stop)\n",
+        "a prompt with tokens between its documents is blended where a prefill is faster",
+        (f"{T_BLENDS}::test_no_reuse_is_a_tenth_faster_and_none_is_slower_than_a_prefill",),
+    ),
+    Mutant(
+        "a-smaller-reuse-takes-its-own-setting",
+        BLENDS,
+        "        is_sticky = plan.recompute in (None, whole.recompute) and _lossy(plan) <= allowed\n",
+        "        is_sticky = True\n",
+        "answers change with the load of a tier",
+        (f"{T_BLENDS}::test_a_smaller_reuse_never_takes_another_setting",),
+    ),
+    Mutant(
+        "documents-are-reused-at-any-speed",
+        WEIGHING,
+        "        if candidate is loading.chosen:\n",
+        "        if candidate is blends[0]:\n",
+        "a plan says that computing is faster, and documents are loaded all the same",
+        (f"{T_DOCUMENTS}::test_documents_are_blended_from_a_fast_device_and_computed_beside_a_slow_one",),
+    ),
     Mutant(
         "any-plan-that-is-told-is-kept",
         "kvstore/controller/prefills/prefills.py",

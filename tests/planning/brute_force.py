@@ -3,14 +3,29 @@ layer. Nothing of it is the planner's but the facts."""
 
 from __future__ import annotations
 
-from kvstore.planning.loading import LoadFacts, Stock
+from kvstore.planning.loading import Blend, LoadFacts, Stock
 
 
 def played_s(facts: LoadFacts, stock: Stock, front: int, stop: int) -> float:
     """Until the first token, with tokens from ``front`` to ``stop`` loaded. Chunks come piece by piece, each piece's
     tokens in order; tiers work side by side. The link behind them takes a layer at a time of what is there."""
+    layers, compute = facts.layer_count, facts.compute
+    landed = _landed(facts, stock, front, stop)
+    now = _steps_s(facts, 0, front) if stop > front else 0.0
+    done = stop if stop > front else 0
+    step = facts.step_tokens or facts.token_count
+    rest = min(step, facts.token_count - done)
+    if stop > front:
+        work = stock.work_share * compute.token_s * compute.load * (stop - front)
+        for layer in range(layers):
+            now = max(now, landed[layer]) + (_pass_s(facts, rest, done) + work) / layers
+        done += rest
+    return now + _steps_s(facts, done, facts.token_count)
+
+
+def _landed(facts: LoadFacts, stock: Stock, front: int, stop: int) -> list[float]:
+    """When each layer of these tokens has landed."""
     layers, pieces = facts.layer_count, facts.pieces
-    compute = facts.compute
     landed = [0.0] * layers
     if stop > front:
         free = {}
@@ -30,16 +45,7 @@ def played_s(facts: LoadFacts, stock: Stock, front: int, stop: int) -> float:
                     size = _run_at(stock, token).token_bytes / layers
                     link_free = max(link_free, ready_s) + size * facts.link.byte_s
                 landed[layer] = link_free
-    now = _steps_s(facts, 0, front) if stop > front else 0.0
-    done = stop if stop > front else 0
-    step = facts.step_tokens or facts.token_count
-    rest = min(step, facts.token_count - done)
-    if stop > front:
-        work = stock.work_share * compute.token_s * compute.load * (stop - front)
-        for layer in range(layers):
-            now = max(now, landed[layer]) + (_pass_s(facts, rest, done) + work) / layers
-        done += rest
-    return now + _steps_s(facts, done, facts.token_count)
+    return landed
 
 
 def best_s(facts: LoadFacts, *, may_meet: bool) -> float:
@@ -70,3 +76,21 @@ def _pass_s(facts: LoadFacts, new: int, context: int) -> float:
 def _steps_s(facts: LoadFacts, start: int, stop: int) -> float:
     step = facts.step_tokens or max(1, stop - start)
     return sum(_pass_s(facts, min(step, stop - place), place) for place in range(start, stop, step))
+
+
+def blend_played_s(facts: LoadFacts, blend: Blend) -> float:
+    """Until the first token of a blend, layer by layer: each needs all of its cache, then computes the rows that the
+    setting carries there and those of tokens that are not reused. These attend to all that is reused."""
+    rate, layers, setting = facts.compute, facts.layer_count, blend.setting
+    stock = blend.stock
+    landed = _landed(facts, stock, 0, stock.token_count)
+    rest = facts.token_count - blend.token_count
+    now = 0.0
+    for layer in range(layers):
+        part = 1.0 if setting.first_layer <= layer < setting.check_layer else 0.0
+        if layer >= setting.check_layer:
+            part = setting.ratio
+        lossy_s = part * _pass_s(facts, blend.lossy_tokens, blend.lossy_stop - blend.lossy_tokens)
+        work_s = stock.work_share * rate.token_s * rate.load * stock.token_count
+        now = max(now, landed[layer]) + (lossy_s + _pass_s(facts, rest, blend.token_count) + work_s) / layers
+    return now

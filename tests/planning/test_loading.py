@@ -170,13 +170,13 @@ def test_meeting_in_the_middle_takes_what_both_together_take() -> None:
 
 def test_a_blend_is_chosen_only_where_it_is_faster_than_exact_work() -> None:
     runs = (HeldRun(4096, Tier.DRAM, 1e5),)
-    blend = Blend(Recompute(0, 2, 0.15), 4096, runs)
-    facts = plain(stocks=(), blend=blend)
+    blend = Blend(Recompute(0, 2, 0.15), 0, 4096, 4096, Stock(runs))
+    facts = plain(stocks=(), blends=(blend,))
     assert plan_loading(facts).chosen.way is Way.BLEND
     assert plan_loading(facts).chosen.setting == blend.setting
     assert plan_loading(replace(facts, link=TierRate(0.0, 2e-9, 1.0, 9))).chosen.way is Way.PREFILL
     ahead = replace(blend, setting=Recompute(0, -1, 0.15, "suffix_attention"))
-    one, two = plan_loading(facts), plan_loading(replace(facts, blend=ahead))
+    one, two = plan_loading(facts), plan_loading(replace(facts, blends=(ahead,)))
     shares = blend.setting.share(32), ahead.setting.share(32)
     assert abs(shares[0] - shares[1]) < 0.02
     assert two.chosen.ttft_s > one.chosen.ttft_s, "the suffix passes twice, and nothing hides the load"

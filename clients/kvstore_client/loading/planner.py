@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -39,7 +39,7 @@ from kvstore_client.connection import Miss
 from kvstore_client.context import Context
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.loading.call import Asked, PrefillCall, begin, match_of_call
-from kvstore_client.lookup.match import ChunkMatch, Match
+from kvstore_client.lookup.match import ChunkMatch, Match, stored_places
 from kvstore_client.prompt import Prompt
 
 MODES = ("off", "observe", "on")
@@ -231,13 +231,15 @@ class Planner:
 
     def facts(
         self, spec: ModelSpec, match: Match, token_count: int, reusable_tokens: int, step_tokens: int,
-        ways: frozenset[Way], terms: Terms = ANY_TERMS,
+        ways: frozenset[Way], terms: Terms = ANY_TERMS, others: Collection[Tier] = (),
     ) -> LoadFacts:  # fmt: skip
-        """Return the facts that ``plan`` uses, for callers that change some of them."""
-        stored = list(_stored(match))
+        """Return the facts that ``plan`` uses, for callers that change some of them. ``others``: see
+        ``prompt_facts``."""
+        stored = stored_places(match.chunks, match.prefix_token_count)
+        asked = {*others, *(tier for _, tier in stored)}
         with self._lock:
             own = self._prefills.get((spec, step_tokens))
-        if stored and (own is None or any(tier not in IN_MEMORY for _, tier in stored)):
+        if asked and (own is None or not asked.issubset(IN_MEMORY)):
             self._ask()
         with self._lock:
             told = self._engines.get((fingerprint(spec, spec.kind), step_tokens)) if own is None else None
@@ -245,7 +247,7 @@ class Planner:
             link, tiers = self._link.rate or ASSUMED[Tier.DRAM], dict(self._tiers)
         return prompt_facts(
             spec, stored, token_count=token_count, reusable_tokens=reusable_tokens, compute=compute, link=link,
-            tiers=tiers, step_tokens=step_tokens, ways=ways, terms=terms,
+            tiers=tiers, step_tokens=step_tokens, ways=ways, terms=terms, others=others,
         )  # fmt: skip
 
     def probe(
@@ -304,15 +306,6 @@ class Planner:
             with self._lock:
                 self._tiers = told_facts(stats.rates)
                 self._engines = told_engines(stats.engines)
-
-
-def _stored(match: Match) -> Iterator[tuple[int, Tier]]:
-    """Yield, per chunk of a prompt's exact prefix, its token count, and the tier that has it."""
-    for chunk in match.chunks:
-        stop = min(chunk.token_stop, match.prefix_token_count)
-        if stop <= chunk.token_start or chunk.state is not ChunkState.HIT:
-            return
-        yield stop - chunk.token_start, chunk.tier
 
 
 def told_engines(engines: Iterable[admin_pb2.EngineRate]) -> dict[tuple[bytes, int], ComputeRate]:

@@ -4,16 +4,18 @@ network is fast again."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from kvstore.errors import KVStoreError
-from kvstore.keys import Extra
+from kvstore.keys import Extra, Tokens
 from kvstore.seams.scheduler import start_thread
 from kvstore.spec import ModelSpec, Tier
 from kvstore_client.caches import Caches
-from kvstore_client.lookup.match import Match
+from kvstore_client.fetch.transfer import Transfer
+from kvstore_client.loading.planner import Probe
+from kvstore_client.lookup.match import Match, SegmentMatch
 from kvstore_client.prompt import GivenTokens, PageHashes
 
 _log = logging.getLogger("kvstore.client")
@@ -35,12 +37,30 @@ def probe(
             return
         layers = None if due.tier is Tier.DRAM else spec.slab_layers[:1]
         transfer = client.start_fetch_prefix(spec, _first(tokens, due.token_stop), layers=layers, extras=extras)
-        try:
-            transfer.wait(client.planner.timeout_s)
-        finally:
-            transfer.cancel(client.planner.timeout_s)
-        if due.tier is Tier.DRAM and transfer.measured is not None:
-            client.planner.landed(transfer.measured.byte_count, transfer.measured.busy_s)
+        _measure(client, due, transfer)
+    except KVStoreError as error:
+        _log.info("kvstore: a tier was not measured: %s", error.message)
+
+
+def _measure(client: Caches, due: Probe, transfer: Transfer) -> None:
+    try:
+        transfer.wait(client.planner.timeout_s)
+    finally:
+        transfer.cancel(client.planner.timeout_s)
+    if due.tier is Tier.DRAM and transfer.measured is not None:
+        client.planner.landed(transfer.measured.byte_count, transfer.measured.busy_s)
+
+
+def probe_segment(client: Caches, spec: ModelSpec, tokens: Tokens, found: SegmentMatch, preamble: Tokens) -> None:
+    """Fetch a chunk of a stored document, if it is time, that a plan left out. Blocks; never raises. ``tokens``: the
+    prompt's; ``found``: the document."""
+    try:
+        due = client.planner.probe(spec, found.chunks, found.token_start)
+        if due is None:
+            return
+        first = tokens[found.token_start : due.token_stop]
+        transfer = client.start_fetch_segment(spec, first, layers=spec.slab_layers[:1], preamble=preamble)
+        _measure(client, due, transfer)
     except KVStoreError as error:
         _log.info("kvstore: a tier was not measured: %s", error.message)
 
@@ -53,13 +73,16 @@ def begin_probe(
     client: Caches, spec: ModelSpec, tokens: Any, loaded_tokens: int, *, extras: Sequence[Extra] = (),
     measures_link: bool = False,
 ) -> None:  # fmt: skip
-    """Run ``probe`` on a thread of its own, once a second at most."""
+    """Run ``probe`` beside the caller (``measure_beside``)."""
+    measure = partial(probe, client, spec, tokens, loaded_tokens, extras=extras, measures_link=measures_link)
+    measure_beside(client, measure)
+
+
+def measure_beside(client: Caches, measure: Callable[[], None]) -> None:
+    """Run ``measure`` on a thread of its own, once a second at most."""
     if not client.planner.may_look():
         return
     try:
-        measure = partial(
-            probe, client, spec, tokens, loaded_tokens, extras=extras, measures_link=measures_link
-        )  # fmt: skip
         start_thread(measure, "kvstore-probe")
     except KVStoreError as error:
         _log.info("kvstore: a tier was not measured: %s", error.message)

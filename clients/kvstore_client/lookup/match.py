@@ -77,3 +77,15 @@ def missed_chunks(step: int, start: int, stop: int, reason: MissReason) -> tuple
     """Return the matches of the tokens ``start .. stop`` when none of their chunks is stored."""
     gone = (ChunkState.MISS, Tier.NONE, Encoding.NONE, reason)
     return tuple(ChunkMatch(first, min(first + step, stop), *gone) for first in range(start, stop, step))
+
+
+def stored_places(chunks: Iterable[ChunkMatch], token_stop: int) -> list[tuple[int, Tier]]:
+    """Return, per leading chunk that is stored, its number of tokens before ``token_stop``, and the tier that has
+    it."""
+    found: list[tuple[int, Tier]] = []
+    for chunk in chunks:
+        stop = min(chunk.token_stop, token_stop)
+        if stop <= chunk.token_start or chunk.state is not ChunkState.HIT:
+            break
+        found.append((stop - chunk.token_start, chunk.tier))
+    return found

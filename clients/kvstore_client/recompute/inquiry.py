@@ -13,7 +13,7 @@ from kvstore.spec import ChunkState, Exactness, MissReason, ModelSpec
 from kvstore_client.caches import Caches
 from kvstore_client.loading.call import Asked, PrefillCall
 from kvstore_client.loading.planner import ENGINE_WAYS
-from kvstore_client.lookup.match import Match, chunk_matches, missed_chunks
+from kvstore_client.lookup.match import Match, chunk_matches, missed_chunks, stored_places
 from kvstore_client.prompt import Prompt
 from kvstore_client.recompute.request import Request
 
@@ -21,10 +21,12 @@ from kvstore_client.recompute.request import Request
 @dataclass
 class Held:
     """The chunks that an inquiry holds for the fetches after it. ``tickets``: one per model. ``call``: the partial
-    prefill at the sidecar; None: it was not asked to plan."""
+    prefill at the sidecar; None: it was not asked to plan. ``own``: the stored part of the model's own prefix, where
+    it is weighed against other caches; None: it was cut to what is worth loading."""
 
     tickets: dict[ModelSpec, bytes] = field(default_factory=dict)
     call: PrefillCall | None = None
+    own: Match | None = None
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class _Own:
 def ask(client: Caches, request: Request, held: Held, *, in_memory: bool = False) -> Facts:
     """Return the stored caches of the model itself, and of senders whose reuse a profile, or the caller's setting,
     permits. Senders without a permit are not looked up. ``held`` gets the tickets of what was found.
-    ``in_memory``: look only at the prefix that is in memory now."""
+    ``in_memory``: look only at the prefix that is in memory now. With segments and senders ``weighed`` says what of all
+    this is worth loading."""
     receiver = request.runner.spec
     own = _in_memory(client, request, held) if in_memory else _planned(client, request, held)
     facts = Facts(
@@ -73,9 +76,10 @@ def _lookup(client: Caches, request: Request, spec: ModelSpec, held: Held) -> Ma
 
 def _planned(client: Caches, request: Request, held: Held) -> _Own:
     """Return the model's own prefix, as far as it is worth loading: by the sidecar's plan, or by this client's where
-    all of it shows in shared memory. With segments and senders everything is loaded, so the sidecar plans nothing."""
+    all of it shows in shared memory. With segments and senders all of it: the sidecar knows no plan of these."""
     if request.segments or request.senders:
-        return _Own(_lookup(client, request, request.runner.spec, held))
+        held.own = _lookup(client, request, request.runner.spec, held)
+        return _Own(held.own)
     seen = client.peek(request.runner.spec, request.tokens, extras=request.extras)
     if seen is not None and all(each.tier in IN_MEMORY for each in seen.chunks if each.state is ChunkState.HIT):
         return _worth_loading(client, request, held)
@@ -124,7 +128,7 @@ def _worth_loading(client: Caches, request: Request, held: Held) -> _Own:
     stop = plan.chosen.load_stop
     if mode == "observe" or stop >= whole:
         return _Own(match, plan)
-    return _Own(_cut(client, request, held, match, stop), plan)
+    return _Own(prefix_cut(client, request, held, match, stop), plan)
 
 
 def _in_memory(client: Caches, request: Request, held: Held) -> _Own:
@@ -135,10 +139,10 @@ def _in_memory(client: Caches, request: Request, held: Held) -> _Own:
         if chunk.state is not ChunkState.HIT or chunk.tier not in IN_MEMORY:
             break
         stop = chunk.token_stop
-    return _Own(match if stop >= match.prefix_token_count else _cut(client, request, held, match, stop))
+    return _Own(match if stop >= match.prefix_token_count else prefix_cut(client, request, held, match, stop))
 
 
-def _cut(client: Caches, request: Request, held: Held, match: Match, stop: int) -> Match:
+def prefix_cut(client: Caches, request: Request, held: Held, match: Match, stop: int) -> Match:
     """Hold the first ``stop`` tokens instead of all that was found."""
     spec = request.runner.spec
     client.release_ticket(held.tickets.pop(spec, None))
@@ -153,10 +157,14 @@ def _cut(client: Caches, request: Request, held: Held, match: Match, stop: int) 
 def _holding(request: Request, match: Match) -> Holding:
     stood_at = int(request.preamble.size)
     segments = [
-        StoredSegment(segment.token_start, segment.token_stop, segment.standalone_token_count, stood_at)
+        StoredSegment(
+            segment.token_start, segment.token_stop, segment.standalone_token_count, stood_at,
+            tuple(stored_places(segment.chunks, segment.token_start + segment.standalone_token_count)),
+        )
         for segment in match.segments
-    ]
-    return Holding(None, match.prefix_token_count, tuple(segments))
+    ]  # fmt: skip
+    places = tuple(stored_places(match.chunks, match.prefix_token_count))
+    return Holding(None, match.prefix_token_count, tuple(segments), places=places)
 
 
 def _permits(client: Caches, request: Request, sender: ModelSpec | None, *reuses: str) -> tuple[Permit, ...]:

@@ -17,15 +17,14 @@ from typing import Any
 import torch
 
 from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, Unavailable
-from kvstore.planning import Plan, Recompute, decide
-from kvstore.planning.loading import Prefill
+from kvstore.planning import Plan, Recompute
+from kvstore.planning.loading import Prefill, Way
 from kvstore.seams import Clock
 from kvstore.spec import Exactness
 from kvstore_client.caches import Caches
 from kvstore_client.fetch.transfer import without_frames
 from kvstore_client.loading.call import PrefillCall
 from kvstore_client.loading.patience import Patience, prior_s
-from kvstore_client.loading.probe import begin_probe
 from kvstore_client.recompute.arrivals import Arrivals
 from kvstore_client.recompute.fused import recompute
 from kvstore_client.recompute.inquiry import ask
@@ -34,6 +33,7 @@ from kvstore_client.recompute.request import Request
 from kvstore_client.recompute.result import PartialPrefill, Recomputed, Timeline
 from kvstore_client.recompute.runs import InPlace, Run
 from kvstore_client.recompute.sources import FetchedRun
+from kvstore_client.recompute.weighing import begin_probes, settled, weighed
 
 _log = logging.getLogger("kvstore.client")
 LOST = (DataLoss, DeadlineExceeded, Exhausted, Unavailable)
@@ -110,10 +110,11 @@ class _Prompt:
         try:
             facts = ask(client, request, arrivals.held, in_memory=in_memory)
             self._call = self._call or arrivals.held.call
-            plan = decide(facts)
-            while unknown := facts.unknown(plan):
+            found = weighed(client, request, facts, arrivals.held)
+            while unknown := found.facts.unknown(found.plan):
                 facts = replace(facts, hidden=(*facts.hidden, *(arrivals.fetch_e(*each) for each in unknown)))
-                plan = decide(facts)
+                found = weighed(client, request, facts, arrivals.held)
+            plan = settled(client, request, found, arrivals.held)
             runs, self._planes = arrivals.run(plan)
             prepared_s = clock.monotonic()
             front = plan.front_token_count
@@ -147,12 +148,12 @@ class _Prompt:
         for took in arrivals.measured():
             client.planner.landed(took.byte_count, took.busy_s)
         if not in_memory:
-            _probe(client, request, plan)
+            begin_probes(client, request, plan, arrivals.held.own)
         return plan, result, prepared_s
 
     def _plain_s(self, plan: Plan) -> float:
-        """Return what a plain prefill takes; of an engine that has measured none, what a slow one would take. Loads of
-        segments and of senders' caches have no plan, and are given up by this."""
+        """Return what a plain prefill takes; of an engine that has measured none, what a slow one would take. Loads
+        whose plan knows no times are given up by this."""
         spec, runner = self._request.runner.spec, self._request.runner
         measured_s = self._client.planner.prefill_s(spec, plan.token_count, 0)
         return measured_s or prior_s(spec, plan.token_count, runner.device.type)
@@ -173,6 +174,8 @@ class _Prompt:
         late."""
         loading, source = plan.loading, runs[0].source if len(runs) == 1 else None
         if self._client.planner.mode != "on" or loading is None or not loading.is_measured:
+            return runs
+        if loading.chosen.way is Way.BLEND:
             return runs
         if not isinstance(source, FetchedRun) or not runs[0].is_exact or runs[0].token_start:
             return runs
@@ -215,15 +218,6 @@ class _Prompt:
         if self._call is not None:
             self._call.close()
             self._call = None
-
-
-def _probe(client: Caches, request: Request, plan: Plan) -> None:
-    """Begin to measure, beside the caller, a tier whose chunks a plan left in the sidecar."""
-    loading = plan.loading
-    if client.planner.mode == "on" and loading is not None:
-        stored = max(each.load_stop for each in loading.candidates)
-        if loading.chosen.load_stop < stored:
-            begin_probe(client, request.runner.spec, request.tokens, loading.chosen.load_stop)
 
 
 def _computed(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
-from kvstore.planning.loading.facts import Blend, HeldRun, LoadFacts, Stock, TierFacts
+from kvstore.planning.loading.facts import Blend, LoadFacts, Stock, TierFacts
 from kvstore.planning.loading.timeline import Candidate, Way
 
 STOPS_MAX = 8
@@ -37,8 +37,8 @@ def candidates_of(facts: LoadFacts) -> Iterator[Candidate]:
         front, stop = pattern.refined(pattern.meetings(first, usable), usable, may_meet=True)
         if front:
             yield pattern.candidate(Way.MEET, front, stop)
-    if facts.blend is not None:
-        yield _blended(facts, facts.blend)
+    for blend in facts.blends:
+        yield _blended(facts, blend)
 
 
 class _Waits(NamedTuple):
@@ -252,40 +252,29 @@ def _first(is_past: Callable[[int], bool], last: int, unit: int) -> int:
 
 
 def _blended(facts: LoadFacts, blend: Blend) -> Candidate:
-    """Return the candidate that loads the exact prefix and the lossy runs behind it, and computes the setting's share
-    of these runs again. A setting that looks ahead has two phases: the suffix runs over all reused rows as they land,
-    and then once more with the chosen rows."""
-    exact = facts.stocks[0] if facts.stocks else Stock(())
-    start = facts.usable(exact) if exact.runs else 0
-    stop = start + blend.token_count
-    both = Stock((*_cut(exact, start), *blend.runs))
-    pattern = _Pattern(facts, both)
-    prefill_s = facts.compute.seconds(blend.token_count, start)
+    """Return the candidate that loads the exact prefix and the lossy runs, and computes the setting's share of these
+    runs again. A setting that looks ahead has two phases: the suffix runs over all reused rows as they land, and then
+    once more with the chosen rows. Gaps between runs make it no longer than said: computed tokens are taken to stand
+    behind all reused ones, where they attend to the most, and lossy ones behind all gaps."""
+    pattern, loaded = _Pattern(facts, blend.stock), blend.stock.token_count
+    prefill_s = facts.compute.seconds(blend.lossy_tokens, blend.lossy_stop - blend.lossy_tokens)
     again_s = blend.setting.carried_share(facts.layer_count) * prefill_s
-    suffix_s = facts.compute.seconds(facts.token_count - stop, stop)
-    beside_s, behind_s = again_s + suffix_s, 0.0
+    rest_s = facts.compute.seconds(facts.token_count - blend.token_count, blend.token_count)
+    rest_s += pattern.work_s(0, loaded)
+    beside_s, behind_s = again_s + rest_s, 0.0
     ahead_s = blend.setting.look_ahead_share(facts.layer_count) * prefill_s
     if ahead_s:
-        beside_s, behind_s = max(suffix_s, ahead_s), again_s + suffix_s
+        beside_s, behind_s = max(rest_s, ahead_s), again_s + rest_s
 
     def ttft_s(*, is_high: bool) -> float:
-        return pattern.waits(0, both.token_count, is_high=is_high).until(beside_s, facts) + behind_s
+        return pattern.waits(0, loaded, is_high=is_high).until(beside_s, facts) + behind_s
 
-    waits = pattern.waits(0, both.token_count)
+    waits = pattern.waits(0, loaded)
     mean_s, compute_s = ttft_s(is_high=False), beside_s + behind_s
     return Candidate(
-        Way.BLEND, exact.form, 0, stop, mean_s, ttft_s(is_high=True), 0.0, waits.landed_s, compute_s,
+        Way.BLEND, blend.stock.form, 0, blend.token_count, mean_s, ttft_s(is_high=True), 0.0, waits.landed_s, compute_s,
         waits.busy_s, _cost(facts, mean_s, compute_s, waits.busy_s), blend.setting,
     )  # fmt: skip
-
-
-def _cut(stock: Stock, token_count: int) -> list[HeldRun]:
-    """Return the runs of the first ``token_count`` tokens."""
-    found = []
-    for start, run in zip(stock.starts, stock.runs, strict=False):
-        if start < token_count:
-            found.append(HeldRun(min(run.token_count, token_count - start), run.tier, run.token_bytes))
-    return found
 
 
 def _cost(facts: LoadFacts, ttft_s: float, compute_s: float, tier_s: float) -> float:

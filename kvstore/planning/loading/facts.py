@@ -123,13 +123,21 @@ class _Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Blend:
-    """Lossy reuse of the ``token_count`` tokens behind the exact prefix, with the one setting that a profile or the
-    caller allows. Rates choose between this reuse and exact work, never between settings: else answers would change
-    with load. ``runs``: the loaded bytes of these tokens, of all layers that the setting loads."""
+    """Reuse of documents or of a sibling's cache, with the one setting that a profile or the caller allows. Rates
+    choose between this reuse and exact work, never between settings: else answers would change with load.
+
+    ``stock``: all that is loaded, the exact prefix too. ``exact_tokens``: reused tokens of which nothing is computed
+    again. ``lossy_tokens``: the others; the last of them ends at ``lossy_stop`` in the prompt."""
 
     setting: Recompute
-    token_count: int
-    runs: tuple[HeldRun, ...]
+    exact_tokens: int
+    lossy_tokens: int
+    lossy_stop: int
+    stock: Stock
+
+    @property
+    def token_count(self) -> int:
+        return self.exact_tokens + self.lossy_tokens
 
 
 @dataclass(frozen=True)
@@ -168,7 +176,8 @@ class LoadFacts:
     ``stocks``: the stored part of its exact prefix, in each form. ``tiers``: the tiers below memory. ``link``: the way
     from memory to the engine, by copies or a network; all bytes take it. ``step_tokens``: rows of one forward pass, 0:
     all at once. ``unit_tokens``: loads begin and end at multiples of it. ``ways``: the ways that the engine supports.
-    ``deadline_s``: seconds within which the first token is wanted.
+    ``blends``: what may be reused beside the exact prefix. ``deadline_s``: seconds within which the first token is
+    wanted.
     """
 
     token_count: int
@@ -181,7 +190,7 @@ class LoadFacts:
     unit_tokens: int = 1
     piece_count: int = 0
     step_tokens: int = 0
-    blend: Blend | None = None
+    blends: tuple[Blend, ...] = ()
     ways: frozenset[Way] = frozenset(Way)
     prices: Prices = Prices()
     deadline_s: float = math.inf
@@ -196,19 +205,24 @@ class LoadFacts:
         return min(stock.token_count, self.reusable_tokens) // self.unit_tokens * self.unit_tokens
 
 
+def token_bytes_of(spec: ModelSpec, layers: Iterable[int]) -> float:
+    """Return the bytes of one token in these layers of a cache."""
+    return float(sum(heads * sum(dims) for heads, dims in map(spec.kept, layers)) * spec.item_size)
+
+
 def prompt_facts(
     spec: ModelSpec, stored: Iterable[tuple[int, Tier]], *, token_count: int, reusable_tokens: int,
     compute: ComputeRate, link: TierRate, tiers: Mapping[Tier, TierFacts], step_tokens: int, ways: frozenset[Way],
-    terms: Terms = ANY_TERMS,
+    terms: Terms = ANY_TERMS, others: Iterable[Tier] = (),
 ) -> LoadFacts:  # fmt: skip
-    """Return the facts of a prompt. ``stored``: its exact prefix as (token count, tier) runs. A tier that is missing in
-    ``tiers`` gets the assumed rate of its kind."""
-    token_bytes = float(sum(heads * sum(dims) for heads, dims in map(spec.kept, spec.slab_layers)) * spec.item_size)
+    """Return the facts of a prompt. ``stored``: its exact prefix as (token count, tier) runs. ``others``: the tiers of
+    other caches that it may reuse. A tier that is missing in ``tiers`` gets the assumed rate of its kind."""
+    token_bytes = token_bytes_of(spec, spec.slab_layers)
     runs = merged_runs(HeldRun(count, tier, token_bytes) for count, tier in stored)
     known = dict(tiers)
-    for run in runs:
-        if run.tier not in IN_MEMORY:
-            known.setdefault(run.tier, TierFacts(ASSUMED.get(run.tier, SLOWEST)))
+    for tier in (*(run.tier for run in runs), *others):
+        if tier not in IN_MEMORY:
+            known.setdefault(tier, TierFacts(ASSUMED.get(tier, SLOWEST)))
     share = Operations.of(spec).projection_share if spec.keeps_e else 0.0
     stocks = (Stock(runs, "E" if spec.keeps_e else "KV", share),) if runs else ()
     return LoadFacts(

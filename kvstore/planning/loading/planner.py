@@ -69,7 +69,7 @@ def plan_loading(facts: LoadFacts) -> LoadPlan:
 
 def _unmeasured(facts: LoadFacts, found: Sequence[Candidate]) -> LoadPlan:
     """Choose the longest load: without a measured prefill, candidates cannot be compared."""
-    loads = [each for each in found if each.way is Way.LOAD and Way.LOAD in facts.ways]
+    loads = [each for each in found if each.way in (Way.LOAD, Way.BLEND) and each.way in facts.ways]
     chosen = max(loads, key=lambda each: each.loaded_tokens, default=found[0])
     why = UNKNOWN if loads else NOTHING
     return LoadPlan(facts.token_count, chosen, tuple(found), why, is_measured=False, deadline_s=facts.deadline_s)

@@ -20,7 +20,7 @@ class Way(StrEnum):
     MEET = "meet"
     """Compute the first tokens while those behind them are loaded."""
     BLEND = "blend"
-    """Load lossy runs too, and compute a share of them again."""
+    """Load documents or a sibling's cache too, and compute a share of them again."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Bar:
 @dataclass(frozen=True)
 class Candidate:
     """One way to the first token: tokens from ``load_start`` to ``load_stop`` are loaded, in a ``form``. The tokens
-    before are computed meanwhile. Those behind are computed layer by layer as the load lands. All seconds count from
-    the request.
+    before are computed meanwhile. Those behind are computed layer by layer as the load lands. A blend's tokens stand
+    anywhere: of them ``load_stop`` is the number. All seconds count from the request.
 
     ``ttft_high_s``: the 90th percentile of ``ttft_s``, with tiers as slow as they are in one case of ten.
     ``front_s``: seconds until the tokens before are computed. ``load_s``: seconds until the last byte has landed.
