@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import aclosing
 
 from kvstore.catalog import ROOT_ROW
-from kvstore.catalog.catalog import Model
+from kvstore.catalog.spaces import Model
 from kvstore.chunk import Sealing, open_file, seal_file
 from kvstore.controller import ChainQuery, Controller, Parts
 from kvstore.controller.operators import Operators

@@ -21,7 +21,7 @@ AGAIN_COUNT = 1024
 KEEP = 0.25
 """The share by which the other encoding must win."""
 NEWEST = 0.25
-"""The weight of the newest measurement in what is known."""
+"""The weight of the newest measurement in what is known. The first ones count alike: the first of all is slow."""
 ASKED_COUNT = 16
 MODEL_COUNT_MAX = 1024
 """Models that are kept apart; beyond that the least recently written is forgotten, and measured anew."""
@@ -98,7 +98,8 @@ class EncodingChoice:
             return
         model.sample_count += 1
         old = model.cost or cost
-        model.cost = EncodingCost(*(_mixed(before, now) for before, now in zip(old, cost, strict=True)))
+        share = max(1 / model.sample_count, NEWEST)
+        model.cost = EncodingCost(*(_mixed(before, now, share) for before, now in zip(old, cost, strict=True)))
 
     def answered(self, seconds: float) -> None:
         """Count the time of a request without bytes: a write takes so long before its bytes do."""
@@ -123,8 +124,8 @@ class EncodingChoice:
         return replace(found, ratio=ratio, encode_bytes_per_s=_rate(encode_s), decode_bytes_per_s=_rate(decode_s))
 
 
-def _mixed(before: float, now: float) -> float:
-    return before + NEWEST * (now - before)
+def _mixed(before: float, now: float, share: float = NEWEST) -> float:
+    return before + share * (now - before)
 
 
 def _rate(seconds: float) -> float:

@@ -69,6 +69,15 @@ def test_a_model_whose_measurements_failed_stays_raw() -> None:
     assert choice.way_of(MODEL) == (Encoding.RAW, False)
 
 
+def test_the_first_measurements_count_alike() -> None:
+    choice = EncodingChoice("auto")
+    for encode_s in (9e-9, 3e-9, 3e-9):
+        choice.way_of(MODEL)
+        choice.measured(MODEL, SMALLER._replace(encode_s=encode_s))
+    (told,) = choice.figures()
+    assert told.encode_bytes_per_s == pytest.approx(1 / 5e-9)
+
+
 def test_it_is_measured_again_now_and_then_and_follows_what_changed() -> None:
     choice = EncodingChoice("auto")
     choice.sent(100, 100 * 2 * EVEN_S)

@@ -156,13 +156,12 @@ class RedisTier:
         making = Making(header=header, layout=layout, encoding=way.encoding, sealing=self._trust.sealing())
         if making.is_plain:
             fields = fields_with(header, layout, source)
-            moved = await self._move(layout.total_bytes, key, write_fields, fields)
+            _, seconds = await self._move(layout.total_bytes, key, write_fields, fields)
             written = Written(source[0].tobytes(), len(fields), layout.total_bytes)
         else:
-            copied = await self._move(layout.total_bytes, key, write_copy, making, source)
-            moved, written = copied, copied.result
+            written, seconds = await self._move(layout.total_bytes, key, write_copy, making, source)
         if way.encoding is Encoding.RAW:
-            self._choice.sent(written.byte_count, moved.seconds)
+            self._choice.sent(written.byte_count, seconds)
         return written
 
     async def _move(self, byte_count: int, key: bytes, function: Callable[..., Result], *args: object) -> Timed[Result]:

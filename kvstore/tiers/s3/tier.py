@@ -36,7 +36,7 @@ from kvstore.tiers.contract import (
     check_header,
     host_memory,
 )
-from kvstore.tiers.pace import Pace, grace_s, timed
+from kvstore.tiers.pace import Pace, Timed, grace_s, timed
 from kvstore.tiers.s3.allowance import Allowance
 from kvstore.tiers.s3.guesses import RawGuesses
 from kvstore.tiers.s3.judging import Finding, Judgement, judge
@@ -313,6 +313,7 @@ class S3Tier:
         making = Making(header=header, layout=layout, encoding=way.encoding, sealing=self._trust.sealing())
         place, writers = (self._settings, header.storage_key), self._lanes.writers
         slow_s = grace_s(self._settings.writer_count, layout.total_bytes)
+        put: Timed[int]
         try:
             if making.is_plain:
                 put = await self._run(writers, timed, write_object, *place, source, condition, grace_s=slow_s)
