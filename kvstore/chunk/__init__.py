@@ -42,7 +42,7 @@ from kvstore.chunk.header import (
     write_seat,
 )
 from kvstore.chunk.layout import FIXED_HEADER_BYTES, STRIP_ALIGNMENT, ChunkLayout, StoredStrips, layout_of
-from kvstore.chunk.making import Making, decode_slabs
+from kvstore.chunk.making import SAVES_MIN, EncodingCost, Making, decode_slabs, encoding_cost
 from kvstore.chunk.parts import Part, slab_parts
 from kvstore.chunk.seal import AEAD, MAC, check_available
 from kvstore.chunk.sealed_file import open_file, seal_file
@@ -53,10 +53,12 @@ __all__ = [
     "ENVELOPE_READER",
     "FIXED_HEADER_BYTES",
     "MAC",
+    "SAVES_MIN",
     "STRIP_ALIGNMENT",
     "ChunkHeader",
     "ChunkLayout",
     "EncodedChunk",
+    "EncodingCost",
     "Making",
     "Part",
     "Run",
@@ -72,6 +74,7 @@ __all__ = [
     "decode_slab",
     "decode_slabs",
     "encode_chunk",
+    "encoding_cost",
     "is_newer_format",
     "is_sealed",
     "layout_of",

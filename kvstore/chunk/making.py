@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from kvstore.chunk.checksum import strip_seeds
 from kvstore.chunk.encoding import decode_slab, encode_chunk, slab_range, stored_run
@@ -11,9 +14,12 @@ from kvstore.chunk.envelope import Sealing, open_slabs, sealed
 from kvstore.chunk.header import ChunkHeader
 from kvstore.chunk.layout import ChunkLayout
 from kvstore.chunk.strips import Run, slab_runs
+from kvstore.errors import DataLoss
+from kvstore.seams import SystemClock
 from kvstore.seams.memory import Bytes
 from kvstore.spec import Encoding
 
+_clock = SystemClock()
 SAVES_MIN = 1 / 16
 """Least share of a chunk that encoding must save. Else the chunk is kept raw: readers need not decode it."""
 
@@ -50,6 +56,27 @@ class Making:
         if self.sealing is None:
             return [head, *(data for data, _ in runs)]
         return sealed(self.sealing, head, runs)
+
+
+class EncodingCost(NamedTuple):
+    """lz4 on one chunk: stored bytes per raw byte, and the seconds of one thread for each raw byte."""
+
+    ratio: float
+    encode_s: float
+    decode_s: float
+
+
+def encoding_cost(header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes]) -> EncodingCost:
+    """Blocking. Encode a raw chunk and decode it again, each once. Raises DataLoss when a strip fails its checksum."""
+    begun_s = _clock.monotonic()
+    encoded = encode_chunk(header, layout, pieces)
+    encoded_s = _clock.monotonic()
+    body = encoded.data[layout.header_bytes :]
+    target = [np.empty(slab.byte_count, np.uint8) for slab in layout.slabs]
+    if not decode_slabs(encoded.header, layout, range(len(layout.slabs)), body, target):
+        raise DataLoss("a chunk that was just encoded does not decode")
+    size = layout.total_bytes
+    return EncodingCost(encoded.data.size / size, (encoded_s - begun_s) / size, (_clock.monotonic() - encoded_s) / size)
 
 
 def decode_slabs(

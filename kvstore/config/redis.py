@@ -8,7 +8,7 @@ from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from kvstore.config.fields import GIB, MIB, Duration, Size, checks_of
 from kvstore.errors import InvalidRequest
-from kvstore.spec import ENCODING_SETTINGS, ENVELOPES
+from kvstore.spec import ENVELOPES, SHARED_ENCODING_SETTINGS
 from kvstore.units import split_address
 
 SCHEMES = {
@@ -148,8 +148,8 @@ class RedisSettings:
     control_count: int = 8
     """Connections for all commands that move no chunk bytes, 1 to 64."""
     encoding: str = "raw"
-    """`raw` or `lz4`. `lz4` takes a sixth less room and traffic for bf16 caches, and more processor time
-    ([cluster.md](cluster.md)). Nodes read both."""
+    """`raw`, `lz4` or `auto`. `lz4` takes a sixth less room and traffic for bf16 caches, and more processor time;
+    `auto` measures each model and chooses ([cluster.md](cluster.md)). Nodes read both."""
     envelope: str = ""
     """The envelope that proves copies there to be ours: `none`, `mac`, or `aead`, which also encrypts them
     ([trust.md](trust.md)). Empty: `mac` where the tenant has a key, else `none`."""
@@ -174,7 +174,7 @@ class RedisSettings:
         _check(self.ttl_s >= 1, "ttl_s", self.ttl_s, "use at least 1 s")
         _check(self.lookup_s_max > 0, "lookup_s_max", self.lookup_s_max, "use more than 0")
         _check(self.write in ("back", "reuse", "never"), "write", self.write, "use back, reuse or never")
-        _check(self.encoding in ENCODING_SETTINGS, "encoding", self.encoding, "use raw or lz4")
+        _check(self.encoding in SHARED_ENCODING_SETTINGS, "encoding", self.encoding, "use raw, lz4 or auto")
         _check(self.envelope in ENVELOPE_SETTINGS, "envelope", self.envelope, "use none, mac or aead")
         is_both = bool(self.certificate_file) == bool(self.key_file)
         _check(is_both, "certificate_file", self.certificate_file, "set tiers.redis.key_file with it, or neither")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore.config.fields import MIB, Duration, Size, checks_of
-from kvstore.spec import ENCODING_SETTINGS, ENVELOPES
+from kvstore.spec import ENVELOPES, SHARED_ENCODING_SETTINGS
 
 WRITES = ("reuse", "demote", "back", "never")
 ADDRESSINGS = ("auto", "path", "virtual")
@@ -62,8 +62,11 @@ class S3Settings:
     day_request_count_max: int = 0
     """Requests per day; beyond them the tier is not used until the next day. 0: no limit."""
     encoding: str = "raw"
-    """`raw` or `lz4`. `lz4` takes a sixth less room and traffic for bf16 caches, and more processor time
-    ([cluster.md](cluster.md)). Nodes read both."""
+    """`raw`, `lz4` or `auto`. `lz4` takes a sixth less room and traffic for bf16 caches, and more processor time;
+    `auto` measures each model and chooses ([cluster.md](cluster.md)). Nodes read both."""
+    paid_bytes_per_s: Size = 64 * MIB
+    """With `encoding = "auto"`: as many bytes that are not stored are worth a second of encoding and decoding, because
+    room and traffic are paid for. 0: only time counts."""
     envelope: str = ""
     """The envelope that proves copies there to be ours, as `tiers.redis.envelope`."""
 
@@ -79,11 +82,17 @@ class S3Settings:
             _check("@" not in url, name, "(hidden)", remedy)  # ``kvstore config`` would print it
         _check(self.addressing in ADDRESSINGS, "addressing", self.addressing, f"use one of {', '.join(ADDRESSINGS)}")
         _check(self.write in WRITES, "write", self.write, f"use one of {', '.join(WRITES)}")
-        _check(self.encoding in ENCODING_SETTINGS, "encoding", self.encoding, "use raw or lz4")
+        _check(self.encoding in SHARED_ENCODING_SETTINGS, "encoding", self.encoding, "use raw, lz4 or auto")
         _check(self.envelope in ("", *ENVELOPES), "envelope", self.envelope, f"use one of {', '.join(ENVELOPES)}")
         for name in ("lookup_s_max", "timeout_s"):
             _check(getattr(self, name) > 0, name, getattr(self, name), "use more than 0")
-        for name in ("chunk_bytes_min", "bytes_per_s_max", "day_bytes_max", "day_request_count_max"):
+        for name in (
+            "chunk_bytes_min",
+            "paid_bytes_per_s",
+            "bytes_per_s_max",
+            "day_bytes_max",
+            "day_request_count_max",
+        ):
             _check(getattr(self, name) >= 0, name, getattr(self, name), "use 0 or more")
         _check(self.range_bytes >= 4096, "range_bytes", self.range_bytes, "use at least 4 KiB; 4 to 8 MiB are best")
         for name in ("reader_count", "writer_count"):

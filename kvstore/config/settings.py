@@ -143,13 +143,16 @@ class PolicySettings:
     """Longest wait of a store until the device has taken the chunks that it evicts from memory."""
     scrub_bytes_per_s: Size = 16 * MIB
     """Rate at which copies are read again in the background, to find damage; 0: never."""
+    warm_up_bytes: Size = 0
+    """Bytes that a node with a young memory brings of each model that an engine registers, once: what another node that
+    shares its Redis and has this setting fetches most ([cluster.md](cluster.md)). 0: none."""
     canary_interval_s: Duration = 60.0
     """Interval at which a small chunk is sent through each local tier, to check that the tier works, and a tenth as
     often through each shared tier that this node writes to; 0: never."""
 
     def __post_init__(self) -> None:
         check_setting(self.eviction in POLICIES, "policy.eviction", self.eviction, f"use one of {', '.join(POLICIES)}")
-        for name in ("demotion_wait_s", "scrub_bytes_per_s", "canary_interval_s"):
+        for name in ("demotion_wait_s", "scrub_bytes_per_s", "warm_up_bytes", "canary_interval_s"):
             check_setting(getattr(self, name) >= 0, f"policy.{name}", getattr(self, name), "use 0 or more")
 
 

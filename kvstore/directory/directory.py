@@ -2,6 +2,7 @@
 
     <prefix>:v1:nodes:<tenant>      sorted set: "<node> <incarnation>", scored by when it was heard last (Redis's clock)
     <prefix>:v1:d:{<storage key>}   hash: node -> "<incarnation> <tier>", the fastest tier there that has the chunk
+    <prefix>:v1:hot:<tenant>:<fingerprint>  hash: what the node that fetches most of a model fetches most (``hints``)
 
 A node's entries count while its incarnation was heard within ``LIVE_S``: so no entry needs to be renewed, and the
 entries of a dead node count no more. A node begins a new incarnation, and tells all its chunks again, at each start and
@@ -16,6 +17,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from kvstore.directory.hints import HINT_BYTES_MAX
 from kvstore.errors import Unavailable
 from kvstore.seams import Clock, Random
 from kvstore.spec import Tier
@@ -43,6 +45,21 @@ return {string.format('%.6f', now), added, redis.call('ZRANGE', KEYS[1], 0, -1, 
 """
 """Adds a member; removes the node's former incarnation and the members that were not heard for long. Returns Redis's
 time, 1 where the member is new, and all members with when they were heard."""
+SEAL_BYTES_MAX = 256
+"""Bytes that an envelope adds to hints, at most."""
+HINT_S = 3600
+"""Hints expire when their node has given none for so many seconds."""
+GIVE_HINTS = """
+local node, heat = unpack(redis.call('HMGET', KEYS[1], 'node', 'heat'))
+if node and node ~= ARGV[1] and (tonumber(heat) or 0) > tonumber(ARGV[2]) then return 0 end
+redis.call('HSET', KEYS[1], 'node', ARGV[1], 'heat', ARGV[2], 'runs', ARGV[3])
+return redis.call('EXPIRE', KEYS[1], ARGV[4])
+"""
+"""Replaces the hints of the same node, or of one that fetches less."""
+READ_HINTS = """
+if redis.call('HSTRLEN', KEYS[1], 'runs') > tonumber(ARGV[1]) then return false end
+return redis.call('HGET', KEYS[1], 'runs')
+"""
 _TIERS: dict[str, Tier] = {str(int(tier)): tier for tier in Tier}
 _log = logging.getLogger("kvstore.directory")
 
@@ -59,6 +76,7 @@ class NodeDirectory:
         self._client = client
         self._prefix = prefix
         self._nodes = f"{prefix}:v1:nodes:{owner or 'default'}"
+        self._hot = f"{prefix}:v1:hot:{owner or 'default'}"
         self._clock = clock
         self._random = random
         self._former = ""
@@ -129,6 +147,19 @@ class NodeDirectory:
             raise Unavailable(f"the directory in Redis did not answer: {live}") from live
         members = set(_members(live))
         return [self._counted(each, members) if isinstance(each, dict) else {} for some in found for each in some]
+
+    async def give_hints(self, fingerprint: bytes, heat: float, runs: bytes) -> None:
+        """Leave a model's hints for nodes that begin, unless a node that fetches more of it has left some."""
+        told = self._client.eval(
+            GIVE_HINTS, 1, f"{self._hot}:{fingerprint.hex()}", self.node, f"{heat:.6f}", runs, HINT_S
+        )
+        await self._answered(told, CALL_S_MAX)
+
+    async def hints(self, fingerprint: bytes) -> bytes | None:
+        """Return a model's hints; None: nobody left any, or they are larger than ours ever are."""
+        asked = self._client.eval(READ_HINTS, 1, f"{self._hot}:{fingerprint.hex()}", HINT_BYTES_MAX + SEAL_BYTES_MAX)
+        found: bytes | None = await self._answered(asked, CALL_S_MAX)
+        return found
 
     async def _executed(self, pipeline: Any) -> list[Any]:
         async with self._turns:

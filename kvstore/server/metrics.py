@@ -51,6 +51,11 @@ _MODEL_COUNTERS = {
 }
 """Counters of each model, by the beginning of its fingerprint: only readers of the page may see its name."""
 FINGERPRINT_DIGITS = 16
+_ENCODINGS = {
+    "encoded": "1 where a shared tier with encoding = auto has chosen lz4 for a model's new copies, 0 for raw",
+    "encoded_ratio": "Stored bytes per raw byte of a model as lz4, as measured there",
+}
+"""Gauges of each tier and model."""
 TIER_UP = "1 while the tier is up"
 MILLISECONDS = "_milliseconds"
 UNITS = ("bytes", "chunks", "seconds", "tokens")
@@ -91,6 +96,7 @@ class _Collector(Collector):
             for tenant, tier in tiers:
                 is_up.add_metric([*self._named(tenant), tier.name], tier.state == "up")
             yield is_up
+            yield from self._encodings(tiers)
         for name, description in _MODEL_COUNTERS.items():
             counter = CounterMetricFamily(f"kvstore_{name}", description, labels=[*self._labels, "fingerprint"])
             for tenant, stats in found.items():
@@ -105,6 +111,18 @@ class _Collector(Collector):
             for tenant, stats in found.items():
                 counter.add_metric(self._named(tenant), stats.counters.get(name, 0) * share)
             yield counter
+
+    def _encodings(self, tiers: list[tuple[str, TierStatistics]]) -> Iterator[Metric]:
+        for name, description in _ENCODINGS.items():
+            gauge = GaugeMetricFamily(
+                f"kvstore_tier_{name}", description, labels=[*self._labels, "tier", "fingerprint"]
+            )
+            for tenant, tier in tiers:
+                for each in tier.encodings:
+                    model = each.fingerprint.hex()[:FINGERPRINT_DIGITS]
+                    value = each.encoding == "lz4" if name == "encoded" else each.ratio
+                    gauge.add_metric([*self._named(tenant), tier.name, model], value)
+            yield gauge
 
 
 def sum_of_tenants(stats: Iterable[Stats]) -> Stats:
@@ -142,7 +160,7 @@ def _whole(parts: list[TierStatistics]) -> TierStatistics:
     merge = max if parts[0].is_shared else sum
     merged = {name: merge(getattr(each, name) for each in parts) for name in _TIER_GAUGES if name != "state_seconds"}
     told = next((each for each in parts if each.state != "up"), parts[0])
-    return replace(parts[0], **merged, state=told.state, state_s=told.state_s, reason="")
+    return replace(parts[0], **merged, state=told.state, state_s=told.state_s, reason="", encodings=())
 
 
 def exposition_form(accept: str) -> str:
@@ -179,6 +197,7 @@ def metric_rows(counted: Mapping[str, str]) -> list[MetricRow]:
     rows = [_row(name, "gauge", "", said) for name, (_, said) in _GAUGES.items()]
     rows += [_row(f"tier_{name}", "gauge", "tier", said) for name, said in _TIER_GAUGES.items()]
     rows.append(_row("tier_up", "gauge", "tier", TIER_UP))
+    rows += [_row(f"tier_{name}", "gauge", "tier, fingerprint", said) for name, said in _ENCODINGS.items()]
     rows += [_row(f"{name}_total", "counter", "fingerprint", said) for name, said in _MODEL_COUNTERS.items()]
     return rows + [_row(f"{_in_seconds(name)[0]}_total", "counter", "", said) for name, said in counted.items()]
 

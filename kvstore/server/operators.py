@@ -34,6 +34,7 @@ from kvstore.server.render import parse_digests, parse_query
 from kvstore.server.rpc import Context
 from kvstore.server.services import session_of
 from kvstore.spec import Exactness, Provenance
+from kvstore.tiers import EncodingFigures
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2
 from kvstore.wire import spec_to_message
@@ -261,7 +262,16 @@ def _tier(account: TierAccount) -> admin_pb2.TierReport:
         write_policy=account.write_policy,
         is_draining=account.is_draining,
         waiting=_alike(admin_pb2.WaitingMoves, account.waiting),
+        encodings=map(_encoding, account.stats.encodings),
     )
+
+
+def _encoding(figures: EncodingFigures) -> admin_pb2.EncodingReport:
+    return admin_pb2.EncodingReport(
+        fingerprint=figures.fingerprint, encoding=figures.encoding, sample_count=figures.sample_count,
+        ratio=figures.ratio, encode_bytes_per_second=figures.encode_bytes_per_s,
+        decode_bytes_per_second=figures.decode_bytes_per_s, line_bytes_per_second=figures.line_bytes_per_s,
+    )  # fmt: skip
 
 
 def _news(news: ChangeNews) -> admin_pb2.ChangeResponse:

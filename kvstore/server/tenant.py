@@ -34,6 +34,8 @@ from kvstore.server.rpc import register
 from kvstore.server.services import CacheService
 from kvstore.server.state import SocketDirectory
 from kvstore.server.tiers import Builder, Tiers
+from kvstore.server.trust import envelope_of
+from kvstore.server.warming import Warming
 from kvstore.server.world import TierOwner, World
 from kvstore.telemetry import Counters, log_as
 from kvstore.tiers import NotOurs
@@ -75,6 +77,12 @@ class Tenant:
         if directory is not None:
             self._announcer = Announcer(self.controller, directory, self._parts.storage_key, world.clock)
         self.operators = Operators(self._parts, self.controller)
+        self._warming: Warming | None = None
+        if directory is not None and settings.policy.warm_up_bytes:
+            envelope = envelope_of(settings.tiers.redis.envelope, self._owner), ring
+            self._warming = Warming(
+                self._parts, self.controller, self.operators, directory, envelope, settings.policy.warm_up_bytes
+            )
         self.prefills = PartialPrefills(self._parts, self.controller.lookups, self.controller.tickets)
         state = settings.server.state_directory
         self._kept = kept_files(state, world.disk, self._parts, self.prefills.engines)
@@ -106,6 +114,8 @@ class Tenant:
                 self._begin(group, kept.follow(self._world.clock, self._world.prefaulting))
             if self._announcer is not None:
                 self._begin(group, self._announcer.run())
+            if self._warming is not None:
+                self._begin(group, self._warming.run())
             if self.settings.arena.prefault:
                 world = self._world
                 self._begin(group, prefault(self._parts.arena, world.prefaulting, world.clock))

@@ -17,11 +17,16 @@ from kvstore.server.world import TierOwner
 _log = logging.getLogger("kvstore.trust")
 
 
+def envelope_of(envelope: str, owner: TierOwner) -> str:
+    """Return the envelope that a tier's setting means for one tenant."""
+    return envelope or (MAC if owner.ring else "none")
+
+
 def trust_of(tier: str, envelope: str, owner: TierOwner) -> Trust:
     """Return the protection that ``tiers.<tier>.envelope`` means for one tenant, and log it; unprotected copies are
     worth a warning. Raises InvalidRequest where the envelope cannot be used."""
     setting = f"tiers.{tier}.envelope"
-    kind = envelope or (MAC if owner.ring else "none")
+    kind = envelope_of(envelope, owner)
     if kind == "none":
         _log.warning(
             "copies in this tier are not protected: whoever can write there can alter them, and this node would not "

@@ -66,6 +66,8 @@ def encoding_of(word: str) -> Encoding:
 
 
 ENCODING_SETTINGS = ("raw", "lz4")
+SHARED_ENCODING_SETTINGS = (*ENCODING_SETTINGS, "auto")
+"""A shared tier's encodings; ``auto`` chooses per model."""
 ENVELOPES = ("none", "mac", "aead")
 """The envelopes that prove a copy outside memory to be ours: their names in settings. An index here is the number in a
 header."""

@@ -11,6 +11,7 @@ were checked against the chunk's header (``contract.check_header`` and ``kvstore
 - ``s3``  objects in a bucket that outlives the nodes
 """
 
+from kvstore.tiers.choice import EncodingFigures
 from kvstore.tiers.contract import (
     NOTHING,
     Buffer,
@@ -35,6 +36,7 @@ __all__ = [
     "NOTHING",
     "Buffer",
     "ChunkName",
+    "EncodingFigures",
     "Evictor",
     "IndexColumns",
     "LocalTier",

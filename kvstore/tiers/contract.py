@@ -16,6 +16,7 @@ from kvstore.errors import DataLoss, Unavailable
 from kvstore.keys import DIGEST_BYTES
 from kvstore.seams.memory import Bytes
 from kvstore.spec import Durability, Exactness, Provenance, Tier
+from kvstore.tiers.choice import EncodingFigures
 
 Residency = int
 """The place of one copy in a local tier: a number of that tier, 0 <= number < RESIDENCY_STOP, meaningless elsewhere."""
@@ -63,7 +64,7 @@ class TierStatistics:
     ``overhead_bytes``, and never above ``capacity_bytes``. ``state`` is "up", "read-only" or "failing". ``is_shared``:
     other nodes use the tier, too. ``envelope``: the means that proves copies in the tier to be ours, where it is
     known. ``state_s``: the seconds for which it has been in that state, 0 where nobody counts them. ``reason``: why it
-    is not "up", in words."""
+    is not "up", in words. ``encodings``: where the tier chooses its copies' encodings, each model's choice."""
 
     name: str
     state: str
@@ -80,6 +81,7 @@ class TierStatistics:
     envelope: str = ""
     state_s: float = 0.0
     reason: str = ""
+    encodings: tuple[EncodingFigures, ...] = ()
 
     @property
     def state_seconds(self) -> float:

@@ -249,8 +249,26 @@ class WaitingMoves(_message.Message):
     moving: int
     def __init__(self, interactive: _Optional[int] = ..., standard: _Optional[int] = ..., batch: _Optional[int] = ..., moving: _Optional[int] = ...) -> None: ...
 
+class EncodingReport(_message.Message):
+    __slots__ = ("fingerprint", "encoding", "sample_count", "ratio", "encode_bytes_per_second", "decode_bytes_per_second", "line_bytes_per_second")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    ENCODING_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    RATIO_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    DECODE_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    LINE_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: bytes
+    encoding: str
+    sample_count: int
+    ratio: float
+    encode_bytes_per_second: float
+    decode_bytes_per_second: float
+    line_bytes_per_second: float
+    def __init__(self, fingerprint: _Optional[bytes] = ..., encoding: _Optional[str] = ..., sample_count: _Optional[int] = ..., ratio: _Optional[float] = ..., encode_bytes_per_second: _Optional[float] = ..., decode_bytes_per_second: _Optional[float] = ..., line_bytes_per_second: _Optional[float] = ...) -> None: ...
+
 class TierReport(_message.Message):
-    __slots__ = ("stats", "kind", "durability", "backlog_chunk_count", "problem", "stalled_seconds", "write_policy", "is_draining", "waiting")
+    __slots__ = ("stats", "kind", "durability", "backlog_chunk_count", "problem", "stalled_seconds", "write_policy", "is_draining", "waiting", "encodings")
     STATS_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +278,7 @@ class TierReport(_message.Message):
     WRITE_POLICY_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
+    ENCODINGS_FIELD_NUMBER: _ClassVar[int]
     stats: TierStats
     kind: _cache_pb2.Tier
     durability: _cache_pb2.Durability
@@ -269,7 +288,8 @@ class TierReport(_message.Message):
     write_policy: str
     is_draining: bool
     waiting: WaitingMoves
-    def __init__(self, stats: _Optional[_Union[TierStats, _Mapping]] = ..., kind: _Optional[_Union[_cache_pb2.Tier, str]] = ..., durability: _Optional[_Union[_cache_pb2.Durability, str]] = ..., backlog_chunk_count: _Optional[int] = ..., problem: _Optional[str] = ..., stalled_seconds: _Optional[float] = ..., write_policy: _Optional[str] = ..., is_draining: _Optional[bool] = ..., waiting: _Optional[_Union[WaitingMoves, _Mapping]] = ...) -> None: ...
+    encodings: _containers.RepeatedCompositeFieldContainer[EncodingReport]
+    def __init__(self, stats: _Optional[_Union[TierStats, _Mapping]] = ..., kind: _Optional[_Union[_cache_pb2.Tier, str]] = ..., durability: _Optional[_Union[_cache_pb2.Durability, str]] = ..., backlog_chunk_count: _Optional[int] = ..., problem: _Optional[str] = ..., stalled_seconds: _Optional[float] = ..., write_policy: _Optional[str] = ..., is_draining: _Optional[bool] = ..., waiting: _Optional[_Union[WaitingMoves, _Mapping]] = ..., encodings: _Optional[_Iterable[_Union[EncodingReport, _Mapping]]] = ...) -> None: ...
 
 class TiersResponse(_message.Message):
     __slots__ = ("tiers", "absent", "tenant")

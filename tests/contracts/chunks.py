@@ -57,8 +57,11 @@ class Chunk:
         return ChunkName(self.header.storage_key, self.layout)
 
 
-def chunk(number: int = 0, layout: ChunkLayout = SMALL, *, write: int = 0, **changes: Any) -> Chunk:
-    """The chunk of a number: its name follows from the number alone, its bytes from number and ``write``."""
+def chunk(
+    number: int = 0, layout: ChunkLayout = SMALL, *, write: int = 0, is_noise: bool = False, **changes: Any
+) -> Chunk:
+    """The chunk of a number: its name follows from the number alone, its bytes from number and ``write``.
+    ``is_noise``: no encoding makes it smaller."""
     key = blake3(b"chunk %d" % number).digest()
     random = np.random.default_rng((number, write))
     fields: dict[str, Any] = {
@@ -77,7 +80,8 @@ def chunk(number: int = 0, layout: ChunkLayout = SMALL, *, write: int = 0, **cha
         # Half noise, half repetition: something to compress, and something that does not.
         strip = body[offset : offset + length]
         strip[:] = np.frombuffer(random.bytes(length), np.uint8)
-        strip[: length // 2] = number % 251
+        if not is_noise:
+            strip[: length // 2] = number % 251
     pieces, place = [memory[: layout.header_bytes]], layout.header_bytes
     for index, slab in enumerate(layout.slabs):
         pieces.append(memory[place : place + slab.byte_count])

@@ -15,6 +15,30 @@ STALLED = "tests/tiers/shared/test_stalled_changes.py"
 
 MUTANTS = [
     Mutant(
+        "a-node-warms-itself-beyond-its-room",
+        "kvstore/server/warming.py",
+        " and arena.used_bytes + byte_count <= FULL * arena.capacity_bytes\n",
+        "\n",
+        "hints of another node push out what this node's engines use",
+        ("tests/server/test_warming.py::test_what_has_no_room_is_not_brought",),
+    ),
+    Mutant(
+        "a-node-warms-itself-beyond-the-setting",
+        "kvstore/server/warming.py",
+        "left - len(asked))",
+        "left)",
+        "a node brings all that another one ever fetched",
+        ("tests/e2e/test_warm_up.py::test_no_more_than_the_setting_says_is_brought",),
+    ),
+    Mutant(
+        "hints-without-an-envelope-are-followed",
+        "kvstore/server/warming.py",
+        'opened is None or (self._kind != "none" and opened == data)',
+        "opened is None",
+        "whoever can write to Redis chooses what new nodes read",
+        ("tests/server/test_warming.py::test_only_hints_in_our_envelope_are_followed",),
+    ),
+    Mutant(
         "a-new-node-is-warmed-beyond-its-room",
         "ops/kvstore_ops/operators/warming.py",
         "    return arena.used_bytes + byte_count <= FULL * arena.capacity_bytes\n",

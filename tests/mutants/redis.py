@@ -20,6 +20,30 @@ NODES = "tests/e2e/test_redis.py"
 
 MUTANTS = [
     Mutant(
+        "lz4-for-what-it-does-not-make-smaller",
+        "kvstore/tiers/choice.py",
+        "    if saved < SAVES_MIN:\n        return False\n",
+        "",
+        "chunks are encoded, in vain, over and over",
+        ("tests/tiers/test_choice.py::test_what_saves_too_few_bytes_never_pays",),
+    ),
+    Mutant(
+        "a-choice-that-noise-changes",
+        "kvstore/tiers/choice.py",
+        " * (1 - KEEP if is_chosen else 1 + KEEP)\n",
+        "\n",
+        "a model's chunks change their encoding at each measurement",
+        ("tests/tiers/test_choice.py::test_lz4_pays_where_it_saves_more_seconds_than_it_takes",),
+    ),
+    Mutant(
+        "a-model-is-encoded-before-it-is-measured",
+        "kvstore/tiers/choice.py",
+        "model.cost is not None and model.sample_count >= FIRST_COUNT",
+        "model.cost is not None",
+        "one measurement, which the first use of a library slowed down, decides",
+        ("tests/tiers/test_choice.py::test_a_model_whose_measurements_failed_stays_raw",),
+    ),
+    Mutant(
         "half-a-chunk-is-published",
         SCRIPTS,
         "if redis.call('HLEN', KEYS[1]) ~= count or not begins(redis.call('HGET', KEYS[1], 'h')) then\n",

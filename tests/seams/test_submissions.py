@@ -71,6 +71,7 @@ SITES = {
         for file, name in (
             ("redis/reads.py", "Reads._start"),
             ("redis/tier.py", "RedisTier._move_once"),
+            ("redis/tier.py", "RedisTier._write"),
             ("s3/reading.py", "S3Chunk._fetch"),
             ("s3/tier.py", "S3Tier._judge"),
             ("s3/tier.py", "S3Tier._put"),

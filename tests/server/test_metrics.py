@@ -15,7 +15,7 @@ from kvstore.server.metrics import Scrape, exposition, metric_rows, sum_of_tenan
 from kvstore.server.web.facts import Overview
 from kvstore.server.web.site import Site
 from kvstore.telemetry.counters import DESCRIPTIONS
-from kvstore.tiers import TierStatistics
+from kvstore.tiers import EncodingFigures, TierStatistics
 from tests.controller.service import Service
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -36,7 +36,8 @@ async def stats_of(count: int, **more: Any) -> Stats:
     found = service.controller.stats()
     served = ServedModel(Saving(count, 16 * count, 0.5 * count))
     models = tuple(replace(each, served=served, fingerprint=bytes([count] * 32)) for each in found.models)
-    tiers = (tier("nvme", count, **more), tier("redis", 100 + count, is_shared=True))
+    chosen = EncodingFigures(bytes([count] * 32), "lz4", 3, 0.75)
+    tiers = (tier("nvme", count, **more), tier("redis", 100 + count, is_shared=True, encodings=(chosen,)))
     return replace(found, counters={"fetch_calls": count, "waited_milliseconds": 1500}, models=models, tiers=tiers)
 
 
@@ -56,6 +57,8 @@ async def test_the_sum_of_tenants_tells_nothing_of_one() -> None:
     apart = exposition(Scrape(stats, counted), TEXT).decode()
     assert 'kvstore_fetch_calls_total{tenant="red"} 2.0' in apart
     assert 'kvstore_served_tokens_total{fingerprint="0303030303030303",tenant="blue"} 48.0' in apart
+    assert 'kvstore_tier_encoded{fingerprint="0303030303030303",tenant="blue",tier="redis"} 1.0' in apart
+    assert 'kvstore_tier_encoded_ratio{fingerprint="0202020202020202",tenant="red",tier="redis"} 0.75' in apart
 
 
 @pytest.mark.parametrize("shows_tenants", [False, True])

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from kvstore.chunk import ChunkHeader, ChunkLayout, Making, Trust
+from kvstore.chunk import ChunkHeader, ChunkLayout, Making, Trust, encoding_cost
 from kvstore.config import RedisAddress, RedisSettings
 from kvstore.errors import DataLoss, Exhausted, PermissionDenied, Unavailable
 from kvstore.seams import Clock, SystemRandom, Workers
 from kvstore.seams.jobs import done
 from kvstore.seams.memory import Bytes
 from kvstore.seams.scheduler import Result
-from kvstore.spec import Durability, Tier, encoding_of
+from kvstore.spec import Durability, Encoding, Tier
+from kvstore.tiers.choice import EncodingChoice
 from kvstore.tiers.contract import Buffer, ChunkName, TierStatistics, UploadState, host_memory
-from kvstore.tiers.pace import Waits, grace_s, limit_s
+from kvstore.tiers.pace import Timed, Waits, grace_s, limit_s, timed
 from kvstore.tiers.redis.chunk import RedisChunk, read_opened
 from kvstore.tiers.redis.control import Control
 from kvstore.tiers.redis.embedded import EmbeddedServer
@@ -51,7 +52,7 @@ class RedisTier:
         address = RedisAddress(kind="server", path=own.path) if own else RedisAddress.of(settings.url)
         self._own = own
         self._trust = trust or Trust()
-        self._encoding = encoding_of(settings.encoding)
+        self._choice = EncodingChoice(settings.encoding)
         self._keys = ChunkKeys(settings.prefix)
         self._who = _random.bytes(WHO_BYTES).hex().encode()
         self._ttl_ms = int(settings.ttl_s * 1000)
@@ -119,10 +120,11 @@ class RedisTier:
         claim = self._keys.claim(header.storage_key, self.name)
         try:
             written = await self._write(unfinished, header, layout, host_memory(pieces))
-            key_ids = b"".join(self._trust.ring.key_ids)
+            key_ids, begun_s = b"".join(self._trust.ring.key_ids), self._clock.monotonic()
             outcome = await self._control.commit(
                 unfinished, key, claim, written.field_count, written.head, self._ttl_ms, key_ids
             )
+            self._choice.answered(self._clock.monotonic() - begun_s)
         except BaseException as error:
             self._errands.given_up(unfinished)
             self._errands.given_up(claim)
@@ -146,14 +148,23 @@ class RedisTier:
 
     async def _write(self, key: bytes, header: ChunkHeader, layout: ChunkLayout, source: list[Bytes]) -> Written:
         """Write a chunk's fields."""
-        making = Making(header=header, layout=layout, encoding=self._encoding, sealing=self._trust.sealing())
-        if not making.is_plain:
-            return await self._move(layout.total_bytes, key, write_copy, making, source)
-        fields = fields_with(header, layout, source)
-        await self._move(layout.total_bytes, key, write_fields, fields)
-        return Written(source[0].tobytes(), len(fields), layout.total_bytes)
+        way = self._choice.way_of(header.fingerprint)
+        if way.is_measured:
+            async with self._turns:
+                cost = await done(self._writers, encoding_cost, header, layout, source)
+            self._choice.measured(header.fingerprint, cost)
+        making = Making(header=header, layout=layout, encoding=way.encoding, sealing=self._trust.sealing())
+        if making.is_plain:
+            fields = fields_with(header, layout, source)
+            _, seconds = await self._move(layout.total_bytes, key, write_fields, fields)
+            written = Written(source[0].tobytes(), len(fields), layout.total_bytes)
+        else:
+            written, seconds = await self._move(layout.total_bytes, key, write_copy, making, source)
+        if way.encoding is Encoding.RAW:
+            self._choice.sent(written.byte_count, seconds)
+        return written
 
-    async def _move(self, byte_count: int, key: bytes, function: Callable[..., Result], *args: object) -> Result:
+    async def _move(self, byte_count: int, key: bytes, function: Callable[..., Result], *args: object) -> Timed[Result]:
         """Have fields written, and once more where another server has the key by now. While a slot is being migrated no
         chunk of it is written: then no server takes a command with two keys."""
         try:
@@ -164,7 +175,9 @@ class RedisTier:
             await self._control.followed(key, str(error.fields[MOVED]))
         return await self._move_once(byte_count, key, function, *args)
 
-    async def _move_once(self, byte_count: int, key: bytes, function: Callable[..., Result], *args: object) -> Result:
+    async def _move_once(
+        self, byte_count: int, key: bytes, function: Callable[..., Result], *args: object
+    ) -> Timed[Result]:
         failure_count = self._failure_count
         async with self._turns:
             if failure_count != self._failure_count:  # do not wait for a dead server one after the other
@@ -173,7 +186,7 @@ class RedisTier:
             with self._waits.asked(grace_s(self._write_count, byte_count)) as answered:
                 until_s = self._clock.monotonic() + limit_s(JOB_S_MAX, byte_count)
                 try:
-                    found = await done(self._writers, function, server, key, *args, until_s)
+                    found = await done(self._writers, timed, function, server, key, *args, until_s)
                 except Unavailable as error:
                     if NO_WRITES in error.fields:
                         answered()
@@ -229,5 +242,5 @@ class RedisTier:
             file_bytes=account.used_bytes, allocated_bytes=account.used_bytes, free_bytes=0, quarantined_bytes=0,
             overhead_bytes=0, chunk_count=account.key_count, read_bytes=self._read_bytes,
             written_bytes=self._written_bytes, envelope=self._trust.kind,
-            reason=self._errands.problem or self._refused,
+            reason=self._errands.problem or self._refused, encodings=self._choice.figures(),
         )  # fmt: skip

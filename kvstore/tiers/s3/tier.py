@@ -18,13 +18,14 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvstore.chunk import ChunkHeader, ChunkLayout, Making, Trust
+from kvstore.chunk import ChunkHeader, ChunkLayout, Making, Trust, encoding_cost
 from kvstore.config import S3Settings
 from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, PermissionDenied, Unavailable
 from kvstore.seams import Clock, Workers
 from kvstore.seams.jobs import begun, in_time, to_its_end
 from kvstore.seams.memory import Bytes, joined
-from kvstore.spec import Durability, Tier, encoding_of
+from kvstore.spec import Durability, Encoding, Tier
+from kvstore.tiers.choice import EncodingChoice
 from kvstore.tiers.contract import (
     Buffer,
     ChunkName,
@@ -35,8 +36,9 @@ from kvstore.tiers.contract import (
     check_header,
     host_memory,
 )
-from kvstore.tiers.pace import Pace, grace_s
+from kvstore.tiers.pace import Pace, Timed, grace_s, timed
 from kvstore.tiers.s3.allowance import Allowance
+from kvstore.tiers.s3.guesses import RawGuesses
 from kvstore.tiers.s3.judging import Finding, Judgement, judge
 from kvstore.tiers.s3.looking import look, probe_objects
 from kvstore.tiers.s3.objects import warm_up
@@ -90,10 +92,9 @@ class S3Tier:
         counts for the day's limits over restarts."""
         self._settings = settings
         self._trust = trust or Trust()
-        self._encoding = encoding_of(settings.encoding)
-        self._is_raw = settings.encoding == "raw"
-        """True when the last opened chunk was raw, and so the next one probably is: the place of its slabs is known
-        without its header."""
+        paid = settings.paid_bytes_per_s
+        self._choice = EncodingChoice(settings.encoding, 1 / paid if paid else 0.0)
+        self._raw = RawGuesses(is_raw=settings.encoding != "lz4")
         self._claims = claims
         self._lanes = lanes
         self._clock = clock
@@ -207,7 +208,7 @@ class S3Tier:
         if self._is_spent():
             return None
         memory = host_memory(ahead)
-        is_one_request = self._is_raw and sum(each.size for each in memory) <= self._settings.range_bytes
+        is_one_request = self._raw.of(name.layout) and sum(each.size for each in memory) <= self._settings.range_bytes
         found = await self._judge(name, joined(memory) if memory and is_one_request else ())
         if found.finding in (Finding.ABSENT, Finding.HIDDEN, Finding.NEWER):
             return None
@@ -215,7 +216,7 @@ class S3Tier:
             assert found.reason is not None
             raise found.reason
         header = check_header(name, found.header)
-        self._is_raw = header.encoding == "raw"
+        self._raw.saw(name.layout, is_raw=header.encoding == "raw")
         return S3Chunk(self, self._settings, header, name.layout, found.etag, memory if found.is_ahead else ())
 
     # ------------------------------------------------------------ read
@@ -263,7 +264,9 @@ class S3Tier:
         byte_count = sum(piece.size for piece in source)
         refused = ""
         for _ in range(2):  # another node may put an object there between a look and the write
+            begun_s = self._clock.monotonic()
             found = await self._judge(name)
+            self._choice.answered(self._clock.monotonic() - begun_s)
             if found.finding is Finding.NEWER:
                 raise Exhausted(
                     "tiers.s3: a newer release, or a node with another envelope key, has stored this chunk: update "
@@ -303,19 +306,27 @@ class S3Tier:
         self, header: ChunkHeader, layout: ChunkLayout, source: Sequence[Bytes], condition: Condition
     ) -> int:
         """Write the object. Returns its bytes; 0: another node's object is there instead."""
-        making = Making(header=header, layout=layout, encoding=self._encoding, sealing=self._trust.sealing())
+        way = self._choice.way_of(header.fingerprint)
+        if way.is_measured:
+            cost = await self._run(self._lanes.writers, encoding_cost, header, layout, source)
+            self._choice.measured(header.fingerprint, cost)
+        making = Making(header=header, layout=layout, encoding=way.encoding, sealing=self._trust.sealing())
         place, writers = (self._settings, header.storage_key), self._lanes.writers
         slow_s = grace_s(self._settings.writer_count, layout.total_bytes)
+        put: Timed[int]
         try:
             if making.is_plain:
-                done = await self._run(writers, write_object, *place, source, condition, grace_s=slow_s)
+                put = await self._run(writers, timed, write_object, *place, source, condition, grace_s=slow_s)
             else:
-                done = await self._run(writers, write_copy_object, *place, making, source, condition, grace_s=slow_s)
+                work = (timed, write_copy_object, *place, making, source, condition)
+                put = await self._run(writers, *work, grace_s=slow_s)
         except PermissionDenied:
             self._is_read_only = True
             raise
         self._is_read_only = False
-        return done
+        if way.encoding is Encoding.RAW:
+            self._choice.sent(put.result, put.seconds)
+        return put.result
 
     async def remove(self, storage_keys: Sequence[bytes]) -> None:
         self._allowance.used(0, len(storage_keys))
@@ -349,5 +360,5 @@ class S3Tier:
             name=self.name, state=state, capacity_bytes=0, file_bytes=0, allocated_bytes=0, free_bytes=0,
             quarantined_bytes=0, overhead_bytes=0, chunk_count=0, read_bytes=self._read_bytes,
             written_bytes=self._written_bytes, envelope=self._trust.kind,
-            reason=f"tiers.s3.{reached} is reached" if reached else denied,
+            reason=f"tiers.s3.{reached} is reached" if reached else denied, encodings=self._choice.figures(),
         )  # fmt: skip

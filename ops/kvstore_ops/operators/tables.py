@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -64,7 +64,35 @@ def _tier_as_dict(tier: admin_pb2.TierReport) -> dict[str, Any]:
         "problem": tier.problem, "is_draining": tier.is_draining,
         "stalled_seconds": tier.stalled_seconds, "write_policy": tier.write_policy,
         "envelope": stats.envelope, "state_seconds": stats.state_seconds, "reason": stats.reason,
+        "encodings": list(map(_encoding_as_dict, tier.encodings)),
     }  # fmt: skip
+
+
+def _encoding_as_dict(each: admin_pb2.EncodingReport) -> dict[str, Any]:
+    return {
+        "fingerprint": each.fingerprint.hex(), "encoding": each.encoding, "sample_count": each.sample_count,
+        "ratio": each.ratio, "encode_bytes_per_second": each.encode_bytes_per_second,
+        "decode_bytes_per_second": each.decode_bytes_per_second, "line_bytes_per_second": each.line_bytes_per_second,
+    }  # fmt: skip
+
+
+def _encodings(tiers: Iterable[admin_pb2.TierReport]) -> Iterator[Table]:
+    """Draw what tiers chose for each model, if any do."""
+    rows = [(tier.stats.name, each) for tier in tiers for each in tier.encodings]
+    if not rows:
+        return
+    table = Table(
+        "tier", Column("model", no_wrap=True), "chosen", "as lz4", "encode/s", "decode/s", "line/s",
+        title="encodings chosen",
+    )  # fmt: skip
+    for name, each in rows:
+        rates = (each.encode_bytes_per_second, each.decode_bytes_per_second, each.line_bytes_per_second)
+        table.add_row(
+            cell(name), each.fingerprint.hex()[:DIGITS], each.encoding,
+            f"{each.ratio:.2f}" if each.ratio else "",
+            *(format_bytes(rate) if rate else "" for rate in rates),
+        )  # fmt: skip
+    yield table
 
 
 def render_tiers(found: admin_pb2.TiersResponse) -> Group:
@@ -85,7 +113,7 @@ def render_tiers(found: admin_pb2.TiersResponse) -> Group:
             f"{stats.chunk_count:,}" if is_told else "not told", format_bytes(stats.allocated_bytes) if is_told else "",
             format_bytes(stats.capacity_bytes) if stats.capacity_bytes else "", f"{tier.backlog_chunk_count:,}",
         )  # fmt: skip
-    lines: list[RenderableType] = [table]
+    lines: list[RenderableType] = [table, *_encodings(found.tiers)]
     lines += [cell(f"{name}: {problem}", "red") for name, problem in problems]
     lines += [cell(each, "red") for each in found.absent]
     return Group(*lines)

@@ -27,21 +27,22 @@ STRIDE = 1 if os.environ.get("KVSTORE_TEST_SCALE") == "full" else 4
 """Each job fails in each of so many ways less; all ways come up over all jobs."""
 FAILURES = (KVStoreError, MemoryError, RuntimeError, OSError)
 """What the ways of failing raise. That which is no error of ours is the movement's boundary to handle."""
-Made = Callable[[FaultyWorkers], SharedTier]
+Made = Callable[[FaultyWorkers, str], SharedTier]
 
 
-def redis_tier(workers: FaultyWorkers) -> SharedTier:
+def redis_tier(workers: FaultyWorkers, encoding: str) -> SharedTier:
     redis_server().client().flushall()
-    settings = RedisSettings(url=redis_server().url)
+    settings = RedisSettings(url=redis_server().url, encoding=encoding)
     return RedisTier(settings, readers=workers, writers=workers, clock=SystemClock())
 
 
-def s3_tier(workers: FaultyWorkers) -> SharedTier:
+def s3_tier(workers: FaultyWorkers, encoding: str) -> SharedTier:
     at = s3_server()
     at.drop("jobs/")
     settings = S3Settings(
-        bucket=at.bucket, prefix="jobs", endpoint_url=at.url, chunk_bytes_min=0, addressing="path", range_bytes=8192
-    )
+        bucket=at.bucket, prefix="jobs", endpoint_url=at.url, chunk_bytes_min=0, addressing="path", range_bytes=8192,
+        encoding=encoding,
+    )  # fmt: skip
     return S3Tier(settings, Lanes(workers, workers, workers, workers), SystemClock())
 
 
@@ -59,10 +60,10 @@ async def lived(tier: Any) -> None:
     await tier.remove([OTHER.header.storage_key])
 
 
-async def survived(make: Made, way: Any, target: int) -> int:
+async def survived(make: Made, encoding: str, way: Any, target: int) -> int:
     """How many jobs a life has, of which one failed."""
     workers = FaultyWorkers(WorkerThreads(2, "jobs"))
-    tier: Any = make(workers)
+    tier: Any = make(workers, encoding)
     if way is not None:
         workers.fail(way, target)
     try:
@@ -79,11 +80,13 @@ async def survived(make: Made, way: Any, target: int) -> int:
     return count
 
 
+@pytest.mark.parametrize("encoding", ["raw", "auto"])
 @pytest.mark.parametrize("make", [redis_tier, s3_tier])
-def test_each_job_of_a_shared_tier_fails_in_turn(make: Made) -> None:
-    count = asyncio.run(survived(make, None, 0))
+def test_each_job_of_a_shared_tier_fails_in_turn(make: Made, encoding: str) -> None:
+    """With ``auto`` the first chunks are tried in lz4 before they are written."""
+    count = asyncio.run(survived(make, encoding, None, 0))
     assert count >= 4
     for target in range(count):
         for shift, way in enumerate(WAYS):
             if (target + shift) % STRIDE == 0:
-                asyncio.run(survived(make, way, target))
+                asyncio.run(survived(make, encoding, way, target))
