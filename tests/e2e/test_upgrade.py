@@ -108,3 +108,15 @@ def test_what_an_older_release_wrote_stays_and_it_reads_what_this_one_wrote(olde
         releases.client("older", "fetch", 1, 2, 3)
     finally:
         sidecar.stop()
+
+
+def test_a_client_of_this_release_works_with_an_older_sidecar(older: Path) -> None:
+    """Engines may be upgraded before their node is: stores, fetches by a call, and fetches without one."""
+    releases = Releases(older)
+    try:
+        releases.start("older")
+        releases.client("this", "store", 4, 5)
+        releases.client("this", "fetch", 4, 5, 4, 5)
+        releases.client("older", "fetch", 4, 5)
+    finally:
+        releases.sidecar.stop()
