@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from kvstore_ops.sidecar import Sidecar
 
+from kvstore import __version__
 from tests.conftest import ROOT
 from tests.ops.command import run
 
@@ -24,6 +25,7 @@ import kvstore_client
 import kvstore_ops
 import numpy as np
 from kvstore_client import ModelSpec, connect
+from kvstore.errors import InvalidRequest
 homes = {each.__file__[: len(os.getcwd())] for each in (kvstore, kvstore_client, kvstore_ops)}
 assert homes == {os.getcwd()}, homes
 address, word, seeds = sys.argv[1], sys.argv[2], [int(each) for each in sys.argv[3].split(",")]
@@ -36,6 +38,12 @@ with connect(address) as client:
         cache = [tuple(random.random((2, 200, 64), np.float32).astype(np.float16) for _ in range(2)) for _ in range(2)]
         if word == "store":
             assert client.store(spec, tokens, cache).wait(20).name == "LOCAL"
+            continue
+        if word == "locate":
+            try:
+                client.locate(spec, tokens)
+            except InvalidRequest as error:
+                print(error.message)
             continue
         found = client.fetch(spec, tokens, verify=True)
         assert found.token_count == 200, (seed, found.token_count, found.reason)
@@ -79,13 +87,14 @@ class Releases:
         self.sidecar.environment, self.sidecar.launch = self._environment(release), There
         self.sidecar.start()
 
-    def client(self, release: str, word: str, *seeds: int) -> None:
+    def client(self, release: str, word: str, *seeds: int) -> str:
         command = [sys.executable, "-c", CLIENT, self.sidecar.address, word, ",".join(map(str, seeds))]
         done = subprocess.run(
             command, cwd=self._homes[release], env=self._environment(release), capture_output=True, text=True,
             timeout=100, check=False,
         )  # fmt: skip
         assert done.returncode == 0, (release, word, done.stderr)
+        return done.stdout
 
 
 def test_what_an_older_release_wrote_stays_and_it_reads_what_this_one_wrote(older: Path) -> None:
@@ -108,3 +117,19 @@ def test_what_an_older_release_wrote_stays_and_it_reads_what_this_one_wrote(olde
         releases.client("older", "fetch", 1, 2, 3)
     finally:
         sidecar.stop()
+
+
+def test_a_client_of_this_release_works_with_an_older_sidecar(older: Path) -> None:
+    """Engines may be upgraded before their node is: stores, fetches by a call, and fetches without one. A
+    call that the sidecar does not know is an error that names both."""
+    releases = Releases(older)
+    try:
+        releases.start("older")
+        releases.client("this", "store", 4, 5)
+        releases.client("this", "fetch", 4, 5, 4, 5)
+        releases.client("older", "fetch", 4, 5)
+        said = releases.client("this", "locate", 4)
+        assert f"of release {__version__}, sends: run a sidecar of the client's release" in said
+        assert "the sidecar, of release 0.1.0, does not know LocateRequest" in said
+    finally:
+        releases.sidecar.stop()

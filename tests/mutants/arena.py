@@ -12,6 +12,7 @@ MAPPING = "kvstore/seams/mapping.py"
 FENCE = "kvstore/seams/fence.py"
 T_FENCE = "tests/seams/test_fence.py"
 T_ARENA = "tests/arena/test_arena.py"
+T_WARM = "tests/sim/test_warm.py"
 T_MAPPING = "tests/seams/test_mapping.py"
 
 MUTANTS = [
@@ -33,6 +34,22 @@ MUTANTS = [
         "        self._values[placement.slot] += np.uint64(1)\n",
         "a reader finds its generation unchanged over bytes that changed",
         (f"{T_ARENA}::test_the_generation_changes_before_the_bytes_are_given_away",),
+    ),
+    Mutant(
+        "generation-returns",
+        ARENA,
+        "        self._values[placement.slot] += np.uint64(1)\n",
+        "        self._values[placement.slot] = np.uint64(3 - placement.generation)\n",
+        "a reader that copies slowly finds its generation again, over other bytes",
+        (f"{T_WARM}::test_what_is_copied_without_a_call_is_what_was_stored",),
+    ),
+    Mutant(
+        "generation-never-asked",
+        "clients/kvstore_client/planes/shared_memory/resident.py",
+        "            current = self._is_current(chunk.slot, chunk.generation)\n",
+        "            current = True\n",
+        "bytes that changed under a copy without a call count",
+        (f"{T_WARM}::test_what_is_copied_without_a_call_is_what_was_stored",),
     ),
     Mutant(
         "generation-without-a-fence",

@@ -13,6 +13,7 @@ the next one recovers what the disk has left. Equal seeds give equal traces.
 - ``books``    what must add up
 - ``knowledge``  what the clients of a run have stored, and may ask for next
 - ``clients``  what clients do
+- ``warm``     what they fetch without a call, from places that they remember
 - ``judge``    what they may be told
 - ``nemesis``  errors, delays, rot
 - ``run``      one seed, whole

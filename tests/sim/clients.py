@@ -24,6 +24,7 @@ from tests.sim.models import (
     value_query,
 )
 from tests.sim.oracle import row_of, told
+from tests.sim.warm import WarmReader
 
 SETTLE_S = 40.0
 OpCall = Callable[[], Awaitable[str]]
@@ -41,6 +42,7 @@ class Client:
         self._controller = life.controller
         self._trace = life.trace
         self._judge = Judge(life)
+        self.warm = WarmReader(life, random.Random(f"{life.seed} {name}"))
         self.session: Session = self._controller.open_session()
         self._leases: list[tuple[int, Chain, FetchResult]] = []
         self._tickets: list[bytes] = []
@@ -213,6 +215,7 @@ class Client:
         else:
             result = await self._controller.fetch_wide(self.session, chain.query())
         self._judge.check_extent(chain, result)
+        await self.warm.note(chain, result)
         lost: set[int] = set()
         for position, chunk in enumerate(result.chunks):
             if chunk.loading is None:
@@ -365,6 +368,7 @@ class Client:
         except KVStoreError:
             pass
         self._leases.clear()
+        self.warm.leave()
         await self._controller.close_session(session)
         self.session = self._controller.open_session()
         return "reborn"
@@ -375,5 +379,6 @@ class Client:
         await self._act("leave", DEADLINE_S + 0.1, self._left)
 
     async def _left(self) -> str:
+        self.warm.leave()
         await self._controller.close_session(self.session)
         return "closed"

@@ -16,7 +16,7 @@ from kvstore.controller import Controller, Parts
 from kvstore.errors import KVStoreError
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.seams import EnvelopeKey, EnvelopeRing, FaultPoints, TenantKeys
-from kvstore.simulated import BytearrayMemory, LoopClock, SeededRandom, SimulatedDisk
+from kvstore.simulated import LoopClock, SeededRandom, SimulatedDisk
 from kvstore.simulated.disk import DiskStopped
 from kvstore.spec import Encoding
 from kvstore.telemetry import Counters
@@ -27,6 +27,7 @@ from tests.sim.models import SPECS, VALUES
 from tests.sim.movers import Movers
 from tests.sim.oracle import Oracle
 from tests.sim.trace import SimulationFailure, Trace
+from tests.sim.warm import Processors
 
 KIB = 1024
 DEADLINE_S = 10.0
@@ -77,14 +78,15 @@ class Life:
         self, setup: Setup, disk: SimulatedDisk, oracle: Oracle, trace: Trace, chance: random.Random, seed: int,
         cloud: Cloud | None = None,
     ) -> None:  # fmt: skip
-        self.setup, self.oracle, self.trace, self.cloud = setup, oracle, trace, cloud
+        self.setup, self.oracle, self.trace, self.cloud, self.seed = setup, oracle, trace, cloud, seed
         self.trust = Trust(setup.envelope, EnvelopeRing([EnvelopeKey.derived(b"the key of all lives")]))
         self.over = asyncio.Event()
         self.disk = ProcessDisk(disk, chance, trace, self.over.set)
         self.movers = Movers(chance)
         self.readers, self.writers, self.keepers = self.device_workers = tuple(Movers(chance) for _ in range(3))
         self.disk.may_call = lambda: any(workers.is_inside for workers in self.device_workers)
-        self.faults, memory = FaultPoints(), BytearrayMemory()
+        self.faults = FaultPoints()
+        self.processors = memory = Processors(self.faults)
         self.arena = Arena(memory, self.faults, capacity_bytes=setup.arena_bytes, region_bytes=setup.arena_region_bytes)
         limits = LimitSettings(
             leased_bytes_max=setup.arena_bytes, pin_bytes_max=0, reservation_age_s_max=15.0,

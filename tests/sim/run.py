@@ -25,6 +25,7 @@ from tests.sim.life import Life, Setup
 from tests.sim.nemesis import Nemesis, draw_errors
 from tests.sim.oracle import Oracle
 from tests.sim.trace import SimulationFailure, Trace
+from tests.sim.warm import reads_warm
 
 
 @dataclass
@@ -132,6 +133,8 @@ class World:
         for number in range(chance.randint(3, 5)):
             client = Client(f"client-{number}", life, chance, self.known)
             life.tasks.append(loop.create_task(client.run(stopping)))
+            if reads_warm(self.seed):
+                life.tasks.append(loop.create_task(client.warm.run(stopping)))
         if not self.is_calm and chance.random() < 0.7:
             life.tasks.append(loop.create_task(Nemesis(life, chance).run(stopping)))
         if self.cloud is not None:

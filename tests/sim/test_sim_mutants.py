@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
+from kvstore.arena import Arena, Placement
 from kvstore.catalog import ChunkTable, Copies
 from kvstore.movement.levels import Levels, _Reached
 from kvstore.movement.shared import SharedCopies
@@ -15,6 +17,8 @@ from kvstore.spec import ChunkState
 from tests.sim.cloud import has_cloud
 from tests.sim.run import Outcome, run_seed
 from tests.sim.steps import every_cut, passage
+from tests.sim.test_warm import ARENA_BYTES
+from tests.sim.warm import reads_warm
 
 RUNS_MAX = 60
 
@@ -63,6 +67,42 @@ def shown_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PresenceTable, "put", lambda table, tag, news: put(table, tag, news) if is_hit(news) else None)
 
 
+def generation_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives memory away behind the back of who copies from it."""
+    monkeypatch.setattr(Arena, "free", freed_without_news)
+
+
+def generation_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives memory away before its generation changes."""
+
+    def free(arena: Arena, placement: Placement) -> None:
+        freed_without_news(arena, placement)
+        arena._values[placement.slot] += np.uint64(1)
+
+    monkeypatch.setattr(Arena, "free", free)
+
+
+def generation_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses the same two generations in turns."""
+    free = Arena.free
+
+    def freed(arena: Arena, placement: Placement) -> None:
+        free(arena, placement)
+        arena._values[placement.slot] = 3 - placement.generation
+
+    monkeypatch.setattr(Arena, "free", freed)
+
+
+def freed_without_news(arena: Arena, placement: Placement) -> None:
+    for extent in placement.extents:
+        region = arena.regions[extent.region]
+        region.mapping.forget(extent.offset, extent.byte_count)
+        region.give_back(extent.offset, extent.byte_count)
+    arena._slots.append(placement.slot)
+    arena.used_bytes -= placement.byte_count
+    arena.chunk_count -= 1
+
+
 def is_hit(news: int) -> bool:
     return unpack_news(news).state is ChunkState.HIT
 
@@ -79,6 +119,11 @@ def seeds_with_a_cloud() -> Iterator[Outcome]:
     yield from map(run_seed, filter(has_cloud, range(RUNS_MAX)))
 
 
+def seeds_with_little_memory() -> Iterator[Outcome]:
+    for seed in filter(reads_warm, range(RUNS_MAX)):
+        yield run_seed(seed, is_calm=True, arena_bytes=ARENA_BYTES, arena_region_bytes=ARENA_BYTES)
+
+
 def seeds_that_reuse_slots() -> Iterator[Outcome]:
     """The first that brings it, which few do, and then the others."""
     yield from map(run_seed, dict.fromkeys((59, *range(RUNS_MAX))))
@@ -89,7 +134,8 @@ def seeds_that_reuse_slots() -> Iterator[Outcome]:
     [
         (without_sync, cuts), (believed_after_a_crash, cuts), (without_header_check, seeds_that_reuse_slots),
         (believed_unread, seeds_with_a_cloud), (without_checksums, seeds), (leases_ignored, seeds),
-        (shown_for_ever, seeds),
+        (shown_for_ever, seeds), (generation_stays, seeds_with_little_memory),
+        (generation_too_late, seeds_with_little_memory), (generation_returns, seeds_with_little_memory),
     ],
     ids=lambda each: each.__name__,
 )  # fmt: skip

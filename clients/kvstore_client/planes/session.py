@@ -12,10 +12,12 @@ from typing import Any, Protocol
 
 import grpc
 
-from kvstore.errors import KVStoreError, Unavailable, from_status
+from kvstore import __version__
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable, from_status
 from kvstore.spec import Exactness
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import cache_pb2_grpc
+from kvstore.v1alpha import admin_pb2 as admin_pb
 from kvstore.v1alpha import admin_pb2_grpc, prefill_pb2_grpc
 from kvstore.wire import METADATA_ERROR
 from kvstore_client.copying import Copier
@@ -138,7 +140,24 @@ class ClientSession(Plane):
     def call(self, method: Any, request: Any, timeout_s: float) -> Any:
         """Make a unary call. Raises the typed error of its status."""
         self._check_process()
-        return _called(method, request, timeout_s, self.carried)
+        try:
+            return _called(method, request, timeout_s, self.carried)
+        except KVStoreError as error:
+            if isinstance(error.__cause__, grpc.RpcError) and error.__cause__.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise self._unknown(request, timeout_s) from error
+            raise
+
+    def _unknown(self, request: Any, timeout_s: float) -> InvalidRequest:
+        """Return the error for a call that the sidecar's release does not have. It names both releases."""
+        try:
+            status = _called(self.admin.Stats, admin_pb.StatsRequest(), timeout_s, self.carried)
+            release = f"of release {status.version}"
+        except KVStoreError:
+            release = "of a release that it does not tell"
+        return InvalidRequest(
+            f"the sidecar, {release}, does not know {type(request).__name__}, which this client, of release "
+            f"{__version__}, sends: run a sidecar of the client's release"
+        )
 
     def give_back(self, call: Callable[[], object]) -> None:
         """Make a call that gives something back. A call without an answer is repeated beside the caller until it has
