@@ -21,7 +21,8 @@ def drain_service(door: Door, request: admin_pb2.ChangeRequest, change: Change, 
     something, or a tenant still stores."""
     doors = {"": door, **(tenants.beside(door) if is_whole else {})}
     is_all = is_whole and door.socket is not None
-    code, confirmed = 0, {}
+    code = 0
+    confirmed: dict[str, bool] = {}
     for name, each in doors.items():
         if len(doors) > 1:
             typer.echo(f"tenant {name or 'of this address'}:", err=True)
