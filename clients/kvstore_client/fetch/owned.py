@@ -6,7 +6,7 @@ A view costs more than a small copy. Copies go to views of all layers, which are
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -52,6 +52,13 @@ class OwnedHalves:
         size = wanted.spec.item_size
         memory = destination(len(shapes) * sum(_aligned(math.prod(shape) * size) for shape in shapes[0]))
         return cls(memory, shapes[0], len(shapes), size)
+
+    def arrays(self) -> Iterator[NDArray[Any]]:
+        """Yield each plane as an array that lives as long as the memory does, for marks of what it holds."""
+        for shape, begins, half in zip(self._shapes, self._begins, self.halves, strict=True):
+            size = half.element_size()
+            for begin in begins:
+                yield self._memory[begin : begin + math.prod(shape) * size].view(f"u{size}").reshape(shape)
 
     def shown(self, position: int, token_count: int, dtype: str) -> list[Tensor]:
         """Return the first ``token_count`` tokens of one layer's planes, as tensors of ``dtype``. Each has a storage of

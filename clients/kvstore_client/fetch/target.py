@@ -62,7 +62,9 @@ class DenseTarget:
     def places(self, token_count: int) -> tuple[Iterator[Tensor], None]:
         """Return the memory of the first ``token_count`` tokens: views of the caller's planes, or all of ours. Views
         are made one by one, when asked for, because most fetches ask for none."""
-        planes = (plane for planes in self._layers for plane in planes)
+        planes: Iterator[Tensor] = (plane for planes in self._layers for plane in planes)
+        if self._owned is not None:
+            planes = self._owned.arrays()
         return chain(
             (plane[:, :token_count] for plane in planes) if self.is_callers else planes, self.hidden.values()
         ), None

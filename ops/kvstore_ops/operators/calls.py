@@ -122,7 +122,7 @@ class Operator:
 
 def _of_another_release(error: InvalidRequest, method: str) -> InvalidRequest:
     """Return the error unchanged; or ``OtherRelease`` when gRPC itself reports that the sidecar has no such method."""
-    if error.message != UNKNOWN_METHOD:
+    if UNKNOWN_METHOD not in (error.message, getattr(error.__cause__, "message", "")):
         return error
     return OtherRelease(
         f"the sidecar is of another release, which has no {method}: kvstore status says which; install the same here"

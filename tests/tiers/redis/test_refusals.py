@@ -14,6 +14,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from kvstore.errors import Exhausted, PermissionDenied, Unavailable
+from kvstore.tiers.redis.errands import _problem_of
 from kvstore.tiers.redis.replies import NO_WRITES, refusal
 from kvstore.tiers.redis.tier import RedisTier
 from tests.contracts.chunks import Chunk, chunk
@@ -142,7 +143,22 @@ async def is_read_only(tier: RedisTier, what: Chunk) -> None:
         with pytest.raises(PermissionDenied):
             await put(tier, chunk(10 + number))
         assert await got(tier, what)
+    assert await _problem_of(tier._errands._touch) == "", "a refusal to touch is an answer"
     assert tier.statistics().state == "read-only"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "@user_script: 2: The user executing the script can't run this command or subcommand",
+        "The user executing the script can't access at least one of the keys mentioned in the command arguments",
+        "ACL failure in script: User reader has no permissions to run the 'pexpire' command",
+    ],
+)
+def test_a_right_that_a_script_lacks_is_known(words: str) -> None:
+    for code in ("ERR ", ""):  # as a line reads it, and as redis-py raises it
+        found = refusal(f"{code}Error running script (call to f_1): @user_script:2: {words}", "here")
+        assert found.fields[NO_WRITES] == "NOPERM"
 
 
 @pytest.mark.parametrize("code", ["NOPERM", "READONLY", "MISCONF", "NOREPLICAS"])
