@@ -1,4 +1,4 @@
-"""What plans and recompute need of a client. ``Client`` has it; they do not know that class, which calls them."""
+"""The part of a client that plans and recompute use. They do not import ``Client``, which calls them."""
 
 from __future__ import annotations
 

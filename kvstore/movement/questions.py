@@ -18,7 +18,7 @@ SILENT_BOUNDS = 10
 """Lookups ask nothing more of a tier that has left a question unanswered for so many times their bound. A busy Redis
 answers within three of its bounds."""
 SILENT_S_MAX = 1.0
-"""And for no more seconds than that, however long the bound."""
+"""Lookups ask again after so many seconds of silence at most, however long the bound."""
 
 Answers = Sequence[bool] | None
 """A flag per key; None: no answer."""
@@ -56,11 +56,12 @@ class Questions:
         self._waits.answered()
 
     async def answer(
-        self, question: Coroutine[Any, Any, Answers], timeout_s: float, late: Callable[[Sequence[bool]], None]
-    ) -> Answers:
-        """Return the answer. Raises TimeoutError where it takes longer than ``timeout_s``; ``late`` gets it then, if it
-        comes at all. ``question`` ends by itself."""
-        is_patient, self._asked_s = self.may_be_late, self._clock.monotonic()
+        self, question: Coroutine[Any, Any, Answers], timeout_s: float, late: Callable[[Sequence[bool]], None], *,
+        is_patient: bool,
+    ) -> Answers:  # fmt: skip
+        """Return the answer. Raises TimeoutError where it takes longer than ``timeout_s``. Where the question
+        ``is_patient`` (``may_be_late``), it stays asked then until it ends by itself, and ``late`` gets its answer."""
+        self._asked_s = self._clock.monotonic()
         task = asyncio.get_running_loop().create_task(question)  # seam: a task of a call that may end before; ``close``
         if is_patient:
             self._patient.add(task)

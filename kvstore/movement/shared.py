@@ -115,10 +115,13 @@ class SharedCopies:
         """Return a flag per key: True when the tier says that it has the chunk. ``chains``: see ``SharedTier.probe``.
         None: no answer in time. ``late`` gets an answer that comes after ``timeout_s``: that is counted, but is no
         failure of the tier. Silence for STALL_S is one."""
-        patience_s = max(STALL_S, timeout_s) if self._questions.may_be_late else timeout_s
-        question = self._answered(keys, patience_s, lambda: self.tier.probe(keys, patience_s, chains))
+        is_patient = self._questions.may_be_late
+        patience_s = max(STALL_S, timeout_s) if is_patient else timeout_s
+        question = self._answered(
+            keys, patience_s, lambda: self.tier.probe(keys, patience_s, chains), is_failure=is_patient
+        )
         try:
-            return await self._questions.answer(question, timeout_s, late)
+            return await self._questions.answer(question, timeout_s, late, is_patient=is_patient)
         except TimeoutError:
             self._counters.add_of(self.tier.name, "late_answers")
             return None
@@ -129,8 +132,11 @@ class SharedCopies:
         return await self._answered(keys, timeout_s, lambda: self.tier.claim(keys, claim_s, timeout_s))
 
     async def _answered(
-        self, keys: Sequence[bytes], timeout_s: float, asked: Callable[[], Awaitable[Sequence[Answer]]]
-    ) -> Sequence[Answer] | None:
+        self, keys: Sequence[bytes], timeout_s: float, asked: Callable[[], Awaitable[Sequence[Answer]]], *,
+        is_failure: bool = True,
+    ) -> Sequence[Answer] | None:  # fmt: skip
+        """Return the answers; None without. ``is_failure``: that it took ``timeout_s`` may be a failure of the tier,
+        where that is long."""
         name = self.tier.name
         self._counters.add_of(name, "asked_chunks", len(keys))
         try:
@@ -139,7 +145,7 @@ class SharedCopies:
             if len(answers) != len(keys):
                 raise Unavailable(f"{len(answers)} answers for {len(keys)} keys")
         except (TimeoutError, DeadlineExceeded):
-            if self._questions.owes:
+            if is_failure and self._questions.owes:
                 self.breaker.failed(f"tiers.{name} has not answered for {timeout_s:g} s")
             else:
                 self._counters.add_of(name, "late_answers")

@@ -12,7 +12,7 @@ from kvstore.planning.setting import Recompute
 from kvstore.spec import MissReason, ModelSpec, Tier
 
 Places: TypeAlias = tuple[tuple[int, Tier], ...]
-"""Where the tokens of a cache are: (token count, tier), in order."""
+"""The places of a cache's tokens: (token count, tier), in order."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class EncodingFigures:
 
 
 class CopyWay(NamedTuple):
-    """How one chunk goes to the tier. ``is_measured``: lz4 is tried on it first."""
+    """The encoding in which one chunk goes to the tier. ``is_measured``: lz4 is tried on it first."""
 
     encoding: Encoding
     is_measured: bool

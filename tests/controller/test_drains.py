@@ -37,7 +37,7 @@ async def settled_s(*backlogs: int) -> float:
         def backlog_count(self) -> int:
             return next(looks)
 
-    drains._movement = Movement()  # type: ignore[assignment]
+    drains._movement = Movement()  # type: ignore[assignment]  # simulated
     async for news in drains.settle(dry_run=False):
         if news.is_last:
             return clock.now_s

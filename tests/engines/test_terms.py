@@ -133,7 +133,7 @@ def test_after_its_deadline_a_prompt_is_computed_without_a_look_at_the_cache(cli
     model, ids = cached(client, seed=24), prompt(COUNT, 24)
     first, report = answer(model, ids)
     report.wait_stored(10.0)
-    client.peek = client.lookup = client.fetch_layers = lambda *_, **__: pytest.fail("it looked")  # type: ignore
+    client.peek = client.lookup = client.fetch_layers = lambda *_, **__: pytest.fail("it looked")  # type: ignore  # replaced
     for deadline_ms in (0, -5.0):
         ids_out, report = answer(model, ids, deadline_ms=deadline_ms)
         assert (report.reused_token_count, report.plan.why) == (0, OVERDUE)
@@ -173,8 +173,8 @@ def test_a_fetch_that_cannot_begin_leaves_nothing_held_at_the_sidecar(client: Cl
     report.wait_stored(10.0)
     is_link(client, 1e12)
     is_engine(client, model, 1e-3)
-    client.peek = lambda *_, **__: None  # type: ignore[method-assign]
-    client.fetch_layers = lambda *_, **__: 1 / 0  # type: ignore
+    client.peek = lambda *_, **__: None  # type: ignore[method-assign]  # replaced
+    client.fetch_layers = lambda *_, **__: 1 / 0  # type: ignore  # replaced
     with pytest.raises(ZeroDivisionError):
         answer(model, ids)
     eventually(lambda: client.stats().sessions.ticket_count + client.stats().sessions.stream_count == 0)
@@ -214,7 +214,7 @@ def test_a_load_that_fails_is_told_as_given_up(client: Client) -> None:
     is_link(client, 1e12)
     is_engine(client, model, 1e-3)
     told: list[PlanOutcome] = []
-    client.planner.planned = lambda _spec, _step, outcome: told.append(outcome)  # type: ignore[method-assign]
+    client.planner.planned = lambda _spec, _step, outcome: told.append(outcome)  # type: ignore[method-assign]  # replaced
     real = client.fetch_layers
 
     def lost(*arguments: Any, **named: Any) -> Any:
@@ -222,7 +222,7 @@ def test_a_load_that_fails_is_told_as_given_up(client: Client) -> None:
         stream.close()
         raise DataLoss("a chunk is gone")
 
-    client.fetch_layers = lost  # type: ignore[method-assign]
+    client.fetch_layers = lost  # type: ignore[method-assign]  # replaced
     answer(model, ids)
     assert [(each.is_given_up, each.ttft_s) for each in told] == [(True, None)]
 

@@ -39,7 +39,7 @@ MUTANTS = [
     Mutant(
         "silence-is-no-failure",
         SHARED,
-        "            if self._questions.owes:\n",
+        "            if is_failure and self._questions.owes:\n",
         "            if False:\n",
         "a tier that stands still is asked again and again, and said to be up",
         (f"{T_QUESTIONS}::test_lookups_wait_a_few_times_for_a_tier_that_stands_still_and_then_do_without",),

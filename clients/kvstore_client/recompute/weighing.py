@@ -21,7 +21,7 @@ WAYS = ENGINE_WAYS | {Way.BLEND}
 
 @dataclass(frozen=True)
 class Weighed:
-    """What is reused of a prompt: the ``facts`` of just that, and their ``plan``."""
+    """The reused part of a prompt: the ``facts`` of just that, and their ``plan``."""
 
     facts: Facts
     plan: Plan

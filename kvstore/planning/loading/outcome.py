@@ -14,7 +14,7 @@ SECONDS_MAX = 3600.0
 
 @dataclass(frozen=True)
 class PlanOutcome:
-    """What an engine that plans by itself tells of one prompt. ``stored_tokens``: those that were stored when the plan
+    """The report of an engine that plans by itself, of one prompt. ``stored_tokens``: stored when the plan
     was made. ``ttft_s`` and ``wait_s``: as of ``PrefillEnd``; None: the first token's time is not the plan's.
     ``age_s``: seconds since the plan was made."""
 

@@ -46,7 +46,5 @@ def drain_service(door: Door, request: admin_pb2.ChangeRequest, change: Change, 
     if code:
         raise typer.Exit(code)
     if not (request.dry_run or request.drain.end):
-        what = (
-            "the service can be stopped: it" if is_all else "as far as this tenant goes, the service can be stopped: it"
-        )
-        typer.echo(f"{what} takes no stores, and a stop loses nothing", err=True)
+        limits = "" if is_all else "as far as this tenant goes, "
+        typer.echo(f"{limits}the service can be stopped: it takes no stores, and a stop loses nothing", err=True)

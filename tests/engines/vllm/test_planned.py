@@ -124,7 +124,7 @@ def test_the_first_tokens_are_loaded_where_the_rest_lies_too_deep(sidecar: Sidec
         chunks = tuple(each._replace(tier=Tier.S3) if each.token_start >= 32 else each for each in match.chunks)
         return SimpleNamespace(**{**vars(match), "chunks": chunks, "tier": None})
 
-    engine.clients[0].lookup = deep  # type: ignore[method-assign]
+    engine.clients[0].lookup = deep  # type: ignore[method-assign]  # replaced
     engine.planner._tiers = {}
     engine.planner._asked_s = engine.planner.clock.monotonic() + 1e6  # the sidecar has no such tier: 50 MB/s and 50 ms
     mine, blocks = asked("a", stored[0]), blocks_of(COUNT, 30)
@@ -309,7 +309,7 @@ def test_a_load_that_takes_longer_than_computing_is_given_up(sidecar: Sidecar, s
             return False
 
     engine.worker.begin(step)
-    engine.worker._moving["a"].transfer.wait(10.0)  # type: ignore[union-attr]
+    engine.worker._moving["a"].transfer.wait(10.0)  # type: ignore[union-attr]  # replaced
     stuck: Any = Stuck()
     engine.worker._moving["a"].transfer = stuck
     clock.advance(0.99 * step.loads[0].give_up_s)
@@ -345,7 +345,7 @@ def test_the_sidecar_hears_of_its_plans_and_of_what_came_of_them(sidecar: Sideca
     engine.is_link(1e9)
     engine.is_computing(100.0)
     told: list[PlanOutcome] = []
-    engine.planner.planned = lambda _spec, _step, outcome: told.append(outcome)  # type: ignore[method-assign]
+    engine.planner.planned = lambda _spec, _step, outcome: told.append(outcome)  # type: ignore[method-assign]  # replaced
     for name in ("a", "b", "c"):
         request_of, blocks = asked(name, stored[0]), blocks_of(COUNT)
         if name == "b":

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.movement.breaker import FAILURE_COUNT
 from kvstore.movement.questions import LATE_COUNT_MAX, SILENT_BOUNDS, SILENT_S_MAX
 from kvstore.spec import Tier
 from tests.fakes import Switch
@@ -185,5 +186,25 @@ def test_one_question_that_is_stuck_does_not_hide_a_tier_that_answers(world: Wor
         await world.other.lookup(100)
         await asyncio.sleep(min(SILENT_BOUNDS * LOOKUP_S, SILENT_S_MAX) + 0.01)
         assert (await world.other.lookup(*PATH)).hit_count == len(PATH), "it was silent, and is asked again"
+
+    world.run(scenario)
+
+
+@pytest.mark.parametrize("is_failure", [False, True])
+def test_a_question_that_ends_with_its_lookup_is_no_failure_of_the_tier(world: World, is_failure: bool) -> None:
+    """Also where both ends come at once, on a busy loop. Questions that stay asked fail it."""
+
+    async def scenario() -> None:
+        tier, shared = world.other.shared[0], world.other.controller.parts.movement.shared_tiers.tiers[0]
+
+        async def never(*_: Any) -> Any:
+            await asyncio.sleep(3600.0)
+
+        tier.probe = never
+        await world.other.lookup(1)
+        await asyncio.sleep(1.5 * SILENT_S_MAX)
+        for _ in range(FAILURE_COUNT):
+            await shared._answered([b"key"], LOOKUP_S, never, is_failure=is_failure)
+        assert shared.breaker.is_open is is_failure
 
     world.run(scenario)
