@@ -38,7 +38,10 @@ TRUE_STARTS = (
 """The process itself is what these look at: their sidecars start as an operator's do. At full scale, all do."""
 
 ROOT = Path(__file__).resolve().parents[1]
-WARM = Warm("kvstore.server.app", "kvstore_ops.commands", "kvstore_ops.options", "kvstore_ops.operators.harmless")
+WARM = Warm(
+    "kvstore.server.app", "kvstore_ops.commands", "kvstore_ops.options", "kvstore_ops.operators.harmless",
+    "rich.console", "rich.table", "typer._adapters",
+)  # fmt: skip
 CLIENTS = Warm("kvstore_client", "tests.specs", "pytest", "hypothesis", "kvstore_ops.sidecar", "tests.server.raw")
 """For commands of Python that are clients of a sidecar: engines of a test in processes of their own."""
 EXAMPLES = Warm("kvstore_client.engines.transformers", "transformers.models.llama.modeling_llama")

@@ -13,7 +13,7 @@ import pytest
 from kvstore_client import Client, connect
 from kvstore_ops.sidecar import Sidecar
 
-REQUESTS = 10_000 if os.environ.get("KVSTORE_TEST_SCALE") == "full" else 750
+REQUESTS = 10_000 if os.environ.get("KVSTORE_TEST_SCALE") == "full" else 300
 PROCESSES = 3
 ENGINE = """
 import random, sys

@@ -101,7 +101,7 @@ def test_who_does_not_read_is_told_how_much_it_lost_and_holds_up_nobody() -> Non
         with connect(sidecar.address) as writer, connect(sidecar.address) as reader, reader.watch() as events:
             tiny = small_spec(model_id="tiny", chunk_tokens=1)
             for seed in range(3):
-                store(writer, 4000, seed, tiny)  # far more than the queue and gRPC's window hold
+                store(writer, 1500, seed, tiny)  # far more than the queue and gRPC's window hold
             known = events.sequence
             while (event := take(events, 1)[0]).kind is not EventKind.GAP:
                 known += 1

@@ -9,7 +9,7 @@ import pytest
 from tests.outage.campaign import OUTAGES, Outcome, Phase, run
 from tests.outage.load import Call, Findings
 
-SECONDS, CALM_S = (20.0, 20.0) if os.environ.get("KVSTORE_TEST_SCALE") == "full" else (2.5, 0.5)
+SECONDS, CALM_S = (20.0, 20.0) if os.environ.get("KVSTORE_TEST_SCALE") == "full" else (1.5, 0.5)
 LOOKUP_S_MAX = {"redis": 0.05, "s3": 0.2}
 """More than the settings have it: on a busy machine an answer takes longer, and a tier is then not hit."""
 BACK_S_MAX = 20.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ from kvstore.spec import Tier
 from tests.planning.brute_force import best_s, played_s
 
 TIERS = (Tier.DRAM, Tier.NVME, Tier.REDIS, Tier.S3)
+SCENES = 1500 if os.environ.get("KVSTORE_TEST_SCALE") == "full" else 400
 
 
 def scene(seed: int) -> LoadFacts:
@@ -71,7 +73,7 @@ def chosen_s(facts: LoadFacts) -> float:
 @pytest.mark.parametrize("may_meet", [True, False], ids=["meet", "first"])
 def test_no_plan_is_five_percent_faster(may_meet: bool) -> None:
     ways = frozenset(Way) if may_meet else frozenset(Way) - {Way.MEET}
-    for seed in range(1500):
+    for seed in range(SCENES):
         facts = replace(scene(seed), ways=ways)
         best, ours = best_s(facts, may_meet=may_meet), chosen_s(facts)
         assert ours <= 1.05 * best, (seed, ours / best, plan_loading(facts))

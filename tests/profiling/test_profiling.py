@@ -230,7 +230,7 @@ def test_a_killed_run_of_a_real_model_goes_on(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     subject = TestbedSubject("l6-s2", "position", None, calibration(), 8)
     path = default_path(subject)
-    command = [sys.executable, "-m", "kvstore_ops.cli", "profile", "l6-s2", "--contexts", "8", "--rounds", "1"]
+    command = [sys.executable, "-m", "kvstore_ops.cli", "profile", "l6-s2", "--contexts", "8", "--rounds", "0"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
         for _ in range(600):
@@ -240,7 +240,7 @@ def test_a_killed_run_of_a_real_model_goes_on(
         process.send_signal(signal.SIGKILL)
     before = lines(path)
     assert len(before) > 4, process.returncode
-    run("l6-s2", None, None, 8, 1, 0.9, "calibration", None, fresh=False, as_json=False)
+    run("l6-s2", None, None, 8, 0, 0.9, "calibration", None, fresh=False, as_json=False)
     after = lines(path)
     assert after[: len(before) - 1] == before[:-1]
     settings = [(str(each["setting"]), each["judged"]) for each in map(json.loads, after[1:-1])]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import threading
 import urllib.request
@@ -24,6 +23,7 @@ from kvstore.seams import TenantKeys
 from kvstore.spec import Durability, MissReason
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha.admin_pb2 import StatsRequest
+from tests.conftest import WARM
 from tests.e2e.remote.peers import METHODS, SERVICE, Peer, status
 from tests.security.tenancy import NAMES, client_of, secret_of, tenants_sidecar, token_of
 from tests.security.test_sessions import CALLS
@@ -267,7 +267,9 @@ def refuse_the_others_secret(sidecar: Sidecar) -> None:
 
 def kvstore(*arguments: str) -> str:
     command = [sys.executable, "-m", "kvstore_ops.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    done = WARM.run(command, timeout=60)
+    done.check_returncode()
+    return done.stdout
 
 
 def test_metrics_status_and_logs_say_whose(tenants: Sidecar) -> None:

@@ -22,6 +22,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.keys import chain_digests
 from kvstore.seams import SystemClock
 from kvstore.server.publishing import open_publisher
+from tests.conftest import WARM
 from tests.controller.service import Service
 from tests.e2e.test_watch import store
 from tests.security.tenancy import client_of, secret_of, write_private
@@ -286,7 +287,7 @@ async def test_a_replay_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.Monk
 
 def start(**settings: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvstore_ops.cli", "serve", "--capacity", "8 MiB", "--nvme", "0"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **settings})
+    return WARM.run(command, timeout=60, env={**os.environ, **settings})
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from kvstore.spec import ChunkState, Durability, MissReason, StoreState, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import cache_pb2_grpc
 from kvstore.wire import METADATA_SESSION
+from tests.conftest import WARM
 from tests.specs import random_cache, small_spec, tokens_of
 
 
@@ -145,9 +146,7 @@ def test_sockets_and_directories_are_ours_alone(sidecar: Sidecar) -> None:
 
 def serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvstore_ops.cli", "serve", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=30, check=False, env={**os.environ, **environment}
-    )
+    return WARM.run(command, timeout=30, env={**os.environ, **environment})
 
 
 def test_a_second_server_on_the_same_state_is_refused(sidecar: Sidecar) -> None:
