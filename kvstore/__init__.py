@@ -24,4 +24,4 @@ Rooms, from the outside in (imports point one way, downwards):
 docs/architecture.md follows a store and a fetch through them.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
