@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Self, TypeVar
 
 from kvstore.errors import DeadlineExceeded
@@ -31,6 +31,8 @@ from kvstore_client.tracing import within_trace
 
 Result = TypeVar("Result")
 CALLS_AT_ONCE = 8
+LATE_S_MAX = 1.0
+"""Seconds that a close waits for calls that were cancelled: a ticket that one brings later is kept until it expires."""
 
 
 async def connect_async(
@@ -63,6 +65,8 @@ class AsyncClient:
     def __init__(self, client: Client, threads: WorkerThreads) -> None:
         self.client = client
         self._threads = threads
+        self._late: set[Future[None]] = set()
+        """Of cancelled calls that run yet: each ends when what its call brought was given back."""
 
     async def call(self, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
         """Run a blocking call, of a transfer or a writer, without blocking the loop. Waits of transfers and receipts
@@ -75,21 +79,30 @@ class AsyncClient:
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            future.add_done_callback(self._drop)
+            late: Future[None] = Future()
+            self._late.add(late)
+            future.add_done_callback(lambda ended: self._drop(ended, late))
             raise
 
-    def _drop(self, future: Future[Any]) -> None:
+    def _drop(self, future: Future[Any], late: Future[None]) -> None:
         """Give back what the result of a cancelled call holds: nobody takes it. The error of the cancelled task may
         keep the result itself until garbage collection."""
+
+        def given_back(_: Future[None] | None = None) -> None:
+            self._late.discard(late)
+            late.set_result(None)
+
         found = None if future.cancelled() or future.exception() is not None else future.result()
         if isinstance(found, Match) and found.ticket:
-            begun(self._threads, self.client.release_ticket, found.ticket)  # unless the client is being closed
-        elif isinstance(found, Transfer):
-            found.stop()
+            begun(self._threads, self.client.release_ticket, found.ticket).add_done_callback(given_back)
         elif isinstance(found, StoreWriter):
-            begun(self._threads, found.abort)
+            begun(self._threads, found.abort).add_done_callback(given_back)
         elif isinstance(found, Watch | LayerStream):
-            begun(self._threads, found.close)
+            begun(self._threads, found.close).add_done_callback(given_back)
+        else:
+            if isinstance(found, Transfer):
+                found.stop()
+            given_back()
 
     async def lookup(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> Match:
         """See ``Client.lookup``."""
@@ -188,6 +201,7 @@ class AsyncClient:
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
+        wait(list(self._late), LATE_S_MAX)
         self.client.close()
         self._threads.close()
 

@@ -77,10 +77,18 @@ MUTANTS = [
     Mutant(
         "ticket-of-a-cancelled-lookup",
         AIO,
-        "            future.add_done_callback(self._drop)\n",
+        "            future.add_done_callback(lambda ended: self._drop(ended, late))\n",
         "",
         "chunks are held for a ticket that nobody has",
         (f"{T_ASYNC}::test_a_lookup_that_was_cancelled_holds_nothing[local]",),
+    ),
+    Mutant(
+        "a-close-waits-for-no-call",
+        AIO,
+        "        wait(list(self._late), LATE_S_MAX)\n",
+        "",
+        "the ticket that a cancelled call brings after the close is held until it expires",
+        (f"{T_ASYNC}::test_a_close_waits_for_what_a_cancelled_call_brings[local]",),
     ),
     Mutant(
         "stream-that-is-dropped",
