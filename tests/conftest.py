@@ -13,16 +13,16 @@ from kvstore_ops.sidecar import Sidecar
 
 from tests.warm import Warm
 
+IS_FULL = os.environ.get("KVSTORE_TEST_SCALE") == "full"
 settings.register_profile(
     "kvstore",
     deadline=None,
-    max_examples=40,
+    max_examples=40 if IS_FULL else 20,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.load_profile("kvstore")
 
-IS_FULL = os.environ.get("KVSTORE_TEST_SCALE") == "full"
 if not IS_FULL:  # models this small wait longer for a second thread than they compute
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -11,7 +11,7 @@ from tests.sim.steps import Cut, every_cut, passage
 
 IS_FULL = os.environ.get("KVSTORE_TEST_SCALE") == "full"
 SEEDS = range(0, 30, 1 if IS_FULL else 3)
-STEP, STRIDE = (1, 30) if IS_FULL else (6, 60)
+STEP, STRIDE = (1, 30) if IS_FULL else (10, 90)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
