@@ -7,9 +7,11 @@ import asyncio
 from kvstore.seams import Clock
 
 STEP_S = 0.0005
-REST = 2.0
-"""After a step the loop is left to others for so many times as long: operators' requests get at most a third of it."""
-REST_S_MAX = 0.01
+REST = 5.0
+"""After a step the loop is left to others for so many times as long: operators' requests get at most a sixth of it."""
+REST_S_MAX = 0.02
+CALL_S = 0.003
+"""Seconds of work that a request counts for besides its steps: its call and its messages take the loop, too."""
 
 
 class Turns:
@@ -24,6 +26,7 @@ class Turns:
 
     def begin(self) -> Turn:
         """Return the turn of one request. Its first step begins when ``next`` returns."""
+        self.worked_s += CALL_S
         return Turn(self)
 
 
