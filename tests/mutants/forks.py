@@ -148,8 +148,8 @@ MUTANTS = [
     Mutant(
         "store-of-a-cancelled-task",
         AIO,
-        "            begun(self._threads, found.abort)\n",
-        "            pass\n",
+        "            begun(self._threads, found.abort).add_done_callback(given_back)\n",
+        "            given_back()\n",
         "a store holds its chunks for a task that is gone",
         (f"{T_ASYNC}::test_what_comes_for_a_task_that_is_gone_is_given_back_at_once",),
     ),
@@ -172,8 +172,8 @@ MUTANTS = [
     Mutant(
         "watch-of-a-cancelled-task",
         AIO,
-        "            begun(self._threads, found.close)\n",
-        "            pass\n",
+        "            begun(self._threads, found.close).add_done_callback(given_back)\n",
+        "            given_back()\n",
         "a watch takes a place for a task that is gone",
         (f"{T_ASYNC}::test_what_comes_for_a_task_that_is_gone_is_given_back_at_once",),
     ),
