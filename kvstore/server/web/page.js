@@ -1,7 +1,7 @@
 "use strict";
 // What names say is never taken for markup: all of it comes in as text.
 
-const EVERY_MS = 5000, GIVE_UP_MS = 8000, POINTS = 60;
+const EVERY_MS = 5000, GIVE_UP_MS = 8000, POINTS = 60, NAME_MAX = 80;
 const SVG = "http://www.w3.org/2000/svg";
 const main = document.getElementById("main"), head = document.getElementById("head");
 const fresh = document.getElementById("fresh"), pause = document.getElementById("pause");
@@ -25,6 +25,12 @@ function plain(text) {
   // What does not show, or turns the direction of what follows, is written as its number.
   return String(text).replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}]/gu,
     (each) => "\\u" + each.codePointAt(0).toString(16).padStart(4, "0"));
+}
+
+function modelName(id) {
+  // A long name has its middle cut out, for its ends tell names apart; kvstore models has it whole.
+  const all = [...String(id)];
+  return plain(all.length > NAME_MAX ? [...all.slice(0, NAME_MAX - 20), "...", ...all.slice(-17)].join("") : id);
 }
 
 function bytes(count) {
@@ -171,7 +177,7 @@ function plans(tenant, now, id) {
     return [whole(each.number), isTold ? timeline(plan, took) : "engine not measured", loads,
       isTold ? brief(plan.ttft_s) : "-", took ? brief(took.ttft_s) : "-", took ? brief(took.wait_s) : "-",
       el("span", { class: each.state === "given up" ? "bad" : "" }, each.state), plan ? whole(plan.token_count) : "-",
-      whole(each.stored_token_count), plain(each.model_id), span(Math.max(0, now - each.at_s)) + " ago"];
+      whole(each.stored_token_count), modelName(each.model_id), span(Math.max(0, now - each.at_s)) + " ago"];
   });
   return el("div", {}, el("p", {}, accuracy(tenant.plans)),
     el("p", { class: "note" }, "In each timeline: ", el("span", { class: "key compute" }, "computed"), " above, ",
@@ -221,7 +227,7 @@ function heat(tenant, id, digests) {
       el("meter", { min: 0, max: most, value: each.heat, "aria-hidden": "true" }),
       ` heat ${each.heat.toFixed(1)}${ends}: the first ${whole(each.token_count)} tokens, `
       + (each.tier ? `in ${plain(each.tier)}` : "not stored any more")
-      + (each.above < 0 ? `, ${plain(each.model_id || "a model that nobody registered")}` : ""));
+      + (each.above < 0 ? `, ${modelName(each.model_id || "a model that nobody registered")}` : ""));
     if (each.digest) line.append(" ", el("code", {}, each.digest));
     return el("li", {}, line);
   });
@@ -237,7 +243,7 @@ function heat(tenant, id, digests) {
 }
 
 function models(tenant, id) {
-  const rows = tenant.models.map((model) => [plain(model.model_id), model.fingerprint, whole(model.chunk_count),
+  const rows = tenant.models.map((model) => [modelName(model.model_id), model.fingerprint, whole(model.chunk_count),
     bytes(model.byte_count), whole(model.served_tokens), model.served_tokens ? saved(model.saved_seconds) : "-"]);
   const label = tenant.model_count > rows.length ? `The ${rows.length} largest of ${tenant.model_count} models of ${id}`
     : `Models of ${id}`;
