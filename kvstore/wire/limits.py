@@ -228,6 +228,8 @@ _PREFILLS: Mapping[str, Limit] = {
     "BeginPrefill.ways": Limit(count=16),
     "Candidate.form": Limit(size=64),
     "Candidate.refused": Limit(size=4096),
+    "RecomputeSetting.selector": Limit(size=64),
+    "RecomputeSetting.metric": Limit(size=64),
     "LoadPlan.candidates": Limit(count=64),
     "LoadPlan.why": Limit(size=4096),
 }

@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvstore.errors import InvalidRequest
-from kvstore.planning.loading import LoadPlan, Way
+from kvstore.planning.loading import Candidate, LoadPlan, Way
 from kvstore.planning.loading.outcome import carried_out, judged
 from kvstore.v1alpha import admin_pb2
 from kvstore.wire.plans import MODES, plan_from_message
@@ -86,12 +86,26 @@ def whole(entry: admin_pb2.PlanEntry) -> Group:
         plan = plan_from_message(entry.plan)
         ways = Table("", "way", "loads", "first token", "in one case of ten", "not, because")
         for each in plan.candidates:
-            loads = f"{each.load_start:,} to {each.load_stop:,}" if each.loaded_tokens else "nothing"
+            loads = loaded(each)
             mark = "*" if each == plan.chosen else ""
             high = f"{each.ttft_high_s * 1e3:,.1f} ms"
             ways.add_row(mark, each.way, loads, f"{each.ttft_s * 1e3:,.1f} ms", high, cell(each.refused))
         lines += [ways, Text(plain(str(plan))), *map(Text, picture(plan))]
     return Group(*lines)
+
+
+def loaded(candidate: Candidate) -> str:
+    """Return in words which tokens a way loads; a blend's stand anywhere, and its setting mends them."""
+    if not candidate.loaded_tokens:
+        return "nothing"
+    if candidate.way is not Way.BLEND:
+        return f"{candidate.load_start:,} to {candidate.load_stop:,}"
+    setting = candidate.setting
+    if setting is None or not (setting.ratio or setting.check_layer > setting.first_layer):
+        return f"{candidate.load_stop:,} tokens"
+    group = f"layers {setting.first_layer} to {setting.last_layer}" * (setting.check_layer > setting.first_layer)
+    chosen = f"{setting.ratio:.0%} by {setting.selector}" * bool(setting.ratio)
+    return f"{candidate.load_stop:,} tokens, again: " + ", ".join(filter(None, (group, chosen)))
 
 
 def summary(found: Sequence[admin_pb2.PlanEntry]) -> str:

@@ -36,8 +36,43 @@ BLENDS = "kvstore/planning/blends.py"
 WEIGHING = "clients/kvstore_client/recompute/weighing.py"
 T_BLENDS = "tests/planning/test_blends.py"
 T_DOCUMENTS = "tests/e2e/test_planned_documents.py"
+T_TOLD_BLENDS = "tests/e2e/test_told_blends.py"
+WIRE = "kvstore/wire/plans.py"
+OUTCOME = "kvstore/planning/loading/outcome.py"
 
 MUTANTS = [
+    Mutant(
+        "a-way-that-nobody-asked-for-is-taken",
+        WIRE,
+        "    if given is not None and WAYS.get(given.way) in ways:\n",
+        "    if given is not None and given.way in WAYS:\n",
+        "a sidecar's plan of documents is loaded as if it were the prompt's own prefix",
+        (f"{T_TOLD_BLENDS}::test_a_way_that_nobody_asked_for_is_computed",),
+    ),
+    Mutant(
+        "a-way-that-nobody-knows-has-a-prefills-time",
+        WIRE,
+        "chosen, why, is_measured = known[0], UNKNOWN_WAY, False",
+        "chosen, why, is_measured = known[0], UNKNOWN_WAY, message.is_measured",
+        "plans of a later release are compared with a prefill that nobody computed",
+        (f"{T_TOLD_BLENDS}::test_a_release_that_knows_no_blends_takes_the_plan_for_no_time",),
+    ),
+    Mutant(
+        "a-check-by-full-prefill-is-the-plans-time",
+        PREFILL,
+        "None if is_checked else timeline.total_s",
+        "timeline.total_s",
+        "plans of documents are said to be off by the full prefill that checks them",
+        (f"{T_TOLD_BLENDS}::test_what_was_checked_by_a_full_prefill_tells_no_time",),
+    ),
+    Mutant(
+        "who-observes-reuses-no-documents",
+        OUTCOME,
+        "if each.way in (Way.LOAD, Way.BLEND)]",
+        "if each.way is Way.LOAD]",
+        "what observing reuses is compared with a prefill",
+        (f"{T_TOLD_BLENDS}::test_who_observes_reuses_all_and_that_is_compared",),
+    ),
     Mutant(
         "a-blend-need-not-beat-a-prefill",
         PLANNER,
