@@ -43,6 +43,36 @@ WAY_FIRST: Way
 WAY_MEET: Way
 WAY_BLEND: Way
 
+class RegisterProfileRequest(_message.Message):
+    __slots__ = ("profile",)
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
+    profile: bytes
+    def __init__(self, profile: _Optional[bytes] = ...) -> None: ...
+
+class RegisterProfileResponse(_message.Message):
+    __slots__ = ("is_kept",)
+    IS_KEPT_FIELD_NUMBER: _ClassVar[int]
+    is_kept: bool
+    def __init__(self, is_kept: _Optional[bool] = ...) -> None: ...
+
+class FindProfileRequest(_message.Message):
+    __slots__ = ("receiver", "sender", "reuse", "provenance")
+    RECEIVER_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    REUSE_FIELD_NUMBER: _ClassVar[int]
+    PROVENANCE_FIELD_NUMBER: _ClassVar[int]
+    receiver: str
+    sender: str
+    reuse: str
+    provenance: str
+    def __init__(self, receiver: _Optional[str] = ..., sender: _Optional[str] = ..., reuse: _Optional[str] = ..., provenance: _Optional[str] = ...) -> None: ...
+
+class FindProfileResponse(_message.Message):
+    __slots__ = ("profile",)
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
+    profile: bytes
+    def __init__(self, profile: _Optional[bytes] = ...) -> None: ...
+
 class ComputeRate(_message.Message):
     __slots__ = ("pass_seconds", "token_seconds", "pair_seconds", "load", "caution", "sample_count", "most_tokens")
     PASS_SECONDS_FIELD_NUMBER: _ClassVar[int]

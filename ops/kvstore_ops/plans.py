@@ -23,7 +23,7 @@ from kvstore_ops.door import door_of
 from kvstore_ops.operators.calls import Operator
 from kvstore_ops.operators.harmless import cell, plain
 from kvstore_ops.options import AddressOption, JsonOption, TenantOption, TlsOption
-from kvstore_ops.planning import picture
+from kvstore_ops.planning import again, picture
 
 NONE = "No partial prefill was begun since the sidecar started: engines begin them with client.partial_prefill."
 
@@ -103,9 +103,7 @@ def loaded(candidate: Candidate) -> str:
     setting = candidate.setting
     if setting is None or not (setting.ratio or setting.check_layer > setting.first_layer):
         return f"{candidate.load_stop:,} tokens"
-    group = f"layers {setting.first_layer} to {setting.last_layer}" * (setting.check_layer > setting.first_layer)
-    chosen = f"{setting.ratio:.0%} by {setting.selector}" * bool(setting.ratio)
-    return f"{candidate.load_stop:,} tokens, again: " + ", ".join(filter(None, (group, chosen)))
+    return f"{candidate.load_stop:,} tokens, again: {again(setting)}"
 
 
 def summary(found: Sequence[admin_pb2.PlanEntry]) -> str:
