@@ -25,7 +25,7 @@ from kvstore_client.fetch.target import Into
 from kvstore_client.fetch.transfer import Transfer
 from kvstore_client.fetch.wanted import Heads, Wanted
 from kvstore_client.forks import in_children
-from kvstore_client.gate import DRIFT_COUNTERS, Gate
+from kvstore_client.gate import DRIFT_COUNTERS, Gate, connected
 from kvstore_client.loading import GIVEN_UP, Planner
 from kvstore_client.lookup import calls as lookups
 from kvstore_client.lookup.locate import Location, locate
@@ -331,13 +331,12 @@ class Client:
         """The gate that allows lossy reuse when ``recompute`` is None, and checks its quality: a ``Gate`` over this
         user's profiles. Set another for another floor, directory or check interval."""
         # Threads that come here at once all get the gate of the first.
-        found: Gate = vars(self).get("_gate") or vars(self).setdefault("_gate", Gate(counters=self._context.counters))
+        found: Gate = vars(self).get("_gate") or vars(self).setdefault("_gate", connected(Gate(), self._context))
         return found
 
     @gate.setter
     def gate(self, gate: Gate) -> None:
-        gate.counters = self._context.counters
-        vars(self)["_gate"] = gate
+        vars(self)["_gate"] = connected(gate, self._context)
 
     def fetch_projected(
         self, runner: ModelRunner, tokens: GivenTokens, *, step_tokens: int | None = None, extras: Sequence[Extra] = (),

@@ -9,6 +9,7 @@ reach no further.
 - ``sessions``  connected clients, with their staging and leases
 - ``fetches``   lookup, tickets, fetch, arrivals
 - ``prefills``  plans of the chunks worth loading, and the results of these plans
+- ``profiles``  what clients measured of lossy reuse, kept for the tenant's others
 - ``stores``    reserve, fill, commit, join
 - ``operators`` operators' requests, behind a front of their own
 - ``values``    arguments and results of the requests

@@ -12,6 +12,7 @@ from kvstore.catalog import Catalog, Namespace
 from kvstore.config import LimitSettings, PolicySettings
 from kvstore.controller.benefit import Heat, Served
 from kvstore.controller.pins import Pins
+from kvstore.controller.profiles import RegisteredProfiles
 from kvstore.controller.sessions import Leases
 from kvstore.directory import NodeDirectory
 from kvstore.movement import Movement, MovementParts, TierMeters
@@ -72,6 +73,10 @@ class Parts:
     @cached_property
     def served(self) -> Served:
         return Served(self.clock)
+
+    @cached_property
+    def profiles(self) -> RegisteredProfiles:
+        return RegisteredProfiles(self.clock)
 
     @cached_property
     def heat(self) -> Heat:

@@ -40,6 +40,12 @@ class Pair:
             raise InvalidRequest("sender: 'sibling' and 'both' take one, 'position' takes none")
         return Pair(receiver.weights_digest, sender.weights_digest if sender else None, reuse, provenance)
 
+    @staticmethod
+    def of_profile(profile: Profile) -> Pair:
+        """Return the pair of a profile's weights."""
+        sender = None if profile.sender is None else profile.sender.weights_digest
+        return Pair(profile.receiver.weights_digest, sender, profile.reuse, profile.provenance)
+
     @property
     def file_name(self) -> str:
         """The name of the pair's profile file. The digests are hashed because unverified ones may hold any text."""

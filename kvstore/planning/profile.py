@@ -26,6 +26,8 @@ settings that just reach the floor, two or three then truly lie below it; client
 RULE = f"quality - {ERRORS:g} loss_error >= floor full_quality"
 REUSES = ("position", "sibling", "both")
 PROFILE_BYTES_MAX = 4 << 20
+PROFILE_SENT_BYTES_MAX = 64 << 10
+"""The most bytes of a profile, as JSON, that is registered with the service."""
 WHOLE_MAX = (1 << 63) - 1
 """The largest whole number in a profile. JSON allows numbers of any length, which may not fit in a float."""
 AGAIN = "measure it again with kvstore profile"

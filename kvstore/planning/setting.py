@@ -11,8 +11,8 @@ METRICS = ("k", "v", "both")
 LOOKING_AHEAD = ("suffix_attention", "suffix_peak", "product")
 """Selectors that need the suffix's attention: the suffix first runs once over all rows as they were reused."""
 LOOK_AHEAD_SHARE = 0.08
-"""The time of that run, as a share of a prefill's over the reused tokens. Measured on a pretrained model of 135 M
-parameters in bf16, with prompts of some 600 to 1,500 tokens; it falls as contexts grow beside their suffix."""
+"""The time of that run, as a share of a prefill's over the reused tokens. Measured once, on a pretrained model of 135 M
+parameters in bf16. How it changes with the model, or the length of prompts, was not measured."""
 
 
 @dataclass(frozen=True)

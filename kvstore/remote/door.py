@@ -32,6 +32,7 @@ FORWARDED = {
     CACHE: ("RegisterModel", "Lookup", "Locate", "Store", "Release"),
     ADMIN: ("Stats", "Tiers", "ShowChunk", "Hottest", "Plans"),
 }
+FORWARDED_PROFILES = ("RegisterProfile", "FindProfile")
 REFUSED = "Reload"
 """The one call of AdminService that is answered on the sidecar's own host only: settings are all tenants'."""
 FORWARDED_STREAMS = {CACHE: ("Watch",), ADMIN: ("ListChunks", "Change")}
@@ -95,7 +96,8 @@ class Door:
                 handlers[REFUSED] = self._unary(self._refuse, REFUSED)
             self._add(service, handlers)
         talk = guarded(self._forward_talk(PREFILLS, "PartialPrefill"), "PartialPrefill", self._counters)
-        self._add(PREFILLS, {"PartialPrefill": grpc.stream_stream_rpc_method_handler(talk)})
+        profiles = {name: self._unary(self._forward(PREFILLS, name), name) for name in FORWARDED_PROFILES}
+        self._add(PREFILLS, {"PartialPrefill": grpc.stream_stream_rpc_method_handler(talk), **profiles})
         own = {
             "Connect": grpc.unary_stream_rpc_method_handler(guarded(self._connect, "Connect", self._counters)),
             "FetchBytes": grpc.unary_stream_rpc_method_handler(guarded(self._fetch, "FetchBytes", self._counters)),

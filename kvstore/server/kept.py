@@ -101,4 +101,5 @@ def kept_files(directory: Path, disk: Disk, parts: Parts, engines: Engines) -> l
         KeptFile(directory / "rates" / name, disk, KeptRates(parts.meters), "rates of tiers"),
         KeptFile(directory / "served" / name, disk, parts.served, "hours of fetched tokens"),
         KeptFile(directory / "engines" / name, disk, engines, "speeds of engines"),
+        KeptFile(directory / "profiles" / name, disk, parts.profiles, "registered profiles"),
     ]

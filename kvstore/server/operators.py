@@ -323,7 +323,7 @@ def _entry(entry: ChunkEntry) -> admin_pb2.ChunkEntry:
 def _total(total: ModelTotal) -> admin_pb2.ModelTotal:
     message = admin_pb2.ModelTotal(
         fingerprint=total.fingerprint, model_id=total.model_id, chunk_count=total.chunk_count,
-        byte_count=total.byte_count,
+        byte_count=total.byte_count, profiles=total.profiles,
     )  # fmt: skip
     for name, each in total.tiers.items():
         message.tiers.add(tier=name, chunk_count=each.chunk_count, byte_count=each.byte_count)

@@ -1,4 +1,4 @@
-"""PrefillService: one stream per partial prefill."""
+"""PrefillService: one stream per partial prefill, and profiles."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 from kvstore.controller import Controller, Session
 from kvstore.controller.prefills import PartialPrefills, PlannedPrefill, PlanRecord, PrefillEnd, PrefillRequest
 from kvstore.controller.prefills.engines import EngineRate
+from kvstore.controller.profiles import RegisteredProfiles
 from kvstore.errors import InvalidRequest
-from kvstore.planning import RequestClass, Terms
+from kvstore.planning import Pair, RequestClass, Terms
+from kvstore.planning.profile import REUSES, Origin
 from kvstore.server import render
 from kvstore.server.rpc import Context
 from kvstore.server.services import session_of
@@ -35,11 +37,12 @@ PREFILL_S_MAX = 3600.0
 
 
 class PrefillService:
-    """Begins, plans and ends the partial prefills of one tenant."""
+    """Begins, plans and ends the partial prefills of one tenant, and keeps its profiles."""
 
-    def __init__(self, controller: Controller, prefills: PartialPrefills) -> None:
+    def __init__(self, controller: Controller, prefills: PartialPrefills, profiles: RegisteredProfiles) -> None:
         self._controller = controller
         self._prefills = prefills
+        self._profiles = profiles
 
     async def PartialPrefill(
         self, requests: AsyncIterator[Any], context: Context
@@ -61,6 +64,25 @@ class PrefillService:
                     self._prefills.end(planned, _end(last.end))
             finally:
                 self._prefills.drop(planned)
+
+    async def RegisterProfile(
+        self, request: prefill_pb2.RegisterProfileRequest, context: Context
+    ) -> prefill_pb2.RegisterProfileResponse:
+        """Keep a profile for the tenant's other clients."""
+        session_of(self._controller, context)
+        return prefill_pb2.RegisterProfileResponse(is_kept=self._profiles.register(request.profile))
+
+    async def FindProfile(
+        self, request: prefill_pb2.FindProfileRequest, context: Context
+    ) -> prefill_pb2.FindProfileResponse:
+        """Return a registered profile, or none."""
+        session_of(self._controller, context)
+        if request.reuse not in REUSES or request.provenance not in list(Origin):
+            raise InvalidRequest(
+                f"reuse {request.reuse!r:.40} or provenance {request.provenance!r:.40} is unknown here"
+            )
+        pair = Pair(request.receiver, request.sender or None, request.reuse, Origin(request.provenance))
+        return prefill_pb2.FindProfileResponse(profile=self._profiles.find(pair))
 
 
 async def _next(requests: AsyncIterator[Any], session: Session, timeout_s: float) -> Any:

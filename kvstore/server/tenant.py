@@ -245,7 +245,7 @@ def _grpc_server(
     for service, servicer in (
         (cache, CacheService(controller, world.random.bytes(EPOCH_BYTES))),
         (admin, AdminService(controller, operators, prefills, world.clock, os.getpid(), reloading)),
-        (prefill, PrefillService(controller, prefills)),
+        (prefill, PrefillService(controller, prefills, parts.profiles)),
     ):
         register(server, service, servicer, parts.counters, world.tracing)
     health_service = health.aio.HealthServicer()

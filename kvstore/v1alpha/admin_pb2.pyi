@@ -398,18 +398,20 @@ class TierTotal(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., chunk_count: _Optional[int] = ..., byte_count: _Optional[int] = ...) -> None: ...
 
 class ModelTotal(_message.Message):
-    __slots__ = ("fingerprint", "model_id", "chunk_count", "byte_count", "tiers")
+    __slots__ = ("fingerprint", "model_id", "chunk_count", "byte_count", "tiers", "profiles")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
     BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    PROFILES_FIELD_NUMBER: _ClassVar[int]
     fingerprint: bytes
     model_id: str
     chunk_count: int
     byte_count: int
     tiers: _containers.RepeatedCompositeFieldContainer[TierTotal]
-    def __init__(self, fingerprint: _Optional[bytes] = ..., model_id: _Optional[str] = ..., chunk_count: _Optional[int] = ..., byte_count: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierTotal, _Mapping]]] = ...) -> None: ...
+    profiles: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, fingerprint: _Optional[bytes] = ..., model_id: _Optional[str] = ..., chunk_count: _Optional[int] = ..., byte_count: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierTotal, _Mapping]]] = ..., profiles: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ShowChunkRequest(_message.Message):
     __slots__ = ("digest",)

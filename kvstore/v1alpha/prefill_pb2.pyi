@@ -28,6 +28,7 @@ class Way(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WAY_LOAD: _ClassVar[Way]
     WAY_FIRST: _ClassVar[Way]
     WAY_MEET: _ClassVar[Way]
+    WAY_BLEND: _ClassVar[Way]
 PLANNING_MODE_UNSPECIFIED: PlanningMode
 PLANNING_MODE_OFF: PlanningMode
 PLANNING_MODE_OBSERVE: PlanningMode
@@ -40,6 +41,37 @@ WAY_PREFILL: Way
 WAY_LOAD: Way
 WAY_FIRST: Way
 WAY_MEET: Way
+WAY_BLEND: Way
+
+class RegisterProfileRequest(_message.Message):
+    __slots__ = ("profile",)
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
+    profile: bytes
+    def __init__(self, profile: _Optional[bytes] = ...) -> None: ...
+
+class RegisterProfileResponse(_message.Message):
+    __slots__ = ("is_kept",)
+    IS_KEPT_FIELD_NUMBER: _ClassVar[int]
+    is_kept: bool
+    def __init__(self, is_kept: _Optional[bool] = ...) -> None: ...
+
+class FindProfileRequest(_message.Message):
+    __slots__ = ("receiver", "sender", "reuse", "provenance")
+    RECEIVER_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    REUSE_FIELD_NUMBER: _ClassVar[int]
+    PROVENANCE_FIELD_NUMBER: _ClassVar[int]
+    receiver: str
+    sender: str
+    reuse: str
+    provenance: str
+    def __init__(self, receiver: _Optional[str] = ..., sender: _Optional[str] = ..., reuse: _Optional[str] = ..., provenance: _Optional[str] = ...) -> None: ...
+
+class FindProfileResponse(_message.Message):
+    __slots__ = ("profile",)
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
+    profile: bytes
+    def __init__(self, profile: _Optional[bytes] = ...) -> None: ...
 
 class ComputeRate(_message.Message):
     __slots__ = ("pass_seconds", "token_seconds", "pair_seconds", "load", "caution", "sample_count", "most_tokens")
@@ -131,8 +163,24 @@ class PartialPrefillRequest(_message.Message):
     end: EndPrefill
     def __init__(self, begin: _Optional[_Union[BeginPrefill, _Mapping]] = ..., end: _Optional[_Union[EndPrefill, _Mapping]] = ...) -> None: ...
 
+class RecomputeSetting(_message.Message):
+    __slots__ = ("first_layer", "last_layer", "ratio", "selector", "metric", "gradual")
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    LAST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    RATIO_FIELD_NUMBER: _ClassVar[int]
+    SELECTOR_FIELD_NUMBER: _ClassVar[int]
+    METRIC_FIELD_NUMBER: _ClassVar[int]
+    GRADUAL_FIELD_NUMBER: _ClassVar[int]
+    first_layer: int
+    last_layer: int
+    ratio: float
+    selector: str
+    metric: str
+    gradual: float
+    def __init__(self, first_layer: _Optional[int] = ..., last_layer: _Optional[int] = ..., ratio: _Optional[float] = ..., selector: _Optional[str] = ..., metric: _Optional[str] = ..., gradual: _Optional[float] = ...) -> None: ...
+
 class Candidate(_message.Message):
-    __slots__ = ("way", "form", "load_start", "load_stop", "ttft_seconds", "ttft_high_seconds", "front_seconds", "load_seconds", "compute_seconds", "tier_seconds", "cost", "refused")
+    __slots__ = ("way", "form", "load_start", "load_stop", "ttft_seconds", "ttft_high_seconds", "front_seconds", "load_seconds", "compute_seconds", "tier_seconds", "cost", "refused", "setting")
     WAY_FIELD_NUMBER: _ClassVar[int]
     FORM_FIELD_NUMBER: _ClassVar[int]
     LOAD_START_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +193,7 @@ class Candidate(_message.Message):
     TIER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    SETTING_FIELD_NUMBER: _ClassVar[int]
     way: Way
     form: str
     load_start: int
@@ -157,7 +206,8 @@ class Candidate(_message.Message):
     tier_seconds: float
     cost: float
     refused: str
-    def __init__(self, way: _Optional[_Union[Way, str]] = ..., form: _Optional[str] = ..., load_start: _Optional[int] = ..., load_stop: _Optional[int] = ..., ttft_seconds: _Optional[float] = ..., ttft_high_seconds: _Optional[float] = ..., front_seconds: _Optional[float] = ..., load_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., tier_seconds: _Optional[float] = ..., cost: _Optional[float] = ..., refused: _Optional[str] = ...) -> None: ...
+    setting: RecomputeSetting
+    def __init__(self, way: _Optional[_Union[Way, str]] = ..., form: _Optional[str] = ..., load_start: _Optional[int] = ..., load_stop: _Optional[int] = ..., ttft_seconds: _Optional[float] = ..., ttft_high_seconds: _Optional[float] = ..., front_seconds: _Optional[float] = ..., load_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., tier_seconds: _Optional[float] = ..., cost: _Optional[float] = ..., refused: _Optional[str] = ..., setting: _Optional[_Union[RecomputeSetting, _Mapping]] = ...) -> None: ...
 
 class LoadPlan(_message.Message):
     __slots__ = ("token_count", "candidates", "chosen", "why", "is_measured", "deadline_seconds")

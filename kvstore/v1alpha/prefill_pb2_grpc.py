@@ -39,6 +39,16 @@ class PrefillServiceStub:
                 request_serializer=kvstore_dot_v1alpha_dot_prefill__pb2.PartialPrefillRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1alpha_dot_prefill__pb2.PartialPrefillResponse.FromString,
                 _registered_method=True)
+        self.RegisterProfile = channel.unary_unary(
+                '/kvstore.v1alpha.PrefillService/RegisterProfile',
+                request_serializer=kvstore_dot_v1alpha_dot_prefill__pb2.RegisterProfileRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1alpha_dot_prefill__pb2.RegisterProfileResponse.FromString,
+                _registered_method=True)
+        self.FindProfile = channel.unary_unary(
+                '/kvstore.v1alpha.PrefillService/FindProfile',
+                request_serializer=kvstore_dot_v1alpha_dot_prefill__pb2.FindProfileRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1alpha_dot_prefill__pb2.FindProfileResponse.FromString,
+                _registered_method=True)
 
 
 class PrefillServiceServicer:
@@ -52,6 +62,20 @@ class PrefillServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RegisterProfile(self, request, context):
+        """Keeps a profile for the tenant's clients on other hosts, and of later days.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FindProfile(self, request, context):
+        """The profile that was registered of a pair of weights. Who uses it compares it with the specs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +83,16 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.PartialPrefill,
                     request_deserializer=kvstore_dot_v1alpha_dot_prefill__pb2.PartialPrefillRequest.FromString,
                     response_serializer=kvstore_dot_v1alpha_dot_prefill__pb2.PartialPrefillResponse.SerializeToString,
+            ),
+            'RegisterProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.RegisterProfile,
+                    request_deserializer=kvstore_dot_v1alpha_dot_prefill__pb2.RegisterProfileRequest.FromString,
+                    response_serializer=kvstore_dot_v1alpha_dot_prefill__pb2.RegisterProfileResponse.SerializeToString,
+            ),
+            'FindProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindProfile,
+                    request_deserializer=kvstore_dot_v1alpha_dot_prefill__pb2.FindProfileRequest.FromString,
+                    response_serializer=kvstore_dot_v1alpha_dot_prefill__pb2.FindProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +122,60 @@ class PrefillService:
             '/kvstore.v1alpha.PrefillService/PartialPrefill',
             kvstore_dot_v1alpha_dot_prefill__pb2.PartialPrefillRequest.SerializeToString,
             kvstore_dot_v1alpha_dot_prefill__pb2.PartialPrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RegisterProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1alpha.PrefillService/RegisterProfile',
+            kvstore_dot_v1alpha_dot_prefill__pb2.RegisterProfileRequest.SerializeToString,
+            kvstore_dot_v1alpha_dot_prefill__pb2.RegisterProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1alpha.PrefillService/FindProfile',
+            kvstore_dot_v1alpha_dot_prefill__pb2.FindProfileRequest.SerializeToString,
+            kvstore_dot_v1alpha_dot_prefill__pb2.FindProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

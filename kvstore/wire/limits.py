@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvstore.planning.profile import PROFILE_SENT_BYTES_MAX
+
 MIB = 1 << 20
 DIGEST_BYTES = 32
 CHAIN_CHUNKS_MAX = 1 << 17
@@ -202,6 +204,7 @@ _OPERATORS: Mapping[str, Limit] = {
     "ModelTotal.fingerprint": Limit(size=64),
     "ModelTotal.model_id": Limit(size=512),
     "ModelTotal.tiers": Limit(count=16),
+    "ModelTotal.profiles": Limit(count=64, size=1024),
     "HeaderFacts.kind": Limit(size=64),
     "HeaderFacts.write_id": Limit(size=64),
     "HeaderFacts.storage_key": Limit(size=64),
@@ -228,6 +231,14 @@ _PREFILLS: Mapping[str, Limit] = {
     "BeginPrefill.ways": Limit(count=16),
     "Candidate.form": Limit(size=64),
     "Candidate.refused": Limit(size=4096),
+    "RegisterProfileRequest.profile": Limit(size=PROFILE_SENT_BYTES_MAX),
+    "FindProfileRequest.receiver": Limit(size=512),
+    "FindProfileRequest.sender": Limit(size=512),
+    "FindProfileRequest.reuse": Limit(size=64),
+    "FindProfileRequest.provenance": Limit(size=64),
+    "FindProfileResponse.profile": Limit(size=PROFILE_SENT_BYTES_MAX),
+    "RecomputeSetting.selector": Limit(size=64),
+    "RecomputeSetting.metric": Limit(size=64),
     "LoadPlan.candidates": Limit(count=64),
     "LoadPlan.why": Limit(size=4096),
 }
@@ -260,5 +271,7 @@ MESSAGE_BYTES: Mapping[str, int] = {
     "kvstore.v1alpha.ReloadRequest": 4096,
     "kvstore.v1alpha.PlansRequest": 4096,
     "kvstore.v1alpha.PartialPrefillRequest": 5 * MIB,
+    "kvstore.v1alpha.RegisterProfileRequest": PROFILE_SENT_BYTES_MAX + 4096,
+    "kvstore.v1alpha.FindProfileRequest": 4096,
 }
 """Bytes of a whole message, checked before it is decoded; of a message with data, the bytes before the data."""

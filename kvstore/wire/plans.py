@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
-from kvstore.planning import RequestClass
+from kvstore.errors import InvalidRequest
+from kvstore.planning import Recompute, RequestClass
 from kvstore.planning.loading import Candidate, ComputeRate, LoadPlan, Prefill, TierRate, Way
 from kvstore.planning.loading.outcome import PlanOutcome
 from kvstore.v1alpha import admin_pb2
@@ -12,7 +14,8 @@ from kvstore.v1alpha import prefill_pb2 as pb
 
 MODE_NUMBERS = {"off": pb.PLANNING_MODE_OFF, "observe": pb.PLANNING_MODE_OBSERVE, "on": pb.PLANNING_MODE_ON}
 WAY_NUMBERS = {
-    Way.PREFILL: pb.WAY_PREFILL, Way.LOAD: pb.WAY_LOAD, Way.FIRST: pb.WAY_FIRST, Way.MEET: pb.WAY_MEET
+    Way.PREFILL: pb.WAY_PREFILL, Way.LOAD: pb.WAY_LOAD, Way.FIRST: pb.WAY_FIRST, Way.MEET: pb.WAY_MEET,
+    Way.BLEND: pb.WAY_BLEND,
 }  # fmt: skip
 CLASS_NUMBERS = {
     RequestClass.INTERACTIVE: pb.REQUEST_CLASS_INTERACTIVE, RequestClass.BATCH: pb.REQUEST_CLASS_BATCH
@@ -22,7 +25,8 @@ CLASSES = {number: each for each, number in CLASS_NUMBERS.items()}
 MODES = {pb.PLANNING_MODE_UNSPECIFIED: "off", **{number: mode for mode, number in MODE_NUMBERS.items()}}
 WAYS = {number: way for way, number in WAY_NUMBERS.items()}
 """The wire's number -> the way. Ways that only a later release knows are missing."""
-UNKNOWN_WAY = "the sidecar chose a way that this release does not know: everything is computed"
+ANY_WAY = frozenset(Way)
+UNKNOWN_WAY = "the chosen way is one that this release does not know, or did not ask for: it computes everything"
 _PREFILL = Candidate(Way.PREFILL, "", 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -70,27 +74,25 @@ def prefill_from_message(message: pb.MeasuredPrefill) -> Prefill:
 
 
 def plan_to_message(plan: LoadPlan) -> pb.LoadPlan:
-    """Return the plan as a message, with the candidates for whose ways the wire has numbers."""
-    candidates = [each for each in plan.candidates if each.way in WAY_NUMBERS]
+    """Return the plan as a message."""
     return pb.LoadPlan(
-        token_count=plan.token_count, candidates=map(_candidate_to_message, candidates),
-        chosen=candidates.index(plan.chosen), why=plan.why, is_measured=plan.is_measured,
+        token_count=plan.token_count, candidates=map(_candidate_to_message, plan.candidates),
+        chosen=plan.candidates.index(plan.chosen), why=plan.why, is_measured=plan.is_measured,
         deadline_seconds=plan.deadline_s if math.isfinite(plan.deadline_s) else None,
     )  # fmt: skip
 
 
-def plan_from_message(message: pb.LoadPlan) -> LoadPlan:
-    """Return the plan in a message. A chosen way that this release does not know becomes a plain prefill."""
+def plan_from_message(message: pb.LoadPlan, ways: Collection[Way] = ANY_WAY) -> LoadPlan:
+    """Return the plan in a message. A chosen way that is none of ``ways``, or that this release does not know, becomes
+    a plain prefill whose time means nothing."""
     known = tuple(_candidate_from_message(each) for each in message.candidates if each.way in WAYS)
     if not known or known[0].way is not Way.PREFILL:
         known = (_PREFILL, *known)
     given = next(iter(message.candidates[message.chosen :]), None)
-    chosen, why = known[0], UNKNOWN_WAY
-    if given is not None and given.way in WAYS:
-        chosen, why = _candidate_from_message(given), message.why
-    return LoadPlan(
-        message.token_count, chosen, known, why, is_measured=message.is_measured, deadline_s=deadline_of(message)
-    )  # fmt: skip
+    chosen, why, is_measured = known[0], UNKNOWN_WAY, False
+    if given is not None and WAYS.get(given.way) in ways:
+        chosen, why, is_measured = _candidate_from_message(given), message.why, message.is_measured
+    return LoadPlan(message.token_count, chosen, known, why, is_measured=is_measured, deadline_s=deadline_of(message))
 
 
 def outcome_to_message(fingerprint: bytes, step_tokens: int, outcome: PlanOutcome) -> admin_pb2.PlannedPrompt:
@@ -125,7 +127,7 @@ def _candidate_to_message(each: Candidate) -> pb.Candidate:
         way=WAY_NUMBERS[each.way], form=each.form, load_start=each.load_start, load_stop=each.load_stop,
         ttft_seconds=each.ttft_s, ttft_high_seconds=each.ttft_high_s, front_seconds=each.front_s,
         load_seconds=each.load_s, compute_seconds=each.compute_s, tier_seconds=each.tier_s, cost=each.cost,
-        refused=each.refused,
+        refused=each.refused, setting=_setting_to_message(each.setting),
     )  # fmt: skip
 
 
@@ -133,5 +135,25 @@ def _candidate_from_message(message: pb.Candidate) -> Candidate:
     return Candidate(
         WAYS[message.way], message.form, message.load_start, message.load_stop, message.ttft_seconds,
         message.ttft_high_seconds, message.front_seconds, message.load_seconds, message.compute_seconds,
-        message.tier_seconds, message.cost, refused=message.refused,
+        message.tier_seconds, message.cost, _setting_of(message), message.refused,
     )  # fmt: skip
+
+
+def _setting_to_message(setting: Recompute | None) -> pb.RecomputeSetting | None:
+    if setting is None:
+        return None
+    return pb.RecomputeSetting(
+        first_layer=setting.first_layer, last_layer=setting.last_layer, ratio=setting.ratio, selector=setting.selector,
+        metric=setting.metric, gradual=setting.gradual,
+    )  # fmt: skip
+
+
+def _setting_of(message: pb.Candidate) -> Recompute | None:
+    """Return a blend's setting; None where it has none, or one that this release does not know."""
+    told = message.setting
+    if not message.HasField("setting"):
+        return None
+    try:
+        return Recompute(told.first_layer, told.last_layer, told.ratio, told.selector, told.metric, told.gradual)
+    except InvalidRequest:
+        return None

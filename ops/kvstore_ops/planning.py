@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group
@@ -15,6 +15,7 @@ from rich.text import Text
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import fingerprint
+from kvstore.planning import Recompute
 from kvstore.planning.loading import (
     ComputeRate,
     LoadFacts,
@@ -25,12 +26,16 @@ from kvstore.planning.loading import (
     Way,
     plan_loading,
 )
+from kvstore.planning.profile import Origin
 from kvstore.spec import ModelSpec, Tier
 from kvstore.units import format_bytes, parse_bytes
 from kvstore.v1alpha import admin_pb2
 from kvstore.wire.plans import compute_from_message
-from kvstore_ops.operators.harmless import cell
+from kvstore_ops.operators.harmless import cell, plain
 from kvstore_ops.options import AddressOption, JsonOption, TenantOption, TlsOption
+
+if TYPE_CHECKING:
+    from kvstore_client import Client
 
 WIDTH = 48
 """Width of a picture's time axis in characters."""
@@ -77,12 +82,24 @@ def plan(
         match = client.lookup(spec, tokens)
         facts = client.planner.facts(spec, match, len(tokens), len(tokens) - 1, step_tokens, frozenset(Way))
         facts = replace(facts, compute=told_compute(client.stats().engines, spec, step_tokens))
+        reuse = {origin.value: documents(client, spec, origin) for origin in (Origin.STANDALONE, Origin.PREAMBLE)}
     facts = supposed(facts, spec, prefill_tokens_per_s, rate or [])
     found = plan_loading(facts)
     if as_json:
-        print(json.dumps(as_dict(facts, found), indent=2))
+        print(json.dumps({**as_dict(facts, found), "documents": reuse}, indent=2))
         return
     Console().print(render(facts, found))
+    for origin, said in reuse.items():
+        Console().print(Text(plain(f"documents ({origin}): {said}")))
+
+
+def documents(client: Client, spec: ModelSpec, origin: Origin) -> str:
+    """Return in words how documents of a model may be reused, by a profile of this host or of the service."""
+    permit = client.gate.permit(spec, None, "position", origin)
+    if permit.setting is None:
+        return permit.reason
+    share = permit.setting.share(spec.layer_count)
+    return f"reused at {share:.0%} of the compute, at a floor of {client.gate.floor:g}: {again(permit.setting)}"
 
 
 def told_compute(engines: Iterable[admin_pb2.EngineRate], spec: ModelSpec, step_tokens: int) -> ComputeRate:
@@ -158,6 +175,13 @@ def render(facts: LoadFacts, found: LoadPlan) -> Group:
     if not found.is_measured:
         lines.append(Text(UNMEASURED, style="yellow"))
     return Group(*lines)
+
+
+def again(setting: Recompute) -> str:
+    """Return in words what a setting computes again."""
+    group = f"layers {setting.first_layer} to {setting.last_layer}" * (setting.check_layer > setting.first_layer)
+    chosen = f"{setting.ratio:.0%} by {setting.selector}" * bool(setting.ratio)
+    return ", ".join(filter(None, (group, chosen))) or "nothing is computed again"
 
 
 def picture(found: LoadPlan) -> list[str]:

@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvstore.errors import InvalidRequest
-from kvstore.planning.loading import LoadPlan, Way
+from kvstore.planning.loading import Candidate, LoadPlan, Way
 from kvstore.planning.loading.outcome import carried_out, judged
 from kvstore.v1alpha import admin_pb2
 from kvstore.wire.plans import MODES, plan_from_message
@@ -23,7 +23,7 @@ from kvstore_ops.door import door_of
 from kvstore_ops.operators.calls import Operator
 from kvstore_ops.operators.harmless import cell, plain
 from kvstore_ops.options import AddressOption, JsonOption, TenantOption, TlsOption
-from kvstore_ops.planning import picture
+from kvstore_ops.planning import again, picture
 
 NONE = "No partial prefill was begun since the sidecar started: engines begin them with client.partial_prefill."
 
@@ -86,12 +86,24 @@ def whole(entry: admin_pb2.PlanEntry) -> Group:
         plan = plan_from_message(entry.plan)
         ways = Table("", "way", "loads", "first token", "in one case of ten", "not, because")
         for each in plan.candidates:
-            loads = f"{each.load_start:,} to {each.load_stop:,}" if each.loaded_tokens else "nothing"
+            loads = loaded(each)
             mark = "*" if each == plan.chosen else ""
             high = f"{each.ttft_high_s * 1e3:,.1f} ms"
             ways.add_row(mark, each.way, loads, f"{each.ttft_s * 1e3:,.1f} ms", high, cell(each.refused))
         lines += [ways, Text(plain(str(plan))), *map(Text, picture(plan))]
     return Group(*lines)
+
+
+def loaded(candidate: Candidate) -> str:
+    """Return in words which tokens a way loads; a blend's stand anywhere, and its setting mends them."""
+    if not candidate.loaded_tokens:
+        return "nothing"
+    if candidate.way is not Way.BLEND:
+        return f"{candidate.load_start:,} to {candidate.load_stop:,}"
+    setting = candidate.setting
+    if setting is None or not (setting.ratio or setting.check_layer > setting.first_layer):
+        return f"{candidate.load_stop:,} tokens"
+    return f"{candidate.load_stop:,} tokens, again: {again(setting)}"
 
 
 def summary(found: Sequence[admin_pb2.PlanEntry]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import grpc
@@ -377,10 +377,10 @@ def test_a_chosen_way_that_only_a_later_release_knows_means_compute(
     keep(client, RECEIVER, tokens)
     speeds(client, 1e12, 1e-3)
 
-    def later(message: prefill_pb2.LoadPlan) -> LoadPlan:
+    def later(message: prefill_pb2.LoadPlan, ways: Collection[Way]) -> LoadPlan:
         for each in message.candidates:
             each.way = 99 if each.way else 0  # type: ignore[assignment]
-        return plan_from_message(message)
+        return plan_from_message(message, ways)
 
     monkeypatch.setattr("kvstore_client.loading.call.plan_from_message", later)
     found = client.partial_prefill(RECEIVER, tokens)

@@ -93,6 +93,8 @@ def test_quality_chooses_the_setting_by_which_documents_are_mended(client: Clien
         receipt.wait(10.0)
     profiled(tmp_path, model.spec)
     client.gate.is_due = lambda _: False  # type: ignore[method-assign]  # a checked request is answered in full
+    told: list[PlanOutcome] = []
+    client.planner.planned = lambda _spec, _step, outcome: told.append(outcome)  # type: ignore[method-assign]  # replaced
     for quality, setting in ((0.4, CHEAP), (0.9, DEAR)):
         ids, report = answer(model, IDS, quality=quality, preamble=PREAMBLE)
         assert report.mended.recompute == setting
@@ -103,6 +105,9 @@ def test_quality_chooses_the_setting_by_which_documents_are_mended(client: Clien
     assert report.exactness is Exactness.EXACT, "no setting keeps so much"
     assert report.reused_token_count == 64, "the first document stands where it was computed"
     assert "no setting" in report.mended.reason
+    assert {each.plan.chosen.way for each in told} == {Way.BLEND}
+    assert [each.plan.chosen.setting for each in told] == [CHEAP, DEAR, Recompute.reuse()]
+    assert all((each.ttft_s or 0.0) > 0.0 for each in told)
 
 
 def test_who_sets_no_quality_or_wants_all_of_it_gets_what_is_exact(client: Client, tmp_path: Path) -> None:

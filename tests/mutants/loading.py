@@ -36,8 +36,83 @@ BLENDS = "kvstore/planning/blends.py"
 WEIGHING = "clients/kvstore_client/recompute/weighing.py"
 T_BLENDS = "tests/planning/test_blends.py"
 T_DOCUMENTS = "tests/e2e/test_planned_documents.py"
+T_TOLD_BLENDS = "tests/e2e/test_told_blends.py"
+WIRE = "kvstore/wire/plans.py"
+OUTCOME = "kvstore/planning/loading/outcome.py"
+
+LOADING = "kvstore/movement/loading.py"
+LOADS = "kvstore/movement/loads.py"
+T_LEFT = "tests/controller/test_left_loads.py"
+T_LEFT_LOADS = "tests/e2e/test_left_loads.py"
 
 MUTANTS = [
+    Mutant(
+        "what-nobody-wants-is-read-to-its-end",
+        LOADING,
+        "            task.cancel()\n",
+        "            pass\n",
+        "a tier that has collapsed goes on with loads that were given up, and others wait behind them",
+        (f"{T_LEFT_LOADS}::test_after_a_cancel_nothing_is_held_and_nothing_more_is_read",),
+    ),
+    Mutant(
+        "one-that-does-not-listen-yet-wants-nothing",
+        LOADING,
+        "if self.listeners or self.expected > 0 or",
+        "if self.listeners or",
+        "a reader that asked while another left gets a miss, and prefetches end with the first reader that leaves",
+        (
+            f"{T_LEFT}::test_one_that_asked_and_does_not_listen_yet_still_wants_it",
+            "tests/tiers/test_promotion.py::test_a_second_reader_is_left_what_the_first_one_leaves",
+        ),
+    ),
+    Mutant(
+        "who-has-its-layers-ends-the-load",
+        LOADING,
+        "or self.lost or self._has_wanted:",
+        "or self.lost:",
+        "a fetch of some layers leaves no chunk in memory, and the next one reads it again",
+        (f"{T_LEFT}::test_one_that_has_what_it_waited_for_lets_the_rest_come",),
+    ),
+    Mutant(
+        "a-load-that-was-left-is-a-miss",
+        LOADS,
+        "            if loading is not None and loading.is_left:  # it ends as soon as its tier lets it\n",
+        "            if False:\n",
+        "who asks for a chunk just after another reader left misses it",
+        ("tests/tiers/test_promotion.py::test_who_asks_while_a_load_that_was_left_ends_has_it_read_anew",),
+    ),
+    Mutant(
+        "a-way-that-nobody-asked-for-is-taken",
+        WIRE,
+        "    if given is not None and WAYS.get(given.way) in ways:\n",
+        "    if given is not None and given.way in WAYS:\n",
+        "a sidecar's plan of documents is loaded as if it were the prompt's own prefix",
+        (f"{T_TOLD_BLENDS}::test_a_way_that_nobody_asked_for_is_computed",),
+    ),
+    Mutant(
+        "a-way-that-nobody-knows-has-a-prefills-time",
+        WIRE,
+        "chosen, why, is_measured = known[0], UNKNOWN_WAY, False",
+        "chosen, why, is_measured = known[0], UNKNOWN_WAY, message.is_measured",
+        "plans of a later release are compared with a prefill that nobody computed",
+        (f"{T_TOLD_BLENDS}::test_a_release_that_knows_no_blends_takes_the_plan_for_no_time",),
+    ),
+    Mutant(
+        "a-check-by-full-prefill-is-the-plans-time",
+        PREFILL,
+        "None if is_checked else timeline.total_s",
+        "timeline.total_s",
+        "plans of documents are said to be off by the full prefill that checks them",
+        (f"{T_TOLD_BLENDS}::test_what_was_checked_by_a_full_prefill_tells_no_time",),
+    ),
+    Mutant(
+        "who-observes-reuses-no-documents",
+        OUTCOME,
+        "if each.way in (Way.LOAD, Way.BLEND)]",
+        "if each.way is Way.LOAD]",
+        "what observing reuses is compared with a prefill",
+        (f"{T_TOLD_BLENDS}::test_who_observes_reuses_all_and_that_is_compared",),
+    ),
     Mutant(
         "a-blend-need-not-beat-a-prefill",
         PLANNER,

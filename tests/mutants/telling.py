@@ -25,7 +25,60 @@ T_EXACTNESS = "tests/e2e/test_exactness.py"
 T_GATE = "tests/recompute/test_gate.py"
 T_PROFILE = "tests/recompute/test_profile.py"
 
+REGISTERED = "kvstore/controller/profiles.py"
+EXCHANGE = "clients/kvstore_client/gate/exchange.py"
+SERVICE = "kvstore/server/prefills.py"
+T_REGISTERED = "tests/e2e/test_registered_profiles.py"
+
 MUTANTS = [
+    Mutant(
+        "an-old-profile-replaces-the-newer",
+        REGISTERED,
+        "        if known is not None and known.measured_at_s > profile.measured_at_s:\n            return False\n",
+        "",
+        "two hosts take turns in registering theirs, and settings change with every session",
+        (f"{T_REGISTERED}::test_the_newer_one_stays",),
+    ),
+    Mutant(
+        "a-profile-of-the-future",
+        REGISTERED,
+        "        if profile.measured_at_s > self._clock.wall() + AHEAD_S_MAX:\n",
+        "        if False:\n",
+        "no profile that is measured later replaces one whose host had a wrong clock",
+        (f"{T_REGISTERED}::test_what_is_no_profile_is_refused_by_name",),
+    ),
+    Mutant(
+        "profiles-without-a-bound",
+        REGISTERED,
+        "            del self._kept[next(iter(self._kept))]\n",
+        "            break\n",
+        "a client fills the service's memory with profiles of models that nobody has",
+        (f"{T_REGISTERED}::test_they_are_bounded_and_the_one_that_nobody_asks_for_goes",),
+    ),
+    Mutant(
+        "a-profile-that-grows",
+        REGISTERED,
+        "        if size > PROFILE_SENT_BYTES_MAX:\n",
+        "        if False:\n",
+        "a profile is kept that no reply can carry",
+        (f"{T_REGISTERED}::test_a_profile_that_grows_when_it_is_written_out_is_refused",),
+    ),
+    Mutant(
+        "the-services-profile-is-of-anything",
+        EXCHANGE,
+        "        if Pair.of_profile(profile) != pair:\n",
+        "        if False:\n",
+        "a profile of other weights allows what theirs cannot do",
+        (f"{T_REGISTERED}::test_a_service_that_lies_is_not_believed",),
+    ),
+    Mutant(
+        "a-profile-without-a-session",
+        SERVICE,
+        "        session_of(self._controller, context)\n        return prefill_pb2.RegisterProfileResponse",
+        "        return prefill_pb2.RegisterProfileResponse",
+        "whoever reaches the door decides how a tenant's documents are mended",
+        (f"{T_REGISTERED}::test_without_a_session_nobody_asks_or_registers",),
+    ),
     Mutant(
         "length-of-a-tail-that-went",
         TAILS,

@@ -23,8 +23,10 @@ from kvstore.seams import TenantKeys
 from kvstore.spec import Durability, MissReason
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha.admin_pb2 import StatsRequest
+from kvstore.v1alpha.prefill_pb2 import FindProfileRequest, RegisterProfileRequest
 from tests.conftest import WARM
 from tests.e2e.remote.peers import METHODS, SERVICE, Peer, status
+from tests.e2e.test_registered_profiles import profile_of
 from tests.security.tenancy import NAMES, client_of, secret_of, tenants_sidecar, token_of
 from tests.security.test_sessions import CALLS
 from tests.server.raw import Handoff, Raw
@@ -302,3 +304,15 @@ def test_a_clean_stop_leaves_no_socket_behind() -> None:
         assert not list(run.iterdir())
         assert "Traceback" not in (sidecar.directory / "log").read_text()
         client.close()
+
+
+def test_no_tenant_reuses_by_the_profile_of_another(pair: tuple[Client, Client]) -> None:
+    profile = profile_of(SPEC)
+    for client in pair:
+        client.lookup(SPEC, tokens_of(COUNT))
+    session = pair[0].connect_now()
+    data = profile.to_json().encode()
+    assert session.call(session.prefills.RegisterProfile, RegisterProfileRequest(profile=data), 10.0).is_kept
+    question = FindProfileRequest(receiver=SPEC.weights_digest, reuse="position", provenance="standalone")
+    found = [each.connect_now().prefills.FindProfile(question, metadata=each.connect_now().carried) for each in pair]
+    assert [each.profile for each in found] == [data, b""]

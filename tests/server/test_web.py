@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,9 @@ from kvstore.config import load
 from kvstore.controller.benefit import Saving, ServedModel
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.movement.accounts import TierAccount
-from kvstore.planning.loading import Prefill, Way
+from kvstore.planning import Recompute
+from kvstore.planning.loading import Candidate, LoadPlan, Prefill, Way
+from kvstore.planning.loading.outcome import PlanOutcome
 from kvstore.seams import SystemClock
 from kvstore.server.web.facts import NAME_CHARACTERS_MAX, PageTenant
 from kvstore.server.web.history import EVENT_COUNT_MAX, SAMPLE_COUNT_MAX, History
@@ -126,13 +129,21 @@ def test_it_shows_what_was_planned_and_what_came_of_it() -> None:
                 assert (plan["state"], plan["took"], plan["stored_token_count"]) == ("on its way", None, 64)
                 call.end(0.5, 0.125, is_given_up=False, computed=None)
                 eventually(lambda: plans_of(port)[0]["state"] == "done")
+            mended = Candidate(Way.BLEND, "KV", 0, 64, *(0.2,) * 7, setting=Recompute.reuse())
+            seen = LoadPlan(65, mended, (client.plan(spec, tokens).prefill, mended), "")
+            client.planner._tell({}, [(spec, 0, PlanOutcome(seen, "observe", 64, 0.4), monotonic())])
+            eventually(lambda: len(plans_of(port)) == 2)
+            told = plans_of(port)[0]
             with given(client.planner.begin(prompt, calls.Asked(64, 0, (), "off"))):
                 pass
-            eventually(lambda: len(plans_of(port)) == 2 and plans_of(port)[0]["state"] == "gone")
-            gone, done = plans_of(port)
+            eventually(lambda: len(plans_of(port)) == 3 and plans_of(port)[0]["state"] == "gone")
+            gone, _, done = plans_of(port)
     assert gone["planned"] is None
     assert done["took"] == {"ttft_s": 0.5, "wait_s": 0.125}
+    planned = told["planned"]
+    assert (planned["way"], planned["load_stop"], planned["is_carried_out"]) == ("blend", 64, True)
     planned = done["planned"]
+    assert planned["is_carried_out"]
     assert (planned["way"], planned["load_start"], planned["load_stop"]) == ("load", 0, 64)
     assert call.plan is not None
     assert (planned["ttft_s"], planned["prefill_s"]) == (call.plan.chosen.ttft_s, call.plan.prefill.ttft_s)

@@ -123,3 +123,63 @@ def test_a_fetch_that_memory_refuses_half_way_leaves_nothing_on_its_way(service:
         assert await service.fetch(*PATH) == (len(PATH), MissReason.NONE)
 
     service.run(scenario)
+
+
+def test_who_asks_while_a_load_that_was_left_ends_has_it_read_anew(service: DeviceService) -> None:
+    """The device has begun to open a chunk, and ends that whatever becomes of its caller."""
+
+    async def scenario() -> None:
+        await service.keep(*PATH)
+        service.forget_memory()
+        opens, has_begun, may_end = service.nvme.open, asyncio.Event(), asyncio.Event()
+
+        async def slow(*arguments: Any) -> Any:
+            has_begun.set()
+            while not may_end.is_set():
+                try:
+                    await may_end.wait()
+                except asyncio.CancelledError:
+                    continue
+            raise Unavailable("it was too late")
+
+        service.nvme.open = slow  # type: ignore[assignment,method-assign]
+        left = service.controller.fetch(service.session, service.query(*PATH))
+        news = service.controller.arrivals(left, None)
+        waiting = asyncio.ensure_future(anext(news))
+        await has_begun.wait()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        service.controller.release(service.session, [left.lease_id])
+        assert all(chunk.loading is not None and chunk.loading.lost for chunk in left.chunks)
+        assert service.controller.parts.movement.loading_bytes, "its memory is in use until the device has ended"
+
+        service.nvme.open = opens  # type: ignore[method-assign]
+        assert await service.fetch(*PATH) == (len(PATH), MissReason.NONE)
+        may_end.set()
+        await asyncio.sleep(1.0)
+        assert service.controller.parts.movement.loading_bytes == 0
+        assert await service.fetch(*PATH) == (len(PATH), MissReason.NONE)
+        service.balance()
+
+    service.run(scenario)
+
+
+def test_a_second_reader_is_left_what_the_first_one_leaves(service: DeviceService) -> None:
+    async def scenario() -> None:
+        await service.keep(*PATH)
+        service.forget_memory()
+        opening = Opening(service)
+        one, two = (service.controller.fetch(service.session, service.query(*PATH)) for _ in range(2))
+        news = service.controller.arrivals(one, None)
+        waiting = asyncio.ensure_future(anext(news))
+        await asyncio.sleep(0.001)
+        waiting.cancel()  # while the second does not listen yet
+        await asyncio.gather(waiting, return_exceptions=True)
+        async for batch in service.controller.arrivals(two, None):
+            assert not any(each.lost for each in batch)
+        for result in (one, two):
+            service.controller.release(service.session, [result.lease_id])
+        assert opening.count == len(PATH), "each was read once"
+        assert await service.fetch(*PATH) == (len(PATH), MissReason.NONE)
+
+    service.run(scenario)

@@ -5,6 +5,9 @@
     if gate.is_due(permit):   # this request is checked: prefill it in full as well, and hand that out
         reason = gate.checked(permit, full_logits, lossy_logits)
 
+A client's gate has an ``exchange``: profiles of this host are registered with the service, and a pair of which this
+host has none goes by the service's.
+
 Every ``check_every``-th lossy request of a pair is checked, the first one too; while there is evidence of drift, every
 request is, so that few wrong answers get out before reuse is switched off. Then it stays off, in every process that
 reads the same directory, until there is another profile.
@@ -26,6 +29,7 @@ from kvstore.planning.permit import INVALID, PROVENANCE
 from kvstore.planning.profile import AGAIN, Origin
 from kvstore.spec import ModelSpec
 from kvstore_client.gate.drift import DriftWatch, misled
+from kvstore_client.gate.exchange import ProfileExchange
 from kvstore_client.gate.profiles import Profiles
 
 if TYPE_CHECKING:
@@ -100,6 +104,8 @@ class Gate:
         self.floor = floor
         self.check_every = check_every
         self.counters = Counter[str]() if counters is None else counters
+        self.exchange: ProfileExchange | None = None
+        """The service's profiles; None: those of this host's directory alone."""
         self._profiles = Profiles(directory)
         self._states: dict[Pair, _State] = {}
         self._off: dict[str, str] = {}
@@ -110,13 +116,18 @@ class Gate:
         floor: float | None = None,
     ) -> Permit:  # fmt: skip
         """Return a permit that says if and how ``receiver`` may reuse these caches. Reads the profile when its file has
-        changed; else it costs two stat calls. ``provenance``: by default the one that the reuse implies. ``floor``:
-        this request's; None: the gate's."""
+        changed; else it costs three stat calls. Where this host has no profile the service's is taken, which is
+        asked for once a minute at most; this host's own is told to the service. ``provenance``: by default the one that
+        the reuse implies. ``floor``: this request's; None: the gate's."""
         pair = Pair.of(receiver, sender, reuse, provenance or PROVENANCE.get(reuse, Origin.IN_CONTEXT))
+        exchange = self.exchange
+        found = exchange.find(pair) if exchange is not None and not self._profiles.has(pair) else None
         with self._locked():
-            state, stamp = self._states.get(pair), self._profiles.stamp(pair)
+            state, stamp = self._states.get(pair), (*self._profiles.stamp(pair), found)
             if state is None or state.stamp != stamp:
-                state = self._states[pair] = self._opened(pair, stamp)
+                state = self._states[pair] = self._opened(pair, stamp, found)
+            if exchange is not None and state.profile is not None and found is None and not state.reason:
+                exchange.tell(receiver, state.profile, state.digest)
             return state.permit(pair, receiver, sender, self.floor if floor is None else floor)
 
     def is_due(self, permit: Permit) -> bool:
@@ -152,10 +163,11 @@ class Gate:
         state = self._states.get(permit.pair)
         return None if state is None or permit.setting is None else state.watched.get(permit.setting)
 
-    def _opened(self, pair: Pair, stamp: tuple[object, ...]) -> _State:
-        """Read the files, and return the state that follows from them."""
+    def _opened(self, pair: Pair, stamp: tuple[object, ...], found: Profile | None) -> _State:
+        """Read the files, and return the state that follows from them. ``found``: the service's profile, for a host
+        that has none."""
         try:
-            profile = self._profiles.read(pair)
+            profile = self._profiles.read(pair) or found
             digest = "" if profile is None else profile.digest
             off = profile and (self._off.get(digest) or self._profiles.switched_off(pair, profile))
             Ruling.of(pair, profile, self.floor, off or "")  # raises for a profile of another reuse

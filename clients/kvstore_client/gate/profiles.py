@@ -28,6 +28,10 @@ class Profiles:
     def path(self, pair: Pair) -> Path:
         return self.directory / pair.file_name
 
+    def has(self, pair: Pair) -> bool:
+        """True when a file of the pair is there, be it valid or not. Cost: a stat call."""
+        return _stamp(self.path(pair)) is not None
+
     def stamp(self, pair: Pair) -> tuple[object, ...]:
         """Return a value that changes when the profile or the note beside it does. Cost: two stat calls."""
         return tuple(_stamp(path) for path in (self.path(pair), _note(self.path(pair))))

@@ -21,6 +21,7 @@ from kvstore.wire.plans import (
     CLASS_NUMBERS,
     MODE_NUMBERS,
     WAY_NUMBERS,
+    WAYS,
     compute_to_message,
     link_to_message,
     plan_from_message,
@@ -82,7 +83,8 @@ class PrefillCall:
             self.close()
             raise Unavailable("the sidecar is gone") if answer is None else _failure(answer)
         self.answer = answer
-        self.plan = plan_from_message(answer.plan) if answer.HasField("plan") else None
+        ways = {Way.PREFILL, *(WAYS[each] for each in begin.ways)}
+        self.plan = plan_from_message(answer.plan, ways) if answer.HasField("plan") else None
 
     def end(self, ttft_s: float, wait_s: float, *, is_given_up: bool, computed: Prefill | None) -> None:
         """Report the outcome. Does not wait: a sidecar that does not listen learns nothing."""
@@ -161,7 +163,7 @@ def begin(
     message = pb.BeginPrefill(
         query=prompt.query(name, prompt.digests[:whole]), token_count=prompt.token_count,
         reusable_token_count=asked.reusable_tokens, step_tokens=asked.step_tokens,
-        ways=[WAY_NUMBERS[way] for way in asked.ways if way in WAY_NUMBERS],
+        ways=[WAY_NUMBERS[way] for way in asked.ways],
         mode=MODE_NUMBERS[asked.mode], readers=asked.readers,
     )  # fmt: skip
     message.request_class = CLASS_NUMBERS[asked.terms.request_class]

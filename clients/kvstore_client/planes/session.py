@@ -105,6 +105,8 @@ class ClientSession(Plane):
         self.pid = os.getpid()
         self.ended = threading.Event()
         self.models: set[bytes] = set()
+        self.profiles: set[str] = set()
+        """Digests of the profiles that were told in this session."""
         self.returns = Returns(self.ended)
 
     def _ending(self) -> Callable[[], object]:

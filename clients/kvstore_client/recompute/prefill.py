@@ -18,7 +18,8 @@ import torch
 
 from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, Unavailable
 from kvstore.planning import Plan, Recompute
-from kvstore.planning.loading import Prefill, Way
+from kvstore.planning.loading import LoadPlan, Prefill, Way
+from kvstore.planning.loading.outcome import PlanOutcome
 from kvstore.seams import Clock
 from kvstore.spec import Exactness
 from kvstore_client.caches import Caches
@@ -58,7 +59,7 @@ def partial_prefill(client: Caches, request: Request, timeout_s: float, clock: C
         if took is not None:
             client.planner.computed(request.runner.spec, 0, took, is_told=prompt.is_called)
         timeline = replace(result.timeline, total_s=clock.monotonic() - started_s, prepare_s=prepared_s - started_s)
-        prompt.tell(timeline, took)
+        prompt.tell(timeline, took, is_checked=any(due))
         return PartialPrefill(plan=plan, **{**vars(result), "timeline": timeline})
     finally:
         prompt.close()
@@ -72,6 +73,8 @@ class _Prompt:
     def __init__(self, client: Caches, request: Request, timeout_s: float, clock: Clock) -> None:
         self._client, self._request, self._timeout_s, self._clock = client, request, timeout_s, clock
         self._call: PrefillCall | None = None
+        self._began_s = clock.monotonic()
+        self._loading: LoadPlan | None = None
         self._is_given_up = self._is_late = False
         self._front = 0
         self._took: Prefill | None = None
@@ -83,6 +86,7 @@ class _Prompt:
         try:
             return self._attempted()
         except LOST as error:
+            self._is_given_up = True
             reason = error.message
             without_frames(error)
         # Only here, outside of ``except``: the error's frames are gone, and with them the spoiled cache.
@@ -115,6 +119,7 @@ class _Prompt:
                 facts = replace(facts, hidden=(*facts.hidden, *(arrivals.fetch_e(*each) for each in unknown)))
                 found = weighed(client, request, facts, arrivals.held)
             plan = settled(client, request, found, arrivals.held)
+            self._loading = self._loading or plan.loading
             runs, self._planes = arrivals.run(plan)
             prepared_s = clock.monotonic()
             front = plan.front_token_count
@@ -130,7 +135,6 @@ class _Prompt:
                     runs = self._with_front(plan, runs) if front else self._raced(plan, runs)
                     result = _computed(request, runs, self._planes, clock, plan.recompute)
                 except DataLoss as error:
-                    self._is_given_up = True
                     if self._race is not None and self._race.has_won:
                         client.planner.given_up()
                     self._is_late = patience.is_spent
@@ -205,13 +209,21 @@ class _Prompt:
         """True when the sidecar hears of the outcome with the call's end."""
         return self._call is not None
 
-    def tell(self, timeline: Timeline, took: Prefill | None) -> None:
-        """Report the plan's outcome to the sidecar."""
+    def tell(self, timeline: Timeline, took: Prefill | None, *, is_checked: bool) -> None:
+        """Report the plan's outcome to the sidecar, also where this client made the plan. ``is_checked``: a full
+        prefill followed the reuse, so that the time says nothing of the plan."""
+        waited_s = timeline.load_s + timeline.prepare_s
         if self._call is not None:
-            self._call.end(
-                timeline.total_s, timeline.load_s + timeline.prepare_s, is_given_up=self._is_given_up, computed=took
-            )
+            self._call.end(timeline.total_s, waited_s, is_given_up=self._is_given_up, computed=took)
             self._call = None
+        elif self._loading is not None:
+            self._tell_own(self._loading, None if is_checked else timeline.total_s, waited_s)
+
+    def _tell_own(self, plan: LoadPlan, ttft_s: float | None, waited_s: float) -> None:
+        planner, stored = self._client.planner, max(each.load_stop for each in plan.candidates)
+        age_s, mode = self._clock.monotonic() - self._began_s, planner.mode_under(self._request.terms)
+        outcome = PlanOutcome(plan, mode, stored, ttft_s, waited_s, self._is_given_up, age_s)
+        planner.planned(self._request.runner.spec, 0, outcome)
 
     def close(self) -> None:
         """Give back what the sidecar holds for a plan without a result. Idempotent."""

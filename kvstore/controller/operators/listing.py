@@ -138,7 +138,9 @@ class Totals:
                 self._names |= {each.number: model.fingerprint for each in model.namespaces.values()}
         name = self._names[space.number]
         if name not in self._of:
-            self._of[name] = ModelTotal(name, model_id_of(space))
+            known = self._catalog.models.get(name)
+            profiles = self._parts.profiles.of(known.spec) if known is not None else []
+            self._of[name] = ModelTotal(name, model_id_of(space), profiles=profiles)
         return self._of[name]
 
     def models(self) -> tuple[ModelTotal, ...]:

@@ -72,13 +72,15 @@ class TierTotal:
 
 @dataclass(slots=True)
 class ModelTotal:
-    """The selected chunks of one model; ``tiers``: those in each tier, by its name."""
+    """The selected chunks of one model; ``tiers``: those in each tier, by its name. ``profiles``: in words for what
+    there is a profile of it."""
 
     fingerprint: bytes
     model_id: str
     chunk_count: int = 0
     byte_count: int = 0
     tiers: dict[str, TierTotal] = field(default_factory=dict)
+    profiles: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

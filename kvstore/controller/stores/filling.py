@@ -61,6 +61,12 @@ class Filling:
         self.lost = MissReason.UNAVAILABLE
         self._changed()
 
+    def attend(self, listener: asyncio.Event) -> None:
+        self.listeners[listener] = None
+
+    def leave(self, listener: asyncio.Event) -> None:
+        self.listeners.pop(listener, None)
+
     def _changed(self) -> None:
         for listener in self.listeners:
             listener.set()

@@ -14,9 +14,9 @@ SECONDS_MAX = 3600.0
 
 @dataclass(frozen=True)
 class PlanOutcome:
-    """The report of an engine that plans by itself, of one prompt. ``stored_tokens``: stored when the plan
-    was made. ``ttft_s`` and ``wait_s``: as of ``PrefillEnd``; None: the first token's time is not the plan's.
-    ``age_s``: seconds since the plan was made."""
+    """The report of an engine that plans by itself, of one prompt. ``stored_tokens``: stored when the plan was made, in
+    documents and siblings' caches, too. ``ttft_s`` and ``wait_s``: as of ``PrefillEnd``; None: the first token's time
+    is not the plan's. ``age_s``: seconds since the plan was made."""
 
     plan: LoadPlan
     mode: str
@@ -59,10 +59,11 @@ def judged(plan: LoadPlan, mode: str, took_s: float) -> Foretold | None:
 
 
 def carried_out(plan: LoadPlan, mode: str) -> Candidate:
-    """Return what an engine did in a mode: who only observes loads all that is stored."""
+    """Return what an engine did in a mode: who only observes loads all that is stored, documents and siblings' caches
+    included."""
     if mode == "on":
         return plan.chosen
-    loads = [each for each in plan.candidates if each.way is Way.LOAD]
+    loads = [each for each in plan.candidates if each.way in (Way.LOAD, Way.BLEND)]
     return max(loads, key=lambda each: each.load_stop, default=plan.prefill)
 
 

@@ -16,6 +16,7 @@ from kvstore.controller.operators import HotEntry, Operators
 from kvstore.controller.prefills import PartialPrefills, PlanRecord
 from kvstore.controller.values import ModelCount
 from kvstore.movement import TierAccount
+from kvstore.planning.loading.outcome import carried_out
 from kvstore.seams import Clock
 from kvstore.server.web.history import INTERVAL_S, SAVED, HealthEvent, History, health_of
 
@@ -154,6 +155,7 @@ def _plan(record: PlanRecord) -> dict[str, Any]:
         "stored_token_count": record.stored_token_count, "state": record.state, "mode": record.mode,
         "planned": None if plan is None else {
             "token_count": plan.token_count, "way": plan.chosen.way,
+            "is_carried_out": carried_out(plan, record.mode) == plan.chosen,
             "load_start": plan.chosen.load_start, "load_stop": plan.chosen.load_stop, "is_measured": plan.is_measured,
             "ttft_s": plan.chosen.ttft_s, "prefill_s": plan.prefill.ttft_s,
             "bars": [astuple(each) for each in plan.chosen.bars] if plan.is_measured else [],

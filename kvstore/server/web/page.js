@@ -157,7 +157,7 @@ function timeline(plan, took) {
 function accuracy(plans) {
   // Who only observes loads all that is stored, whatever was planned.
   const compared = plans.filter((each) => each.state === "done" && each.planned && each.planned.is_measured
-    && (each.mode === "on" || each.planned.way === "load") && each.took && each.took.ttft_s);
+    && each.planned.is_carried_out && each.took && each.took.ttft_s);
   if (!compared.length) return "None of these was planned with a measured engine, carried out and ended: nothing to compare.";
   const off = compared.map((each) => Math.abs(each.took.ttft_s - each.planned.ttft_s) / each.took.ttft_s)
     .sort((one, other) => one - other);
@@ -172,7 +172,8 @@ function plans(tenant, now, id) {
     "No partial prefill was begun since the start: engines begin them with client.partial_prefill.");
   const rows = tenant.plans.map((each) => {
     const plan = each.planned, took = each.took, isTold = plan && plan.is_measured;
-    const loads = !plan ? "no plan asked for" : plan.load_stop > plan.load_start
+    const loads = !plan ? "no plan asked for" : plan.way === "blend" ? `blend: ${whole(plan.load_stop)} tokens`
+      : plan.load_stop > plan.load_start
       ? `${plain(plan.way)}: ${whole(plan.load_start)} to ${whole(plan.load_stop)}` : plain(plan.way);
     return [whole(each.number), isTold ? timeline(plan, took) : "engine not measured", loads,
       isTold ? brief(plan.ttft_s) : "-", took ? brief(took.ttft_s) : "-", took ? brief(took.wait_s) : "-",

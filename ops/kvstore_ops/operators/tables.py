@@ -146,7 +146,7 @@ def total_as_dict(total: admin_pb2.ModelTotal) -> dict[str, Any]:
     tiers = {each.tier: {"chunk_count": each.chunk_count, "byte_count": each.byte_count} for each in total.tiers}
     return {
         "model_id": total.model_id, "fingerprint": total.fingerprint.hex(), "chunk_count": total.chunk_count,
-        "byte_count": total.byte_count, "tiers": tiers,
+        "byte_count": total.byte_count, "tiers": tiers, "profiles": list(total.profiles),
     }  # fmt: skip
 
 
@@ -188,18 +188,20 @@ def model_cell(chunk: admin_pb2.ChunkEntry) -> Text:
 
 
 def render_models(totals: Sequence[admin_pb2.ModelTotal]) -> Table:
-    """Draw a line per model, with its chunks in each tier."""
+    """Draw a line per model, with its chunks in each tier, and its profiles where any has one."""
+    has_profiles = any(total.profiles for total in totals)
     names = list(dict.fromkeys(tier.tier for total in totals for tier in total.tiers))
     table = Table(
         Column("model", overflow="fold"), "fingerprint", Column("chunks", justify="right"),
         Column("bytes", justify="right"), *(Column(name, justify="right") for name in names),
+        *[Column("profiles", overflow="fold")] * has_profiles,
     )  # fmt: skip
     for total in totals:
         of = {tier.tier: f"{tier.chunk_count:,}" for tier in total.tiers}
         name = cell(total.model_id) if total.model_id else Text("(not registered)", style="yellow")
         table.add_row(
             name, total.fingerprint.hex()[:DIGITS], f"{total.chunk_count:,}", format_bytes(total.byte_count),
-            *(of.get(each, "0") for each in names),
+            *(of.get(each, "0") for each in names), *[cell(", ".join(total.profiles))] * has_profiles,
         )  # fmt: skip
     return table
 
