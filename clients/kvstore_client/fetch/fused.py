@@ -7,16 +7,22 @@ the layers lie at one distance, one view is cut into all of them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.chunk import STRIP_ALIGNMENT, ChunkLayout
 from kvstore.seams import FaultPoints
 from kvstore_client.arrays import Tensor, torch_module
 from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun
 
+Fused = Callable[[FaultPoints, int], Iterator[Callable[[], None]]]
+"""All copies of a fetch, ready to run: a call yields them in so many pieces of about the same size."""
+Copy = TypeVar("Copy")
 Pair = tuple[Tensor, Tensor]
 """(target, source) of one copy: two tensors of one shape and dtype."""
 KEPT_MAX = 64
@@ -164,13 +170,44 @@ def _block_runs(half: Tensor, shape: Sequence[int], count: int, chunk_tokens: in
     return views
 
 
-def pieces_of(pairs: Sequence[Pair], count: int) -> Iterator[Sequence[Pair]]:
+def paged_sources(
+    run: MappedRun, layers: tuple[int, ...], heads: range, page_tokens: int
+) -> list[NDArray[Any]] | None:  # fmt: skip
+    """Return K, and V, of these chunks as [layers, chunks, pages, page_tokens, heads, dim]. Views, within the run's
+    memory. None where slabs or chunks lie irregularly."""
+    first, count = run.chunks[0], len(run.chunks)
+    layout = first.layout
+    geometry = plane_geometry(layout, layers)
+    if geometry is None or first.home is None:
+        return None
+    region, _, offset = first.home
+    size, tokens = layout.item_size, layout.token_count
+    memory = region[offset : offset + run.stride * (count - 1) + layout.total_bytes]
+    found: list[NDArray[Any]] = []
+    at = geometry.begin + heads.start * geometry.strip_step
+    for dim in geometry.dims:
+        shape = (len(layers), count, tokens // page_tokens, page_tokens, len(heads), dim)
+        steps = (geometry.layer_step, 0, page_tokens * dim, dim, geometry.strip_step, 1)
+        strides = [step * size for step in steps]
+        strides[1] = run.stride
+        found.append(np.ndarray(shape, f"u{size}", memory.data, at * size, strides))
+        at += tokens * dim
+    return found
+
+
+def pieces_of(
+    copies: Sequence[Copy], run: Callable[[Sequence[Copy]], None], faults: FaultPoints, count: int
+) -> Iterator[Callable[[], None]]:  # fmt: skip
     """Yield copies in ``count`` pieces of about the same size; fewer where there are not so many."""
-    bounds = [len(pairs) * number // count for number in range(count + 1)]
-    return (pairs[start:stop] for start, stop in pairwise(bounds) if start < stop)
+    bounds = [len(copies) * number // count for number in range(count + 1)]
+    return (partial(_run, run, copies[start:stop], faults) for start, stop in pairwise(bounds) if start < stop)
 
 
-def copy_pairs(faults: FaultPoints, pairs: Sequence[Pair]) -> None:
+def _run(run: Callable[[Sequence[Copy]], None], copies: Sequence[Copy], faults: FaultPoints) -> None:
+    run(copies)
+    faults.reach("fetch.copy.middle")
+
+
+def copy_pairs(pairs: Sequence[Pair]) -> None:
     """Run copies in one operation, which releases the GIL."""
     torch_module()._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-    faults.reach("fetch.copy.middle")

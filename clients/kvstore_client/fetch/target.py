@@ -12,7 +12,7 @@ from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
 from kvstore_client.arrays import Layer, Tensor, presented
 from kvstore_client.copying import copy, copy_small, plainly, plane_run, raw, whole
-from kvstore_client.fetch.fused import KeptViews, Pair, pairs_of
+from kvstore_client.fetch.fused import Fused, KeptViews, copy_pairs, pairs_of, pieces_of
 from kvstore_client.fetch.given import Given, given_planes
 from kvstore_client.fetch.owned import OwnedHalves, owned_layers, owned_rows
 from kvstore_client.fetch.paged import Paged, PagedTarget, Pages
@@ -84,7 +84,7 @@ class DenseTarget:
             else:
                 self._copy_run(run, index, self._raw[position])
 
-    def pairs(self, runs: Sequence[MappedRun], kept: KeptViews | None) -> list[Pair] | None:
+    def fused(self, runs: Sequence[MappedRun], kept: KeptViews | None) -> Fused | None:
         """Return all copies of the requested layers at once; None where each layer has work of its own."""
         wanted = self._wanted
         if wanted.verify or wanted.spec.keeps_e or not wanted.layers:
@@ -92,7 +92,8 @@ class DenseTarget:
         heads = range(wanted.head_start, wanted.head_start + wanted.heads_of(wanted.layers[0]))
         planes = self._layers if self._are_tensors else self._raw
         halves = () if self._owned is None else self._owned.halves
-        return plainly(pairs_of, planes, self._token_count, runs, wanted.layers, heads, kept, halves)
+        pairs = plainly(pairs_of, planes, self._token_count, runs, wanted.layers, heads, kept, halves)
+        return None if pairs is None else partial(pieces_of, pairs, copy_pairs)
 
     def copy_hidden(self, layer: int, runs: Sequence[MappedRun], bad: set[int]) -> None:
         for run in runs:
