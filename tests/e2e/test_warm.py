@@ -145,12 +145,16 @@ def test_tokens_before_the_first_page_are_not_taken_for_a_page(small: Sidecar, c
 
 @pytest.mark.parametrize("rooms", [(16, 20), (20, 16), (16, 16)])
 @pytest.mark.parametrize("count", [16, 13])
-def test_layers_have_room_of_their_own(client: Client, rooms: tuple[int, int], count: int) -> None:
-    """A chunk may fill one layer's tensors and not another's."""
+@pytest.mark.parametrize("cut_from", [0, 24])
+def test_layers_have_room_of_their_own(client: Client, rooms: tuple[int, int], count: int, cut_from: int) -> None:
+    """A chunk may fill one layer's tensors and not another's. Those cut from larger ones have the same strides."""
     tokens, cache = stored(client, 10 + count, count=count)
     for _ in range(2):
         into = [
-            tuple(torch.zeros(plane.shape[0], room, plane.shape[2], dtype=torch.bfloat16) for plane in layer)
+            tuple(
+                torch.zeros(plane.shape[0], cut_from or room, plane.shape[2], dtype=torch.bfloat16)[:, :room]
+                for plane in layer
+            )
             for layer, room in zip(cache, rooms, strict=True)
         ]
         assert client.fetch(SPEC, tokens, into=into).token_count == count

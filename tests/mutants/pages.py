@@ -9,7 +9,17 @@ PAGED = "clients/kvstore_client/fetch/paged.py"
 T_PAGED = "tests/e2e/test_paged.py"
 T_WARM = "tests/e2e/test_warm.py"
 
+GIVEN = "clients/kvstore_client/fetch/given.py"
+
 MUTANTS = [
+    Mutant(
+        "alike-in-other-shapes",
+        GIVEN,
+        "    if not all(_is_one(map(_shape, side)) for side in sides):\n",
+        "    if False:\n",
+        "a fetch into layers of unlike room ends with an error of torch's",
+        (f"{T_WARM}::test_layers_have_room_of_their_own",),
+    ),
     Mutant(
         "pages-from-the-middle-of-one",
         PAGED,

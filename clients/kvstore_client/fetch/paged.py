@@ -222,6 +222,10 @@ class PagedTarget:
         """Return a wanted layer in the caller's form: (K, V) of its pages."""
         return self._pages.views[position]
 
+    def layers(self, token_count: int) -> list[Layer]:
+        """Return all wanted layers, as ``layer`` does each."""
+        return list(self._pages.views)
+
     def places(self, token_count: int) -> tuple[Iterator[Tensor], NDArray[np.int64]]:
         """Return the memory of the first ``token_count`` tokens: the pages, and the slots in them."""
         slots = self._pages.slots[:token_count]

@@ -34,6 +34,9 @@ class Target(Protocol):
     def layer(self, position: int, token_count: int) -> Layer:
         """Return a requested layer in the caller's form."""
 
+    def layers(self, token_count: int) -> Iterable[Layer]:
+        """Return all requested layers in the caller's form."""
+
     def rows(self, layer: int, token_count: int) -> Tensor:
         """Return the first ``token_count`` tokens of E of a requested hidden layer."""
 
