@@ -11,7 +11,26 @@ T_WARM = "tests/e2e/test_warm.py"
 
 GIVEN = "clients/kvstore_client/fetch/given.py"
 
+FUSED = "clients/kvstore_client/fetch/fused.py"
+T_STORED = "tests/e2e/test_stored_in_one_pass.py"
+
 MUTANTS = [
+    Mutant(
+        "runs-of-slabs-from-a-chunks-begin",
+        FUSED,
+        " - base // layout.item_size\n",
+        " - layout.header_bytes // layout.item_size\n",
+        "a large chunk's later slabs are written behind their room in staging",
+        (f"{T_STORED}::test_what_was_stored_is_fetched",),
+    ),
+    Mutant(
+        "pages-from-a-chunks-begin",
+        FUSED,
+        "memory.data, at * size - base, strides",
+        "memory.data, at * size - layout.header_bytes, strides",
+        "a large chunk's later slabs are filled out of pages in another one's place",
+        (f"{T_STORED}::test_what_was_stored_is_fetched",),
+    ),
     Mutant(
         "alike-in-other-shapes",
         GIVEN,
@@ -23,7 +42,7 @@ MUTANTS = [
     Mutant(
         "pages-from-the-middle-of-one",
         PAGED,
-        "        if pieces or any((token - first.token_start) % self.page_size for token, _ in runs):\n",
+        "        if pieces or any((token - begin) % self.page_size for token, _ in runs):\n",
         "        if pieces:\n",
         "pages are filled with the tokens of the pages before them",
         (f"{T_WARM}::test_tokens_before_the_first_page_are_not_taken_for_a_page",),

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvstore.chunk import STRIP_ALIGNMENT, ChunkLayout
 from kvstore.seams import FaultPoints
+from kvstore.seams.memory import Bytes
 from kvstore_client.arrays import Tensor, torch_module
 from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun
 
@@ -133,7 +134,7 @@ class Planes(NamedTuple):
         side = self.sides[which]
         looked_at = side[:1] if self.are_alike else side
         if count > 1 or start or any(plane.shape != shape for plane in looked_at):
-            return _token_runs(side, shape, count, chunk_tokens, start)
+            return token_runs(side, shape, count, chunk_tokens, start)
         return side
 
 
@@ -146,21 +147,31 @@ def sources_of(run: MappedRun, layers: tuple[int, ...], heads: range, dtype: obj
     if torch is None or geometry is None or first.home is None or run.stride % layout.item_size:
         return None
     region, _, offset = first.home
-    memory = torch.from_numpy(region[offset : offset + run.stride * (count - 1) + layout.total_bytes]).view(dtype)
+    memory = region[offset : offset + run.stride * (count - 1) + layout.total_bytes]
+    return strip_views(memory, layout, geometry, len(layers), heads, count, run.stride, 0, dtype)
+
+
+def strip_views(
+    memory: Bytes, layout: ChunkLayout, geometry: PlaneGeometry, layer_count: int, heads: range, count: int,
+    stride: int, base: int, dtype: object,
+) -> list[Sequence[Tensor]]:  # fmt: skip
+    """Return views of K, and of V, as ``sources_of`` does, of ``count`` chunks in ``memory``, each ``stride`` bytes
+    further. ``base``: the first chunk's byte that the memory begins with. torch refuses views beyond the memory."""
+    items = torch_module().from_numpy(memory).view(dtype)
     found: list[Sequence[Tensor]] = []
-    at = geometry.begin + heads.start * geometry.strip_step
+    at = geometry.begin + heads.start * geometry.strip_step - base // layout.item_size
     for dim in geometry.dims:
         shape, steps = [len(heads), layout.token_count, dim], [geometry.strip_step, dim, 1]
         if count > 1:
             shape.insert(1, count)
-            steps.insert(1, run.stride // layout.item_size)
-        views = memory.as_strided((len(layers), *shape), (geometry.layer_step, *steps), at)
+            steps.insert(1, stride // layout.item_size)
+        views = items.as_strided((layer_count, *shape), (geometry.layer_step, *steps), at)
         found.append(views.unbind())
         at += layout.token_count * dim
     return found
 
 
-def _token_runs(
+def token_runs(
     planes: Iterable[Tensor], shape: Sequence[int], count: int, chunk_tokens: int, start: int
 ) -> Iterator[Tensor]:
     """Yield, of each plane, a view of the tokens of ``count`` chunks from token ``start`` on, of ``shape``. Each view
@@ -197,16 +208,24 @@ def paged_sources(
     if geometry is None or first.home is None:
         return None
     region, _, offset = first.home
-    size, tokens = layout.item_size, layout.token_count
     memory = region[offset : offset + run.stride * (count - 1) + layout.total_bytes]
+    return page_views(memory, layout, geometry, len(layers), heads, count, run.stride, 0, page_tokens)
+
+
+def page_views(
+    memory: Bytes, layout: ChunkLayout, geometry: PlaneGeometry, layer_count: int, heads: range, count: int,
+    stride: int, base: int, page_tokens: int,
+) -> list[NDArray[Any]]:  # fmt: skip
+    """Return K, and V, as ``paged_sources`` does, of ``count`` chunks in ``memory``, as ``strip_views`` does."""
+    size, tokens = layout.item_size, layout.token_count
     found: list[NDArray[Any]] = []
     at = geometry.begin + heads.start * geometry.strip_step
     for dim in geometry.dims:
-        shape = (len(layers), count, tokens // page_tokens, page_tokens, len(heads), dim)
+        shape = (layer_count, count, tokens // page_tokens, page_tokens, len(heads), dim)
         steps = (geometry.layer_step, 0, page_tokens * dim, dim, geometry.strip_step, 1)
         strides = [step * size for step in steps]
-        strides[1] = run.stride
-        found.append(np.ndarray(shape, f"u{size}", memory.data, at * size, strides))
+        strides[1] = stride
+        found.append(np.ndarray(shape, f"u{size}", memory.data, at * size - base, strides))
         at += tokens * dim
     return found
 

@@ -166,26 +166,25 @@ class Pages:
                 rest += self.pieces(first + begin * size, first + end * size)
         return runs, [*rest, *self.pieces(first + count * size, stop)]
 
-    def places_of(self, run: MappedRun) -> list[tuple[Rows, NDArray[np.intp]]] | None:
-        """Return where chunks of whole pages go, as (some of the run's pages, their numbers), the run's pages being
-        [chunks, pages of a chunk]. None where one of its tokens lies in a part of a page."""
-        first, last, count = run.chunks[0], run.chunks[-1], len(run.chunks)
-        each, rest = divmod(first.layout.token_count, self.page_size)
-        stop = last.token_start + last.layout.token_count
+    def places_of(self, begin: int, chunk_tokens: int, count: int) -> list[tuple[Rows, NDArray[np.intp]]] | None:
+        """Return the places of ``count`` chunks of whole pages from token ``begin`` on, as (some of their pages, the
+        numbers), their pages being [chunks, pages of a chunk]. None where a token lies in a part of a page."""
+        each, rest = divmod(chunk_tokens, self.page_size)
+        stop = begin + chunk_tokens * count
         if rest or stop > len(self.slots):
             return None
-        runs, pieces = self.whole_pages(first.token_start, stop)
-        if pieces or any((token - first.token_start) % self.page_size for token, _ in runs):
+        runs, pieces = self.whole_pages(begin, stop)
+        if pieces or any((token - begin) % self.page_size for token, _ in runs):
             return None
         places: list[tuple[Rows, NDArray[np.intp]]] = []
         for token, numbers in runs:
-            begin = (token - first.token_start) // self.page_size
-            if (begin, len(numbers)) == (0, count * each):
+            page = (token - begin) // self.page_size
+            if (page, len(numbers)) == (0, count * each):
                 return [((slice(None), slice(None)), numbers.reshape(count, each))]
-            for chunk in range(begin // each, -(-(begin + len(numbers)) // each)):
-                start, end = max(begin, chunk * each), min(begin + len(numbers), (chunk + 1) * each)
+            for chunk in range(page // each, -(-(page + len(numbers)) // each)):
+                start, end = max(page, chunk * each), min(page + len(numbers), (chunk + 1) * each)
                 rows = (chunk, slice(start - chunk * each, end - chunk * each))
-                places.append((rows, numbers[start - begin : end - begin]))
+                places.append((rows, numbers[start - page : end - page]))
         return places
 
     def place(self, plane: Tensor, piece: Piece) -> Tensor:
@@ -270,7 +269,8 @@ class PagedTarget:
         heads = range(wanted.head_start, wanted.head_start + wanted.heads_of(layers[0]))
         copies: list[PageCopy] = []
         for run in runs:
-            places = pages.places_of(run)
+            first = run.chunks[0]
+            places = pages.places_of(first.token_start, first.layout.token_count, len(run.chunks))
             sources = None if places is None else paged_sources(run, layers, heads, pages.page_size)
             if places is None or sources is None:
                 return None

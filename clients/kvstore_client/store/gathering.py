@@ -74,13 +74,13 @@ class FromPages:
     def __init__(self, pages: Pages, position: int = 0) -> None:
         if (pages.slots < 0).any():
             raise InvalidRequest("slots: a token without a place cannot be stored: put runs without gaps")
-        self._pages = pages
+        self.pages = pages
         self._position = position
         self.token_count = len(pages.slots)
 
     def copy(self, part: Part, start: int, stop: int, token: int, heads: slice = slice(None)) -> None:
         """Copy as ``Dense.copy`` does, these ``heads`` of the pages. Whole pages come in one call, by numpy's index."""
-        pages, base = self._pages, token - part.token_start
+        pages, base = self.pages, token - part.token_start
         array, cut = pages.array(self._position, part.which), pages.whole_pages
         runs, rest = (pages.pieces_only if array is None else cut)(base + start, base + stop)
         strips = part.array[0]
