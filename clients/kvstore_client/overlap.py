@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.errors import InvalidRequest
+from kvstore.seams.mapping import address_of
 from kvstore_client.arrays import Tensor, is_tensor, is_writable
 
 WORK_MAX = 100_000
@@ -72,10 +73,12 @@ class Span(NamedTuple):
             geometry = ByteGeometry.of(value.shape, value.stride(), size)
             device, start = "cpu" if value.is_cpu else str(value.device), int(value.data_ptr())
         else:
-            axes = zip(value.shape, value.strides, strict=True)
-            before = sum((size - 1) * step for size, step in axes if step < 0 and size)
-            geometry = ByteGeometry.by_bytes(value.shape, tuple(map(abs, value.strides)), value.itemsize)
-            device, start = "cpu", int(value.__array_interface__["data"][0]) + before
+            shape, strides, before = value.shape, value.strides, 0
+            if strides and min(strides) < 0:
+                before = sum((size - 1) * step for size, step in zip(shape, strides, strict=True) if step < 0 and size)
+                strides = tuple(map(abs, strides))
+            geometry = ByteGeometry.by_bytes(shape, strides, value.itemsize)
+            device, start = "cpu", address_of(value) + before
         return Span(device, start, start + geometry.byte_count, geometry)
 
     def meets(self, other: Span) -> bool:

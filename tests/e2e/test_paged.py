@@ -238,3 +238,29 @@ def test_pages_that_cannot_be_written_are_refused(client: Client, spoil: str) ->
         pages[1] = np.zeros(pages[1].shape, [("kept", np.uint16), ("other", np.uint8)])["kept"]
     with pytest.raises(InvalidRequest, match=r"layers\[1\] is read-only"):
         client.fetch(SPEC, tokens_of(COUNT), into=Paged(pages, np.arange(COUNT)))
+
+
+@pytest.mark.parametrize("tensor", [True, False], ids=["torch", "numpy"])
+def test_layers_of_one_pool_that_share_memory_are_refused_and_interleaved_ones_are_not(
+    client: Client, tensor: bool
+) -> None:
+    """Layers that look the same are told from each other by where they lie."""
+    pool: Any = np.zeros((2, 6, 2, 16, 2, 8), np.uint16)
+    if tensor:
+        pool = torch.from_numpy(pool.view(np.int16)).view(torch.bfloat16)
+    interleaved = [pool[:, :, layer] for layer in range(2)]
+    found = client.fetch(SPEC, tokens_of(COUNT), into=Paged(interleaved, np.arange(COUNT)))
+    assert found.token_count == COUNT
+    for layer, (k, _) in enumerate(random_cache(SPEC, COUNT)):
+        flat = np.ascontiguousarray(bits(interleaved[layer][0])).reshape(96, 2, 8)
+        assert (flat[:COUNT] == k.transpose(1, 0, 2)).all()
+    with pytest.raises(InvalidRequest, match=r"layers\[0\] and layers\[1\] share memory"):
+        client.fetch(SPEC, tokens_of(COUNT), into=Paged([interleaved[0]] * 2, np.arange(COUNT)))
+
+
+@pytest.mark.parametrize("tensor", [True, False], ids=["torch", "numpy"])
+def test_a_last_layer_of_another_dtype_is_found(client: Client, tensor: bool) -> None:
+    layers = engine_pages(LAYOUTS[0], 6, 16, 2, 8, pairs=False, tensor=tensor)
+    layers[1] = layers[1].view(torch.float16) if tensor else layers[1].view(np.float16)
+    with pytest.raises(InvalidRequest, match="layers of layer 1 is float16"):
+        client.fetch(SPEC, tokens_of(COUNT), into=Paged(layers, np.arange(COUNT), LAYOUTS[0]))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvstore_client.fetch.fused import pairs_of
+from kvstore_client.fetch.fused import Planes, copies_of
 from kvstore_client.fetch.given import given_planes
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.overlap import Span, overlapping
@@ -56,10 +56,10 @@ def test_views_do_not_reach_beyond_their_plane() -> None:
     layout = layout_of(SPEC, CacheKind.KV, SPEC.chunk_tokens, None)
     home = (np.zeros(layout.total_bytes, np.uint8), 0, 0)
     run: Any = SimpleNamespace(chunks=[SimpleNamespace(token_start=16, layout=layout, home=home)], stride=0)
-    planes = [[tensor((SHAPE[0], 32, SHAPE[2]), SPEC.cache_dtype) for _ in "KV"] for _ in range(LAYERS)]
+    sides = [[tensor((SHAPE[0], 32, SHAPE[2]), SPEC.cache_dtype) for _ in range(LAYERS)] for _ in "KV"]
     heads = range(SHAPE[0])
-    assert len(pairs_of(planes, 16 + SPEC.chunk_tokens, [run], SPEC.slab_layers, heads) or ()) == 2 * LAYERS
-    assert pairs_of(planes, 15 + SPEC.chunk_tokens, [run], SPEC.slab_layers, heads) is None
+    assert copies_of(Planes(sides), 16 + SPEC.chunk_tokens, [run], SPEC.slab_layers, heads) is not None
+    assert copies_of(Planes(sides), 15 + SPEC.chunk_tokens, [run], SPEC.slab_layers, heads) is None
 
 
 RUNS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.integers(1, 3)), min_size=1, max_size=8)

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kvstore_client import Client, MissReason, PageHashes, connect
+from kvstore_client import Client, MissReason, Paged, PageHashes, connect
+from kvstore_client.fetch.paged import PagedTarget
 from kvstore_client.planes.shared_memory import known as known_chunks
 from kvstore_client.planes.shared_memory import warm
 from kvstore_ops.sidecar import Sidecar
@@ -68,6 +69,16 @@ def same(found: object, cache: list) -> bool:
     )
 
 
+def pages_of(spec: ModelSpec, count: int, size: int, skipped: int = 0) -> Paged:
+    """Poisoned pages in random order; the first ``skipped`` tokens have no slot."""
+    layer, page_count = spec.layers[0], count // size
+    shape = (2, page_count, size, layer.kv_heads, layer.k_dim)
+    order = np.random.default_rng(3).permutation(page_count)
+    slots = (order[:, None] * size + np.arange(size)).reshape(-1)
+    slots[:skipped] = -1
+    return Paged([np.full(shape, 0xDBDB, np.uint16) for _ in spec.layers], slots)
+
+
 def without_the_sidecar(small: Sidecar, call: Callable[[], object]) -> object:
     os.kill(small.pid, signal.SIGSTOP)
     try:
@@ -94,14 +105,56 @@ def test_a_second_fetch_needs_no_sidecar(small: Sidecar, client: Client, shape: 
         assert not any(plane[:, COUNT:].any() for layer in target for plane in layer)
 
 
+@pytest.mark.parametrize("skipped", [0, 8, 16, 24, 40])
+@pytest.mark.parametrize("heads", [None, (1, 2)])
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_pages_are_filled_in_one_pass_without_the_sidecar(
+    small: Sidecar, client: Client, monkeypatch: pytest.MonkeyPatch, size: int, heads: tuple[int, int] | None,
+    skipped: int,
+) -> None:  # fmt: skip
+    """A pass over all layers: none of them is copied by itself, but where tokens fill a part of a page."""
+    tokens, cache = stored(client, 30)
+    client.fetch(SPEC, tokens)
+    spec = SPEC if heads is None else small_spec(layers=(LayerSpec(kv_heads=1, k_dim=8, v_dim=8),) * len(SPEC.layers))
+    into = pages_of(spec, COUNT, size, skipped)
+    if skipped % size == 0:
+        monkeypatch.delattr(PagedTarget, "copy_layer")
+    found = without_the_sidecar(small, lambda: client.fetch(SPEC, tokens, into=into, heads=heads))
+    assert found.token_count == COUNT
+    slots = into.slots[into.slots >= 0]
+    for pages, planes in zip(into.layers, cache, strict=True):
+        for which, plane in enumerate(planes):
+            flat = pages[which].reshape(COUNT, -1, 8)
+            assert (flat[slots] == plane[slice(*(heads or (0, 2)))].transpose(1, 0, 2)[into.slots >= 0]).all()
+            assert (flat[np.setdiff1d(np.arange(COUNT), slots)] == 0xDBDB).all()
+
+
+def test_tokens_before_the_first_page_are_not_taken_for_a_page(small: Sidecar, client: Client) -> None:
+    """Pages begin in the middle of a chunk's pages, because the tokens before them have no slot."""
+    tokens, cache = stored(client, 31)
+    client.fetch(SPEC, tokens)
+    into = pages_of(SPEC, COUNT, 8)
+    into.slots[:] = [-1] * 3 + list(range(COUNT - 8)) + [-1] * 5
+    assert client.fetch(SPEC, tokens, into=into).token_count == COUNT
+    for pages, planes in zip(into.layers, cache, strict=True):
+        for which, plane in enumerate(planes):
+            flat = pages[which].reshape(COUNT, -1, 8)
+            assert (flat[: COUNT - 8] == plane.transpose(1, 0, 2)[3 : COUNT - 5]).all()
+            assert (flat[COUNT - 8 :] == 0xDBDB).all()
+
+
 @pytest.mark.parametrize("rooms", [(16, 20), (20, 16), (16, 16)])
 @pytest.mark.parametrize("count", [16, 13])
-def test_layers_have_room_of_their_own(client: Client, rooms: tuple[int, int], count: int) -> None:
-    """A chunk may fill one layer's tensors and not another's."""
+@pytest.mark.parametrize("cut_from", [0, 24])
+def test_layers_have_room_of_their_own(client: Client, rooms: tuple[int, int], count: int, cut_from: int) -> None:
+    """A chunk may fill one layer's tensors and not another's. Those cut from larger ones have the same strides."""
     tokens, cache = stored(client, 10 + count, count=count)
     for _ in range(2):
         into = [
-            tuple(torch.zeros(plane.shape[0], room, plane.shape[2], dtype=torch.bfloat16) for plane in layer)
+            tuple(
+                torch.zeros(plane.shape[0], cut_from or room, plane.shape[2], dtype=torch.bfloat16)[:, :room]
+                for plane in layer
+            )
             for layer, room in zip(cache, rooms, strict=True)
         ]
         assert client.fetch(SPEC, tokens, into=into).token_count == count
@@ -128,7 +181,8 @@ def test_what_is_not_there_any_more_is_a_miss(small: Sidecar, client: Client) ->
     assert (found.token_count, found.reason) == (0, MissReason.EVICTED)
 
 
-def test_what_leaves_under_the_copy_is_asked_for_and_a_miss(small: Sidecar, client: Client) -> None:
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_what_leaves_under_the_copy_is_asked_for_and_a_miss(small: Sidecar, client: Client, in_pages: bool) -> None:
     """The bytes that were copied are another chunk's by then."""
     tokens, _ = stored(client, 5)
     assert client.fetch(SPEC, tokens).token_count == COUNT
@@ -141,7 +195,7 @@ def test_what_leaves_under_the_copy_is_asked_for_and_a_miss(small: Sidecar, clie
             fill(small, 16)
 
     client.faults.arm("fetch.copy.middle", leave)
-    found = client.fetch(SPEC, tokens)
+    found = client.fetch(SPEC, tokens, into=pages_of(SPEC, COUNT, 8) if in_pages else None)
     assert filled
     assert (found.token_count, found.reason) == (0, MissReason.EVICTED)
 

@@ -11,7 +11,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEADS = (1, 2, 5, 8)
 DIMS = (64, 80, 128, 256)
 TOKENS = (1, 17, 255, 256, 257)
-PAGE_SIZES = (1, 16, 24)
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2e-5}
 """Relative error of one rounding to each dtype; fp32 has room for its sums, and for angles that the model rounds."""
 

@@ -1,11 +1,10 @@
-"""Kernels: attention by position, keys that moved, pages of an engine."""
+"""Kernels: attention by position, and keys that moved."""
 
 from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
 ATTENTION = "kernels/kvstore_kernels/attention.py"
-PAGES = "kernels/kvstore_kernels/pages.py"
 ROTARY = "kernels/kvstore_kernels/rotary.py"
 SELECTION = "kernels/kvstore_kernels/selection.py"
 T_ARRIVAL = "tests/kernels/test_arrival.py"
@@ -45,22 +44,6 @@ MUTANTS = [
         "        if False:",
         "keys beyond the last one that is looked for are left out in silence",
         (f"{T_ATTENTION}::test_what_does_not_fit_is_refused",),
-    ),
-    Mutant(
-        "slots-outside-the-pages",
-        PAGES,
-        "    if low < 0 or high >= room:",
-        "    if high >= room:",
-        "a slot of -1 (padding) overwrites another request's last page",
-        (f"{T_ARRIVAL}::test_slots_outside_the_pages_and_shapes_that_differ_are_refused",),
-    ),
-    Mutant(
-        "pages-that-are-not-whole",
-        PAGES,
-        "    if not count or not (filled & (firsts % page_size == 0).all()):",
-        "    if not count:",
-        "slots in any order are written as if they filled pages",
-        (f"{T_ARRIVAL}::test_slots_in_any_order",),
     ),
     Mutant(
         "keys-turned-backwards",

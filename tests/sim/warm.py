@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from kvstore_client.fetch.fused import copy_pairs, pieces_of
 from kvstore_client.fetch.target import given_places
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.lookup.presence import Chain as LookedUpChain
@@ -215,14 +214,14 @@ class WarmCopy:
 
     def _copies(self, faults: FaultPoints) -> Iterator[None]:
         runs = self._prefix.runs(0)
-        pairs = self._target.pairs(runs, self._prefix._sources)
-        if pairs is None:
+        fused = self._target.fused(runs, self._prefix._sources)
+        if fused is None:
             for layer in self._layers:
                 self._target.copy_layer(layer, runs, self._bad, faults)
                 yield
             return
-        for piece in pieces_of(pairs, self._chance.randint(1, STEPS_MAX)):
-            copy_pairs(faults, piece)
+        for piece in fused(faults, self._chance.randint(1, STEPS_MAX)):
+            piece()
             yield
 
     def step(self, *, is_within: bool = False) -> None:

@@ -77,7 +77,7 @@ def gathered(wanted: Wanted, prefix: Prefix, given: Places, context: Context) ->
     """Return all good tokens of a prefix, copied to their destination."""
     target = given(prefix.token_count)
     good = copy_all(prefix, target, context) if prefix.token_count else 0
-    result = FetchedKV(target.layer(position, good) for position in range(len(wanted.layers)))
+    result = FetchedKV(target.layers(good))
     result.token_count, result.exactness = good, prefix.exactness
     result.tier = prefix.tier if good else Tier.NONE
     result.reason = prefix.reason

@@ -6,8 +6,8 @@ than the bytes of a small fetch. Where that does not prove them right, each is l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain, pairwise
+from collections.abc import Iterable, Sequence
+from itertools import chain, cycle, pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -17,16 +17,18 @@ from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.halves import checked_layers, checked_planes
 from kvstore_client.overlap import ByteGeometry, check_targets
 
-_looks = attrgetter("shape", "dtype", "layout", "is_cpu")
+_shape, _dtype, _layout, _is_cpu = map(attrgetter, ("shape", "dtype", "layout", "is_cpu"))
 
 
 class Given(NamedTuple):
     """Checked planes, per requested layer. ``rooms``: per layer, the number of tokens that it has room for.
-    ``are_tensors``: True when no plane is a numpy array."""
+    ``are_tensors``: True when no plane is a numpy array. ``sides``: all K, and all V, where those of each side have one
+    shape and one stride; else empty."""
 
     layers: Sequence[Sequence[Tensor]]
     rooms: Sequence[int]
     are_tensors: bool
+    sides: Sequence[Sequence[Tensor]] = ()
 
     def check_room(self, token_count: int) -> None:
         """Raise InvalidRequest where a layer has no room for so many tokens."""
@@ -68,25 +70,30 @@ def _alike(wanted: Wanted, into: Sequence[Layer]) -> Given | None:
     if set(map(type, flat)) != {torch.Tensor}:
         return None
     sides = flat[::2], flat[1::2]
-    if any(len(set(map(_looks, side))) != 1 for side in sides) or not flat[0].is_cpu or not flat[1].is_cpu:
+    if not all(map(_is_cpu, flat)) or not _is_one(map(_layout, flat)) or not _is_one(map(_dtype, flat)):
+        return None
+    if not all(_is_one(map(_shape, side)) for side in sides):
         return None
     if any(map(torch.Tensor.is_neg, flat)):  # conjugates have complex items, which the check of the first layer finds
         return None
     checked_planes(wanted.spec, wanted.layers[0], into[0], "into[0]", None, wanted.head_count)
-    return Given(into, [flat[0].shape[1]] * len(into), True) if _are_apart(sides) else None
+    if not all(_is_one(map(torch.Tensor.stride, side)) for side in sides) or not _are_apart(flat):
+        return None
+    return Given(into, [flat[0].shape[1]] * len(into), True, sides)
 
 
-def _are_apart(sides: tuple[Sequence[Tensor], ...]) -> bool:
-    """Return True when each of these tensors ends before the next one begins, and none has items that share memory.
-    The tensors of one side have one shape and dtype."""
-    spans: list[tuple[int, int]] = []
-    for side in sides:
-        strides = set(map(type(side[0]).stride, side))
-        first = side[0]
-        geometry = ByteGeometry.of(first.shape, first.stride(), first.element_size())
-        if len(strides) != 1 or geometry.repeats:
-            return False
-        count = geometry.byte_count
-        spans += [(start, start + count) for start in map(type(first).data_ptr, side)]
-    spans.sort()
-    return all(one[1] <= other[0] for one, other in pairwise(spans))
+def _is_one(values: Iterable[object]) -> bool:
+    """Return True when all values, of which there is one at least, are the same. Faster than a set of them."""
+    known = list(values)
+    return known.count(known[0]) == len(known)
+
+
+def _are_apart(flat: Sequence[Tensor]) -> bool:
+    """Return True when each of these tensors ends before the next one begins, and none has items that share memory. K
+    and V in turn; those of each side have one shape, dtype and stride."""
+    geometries = [ByteGeometry.of(each.shape, each.stride(), each.element_size()) for each in flat[:2]]
+    if any(geometry.repeats for geometry in geometries):
+        return False
+    starts = map(type(flat[0]).data_ptr, flat)
+    spans = sorted(zip(starts, cycle(geometry.byte_count for geometry in geometries)))
+    return all(start + count <= after for (start, count), (after, _) in pairwise(spans))

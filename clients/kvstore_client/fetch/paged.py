@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,15 +14,14 @@ from numpy.typing import NDArray
 from kvstore.chunk import slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints
-from kvstore_client.arrays import Layer, Tensor, check_dtype, check_memory, is_array, is_tensor, settle_device
+from kvstore_client.arrays import Layer, Tensor, check_memory, is_array, is_tensor, settle_device
 from kvstore_client.copying import copy, raw
-from kvstore_client.fetch.fused import KeptViews
+from kvstore_client.fetch.axes import PageViews
+from kvstore_client.fetch.fused import Fused, KeptViews, paged_sources, pieces_of
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.overlap import check_targets
 from kvstore_client.planes.shared_memory.chunk import MappedRun
 from kvstore_client.planes.stream.strips import Strips
 
-AXES = ("kv", "page", "slot", "head", "dim")
 SLOT_MAX = (1 << 63) - 1
 
 
@@ -56,9 +56,16 @@ class Piece(NamedTuple):
     slot: int
 
 
+Cut = tuple[list[tuple[int, NDArray[np.intp]]], list[Piece]]
+"""Runs of whole pages in any order, (first token, pages), and the other tokens as pieces."""
+Rows = tuple[int | slice, slice]
+PageCopy = tuple[NDArray[Any], NDArray[np.intp], NDArray[Any]]
+"""(all pages, the numbers of those to write, their new content)."""
+
+
 class Pages:
-    """Checked pages. ``views[layer]``: K and V as strided views [pages, page_size, heads, dim]; ``planes``: the same as
-    plain integers.
+    """Checked pages. ``views[position]``: K and V as strided views [pages, page_size, heads, dim]; ``arrays``: the same
+    as plain integers, or None for a GPU's.
 
     Raises: InvalidRequest naming what does not fit the model.
     """
@@ -68,32 +75,41 @@ class Pages:
             raise InvalidRequest("pages hold K and V, this spec keeps E (keeps_e): fetch_projected writes into tensors")
         if len(paged.layers) != len(wanted.layers):
             raise InvalidRequest(f"layers has {len(paged.layers)} entries, {len(wanted.layers)} layers are wanted")
-        self.views = [
-            _planes(wanted, layer, each, paged.layout) for layer, each in zip(wanted.layers, paged.layers, strict=True)
-        ]
-        self.planes = [(raw(k), raw(v)) for k, v in self.views]
+        self._checked = PageViews.of(wanted, paged.layers, paged.layout)
+        self.views, self.arrays = self._checked.layers, self._checked.arrays
         self.slots = _slots(paged.slots)
-        sizes = {(plane.shape[0], plane.shape[1]) for pair in self.planes for plane in pair}
+        sizes = {(plane.shape[0], plane.shape[1]) for pair in self.views for plane in pair}
         if len(sizes) != 1:
             raise InvalidRequest(f"the layers' pages differ in number or size: {sorted(sizes)}")
         page_count, self.page_size = sizes.pop()
         if self.slots.size and int(self.slots.max()) >= page_count * self.page_size:
             raise InvalidRequest(f"slot {int(self.slots.max())} lies outside {page_count} pages of {self.page_size}")
-        settle_device([plane for pair in self.planes for plane in pair])
-        self.arrays = [(_array(k), _array(v)) for k, v in self.planes]
-        """The planes as numpy arrays; None for a GPU's."""
-        self._cut: dict[tuple[int, int], tuple[list[tuple[int, NDArray[np.intp]]], list[Piece]]] = {}
+        settle_device(self._checked.given)
+        self._cut: dict[tuple[int, int], Cut] = {}
+
+    def plane(self, position: int, which: int) -> Tensor:
+        """Return K or V of one wanted layer as plain integers."""
+        return raw(self.views[position][which])
+
+    def array(self, position: int, which: int) -> NDArray[Any] | None:
+        """Return the same as a numpy array; None for a GPU's."""
+        arrays = self.arrays[position]
+        return None if arrays is None else arrays[which]
 
     def check_writable(self) -> None:
         """Raise InvalidRequest for pages that cannot be fetched into."""
-        check_targets(self.views, "layers")
+        self._checked.check_writable()
         self._check_slots()
 
     def _check_slots(self) -> None:
         """Raise InvalidRequest where two tokens would lie in one slot."""
         slots = self.slots[self.slots >= 0]
-        breaks = np.flatnonzero(np.diff(slots) != 1) + 1  # sorting runs costs a tenth of sorting slots
-        firsts, lasts = slots[[0, *breaks] if slots.size else []], slots[[*(breaks - 1), -1] if slots.size else []]
+        if not slots.size:
+            return
+        begins = np.flatnonzero(
+            np.diff(slots, prepend=slots[0] - 2) != 1
+        )  # sorting runs costs a tenth of sorting slots
+        firsts, lasts = slots[begins], slots[np.append(begins[1:], slots.size) - 1]
         order = np.argsort(firsts)
         again = firsts[order][1:][firsts[order][1:] <= lasts[order][:-1]]
         if again.size:
@@ -116,11 +132,11 @@ class Pages:
                 yield Piece(token, count, page, whole, place)
                 token, slot = token + count, slot + count
 
-    def pieces_only(self, start: int, stop: int) -> tuple[list[tuple[int, NDArray[np.intp]]], list[Piece]]:
+    def pieces_only(self, start: int, stop: int) -> Cut:
         """Return as ``whole_pages`` does, but all of it as pieces."""
         return [], list(self.pieces(start, stop))
 
-    def whole_pages(self, start: int, stop: int) -> tuple[list[tuple[int, NDArray[np.intp]]], list[Piece]]:
+    def whole_pages(self, start: int, stop: int) -> Cut:
         """Return the tokens ``start .. stop`` as runs of whole pages in any order, (first token, pages), and the rest
         as pieces."""
         known = self._cut.get((start, stop))
@@ -128,8 +144,12 @@ class Pages:
             known = self._cut[start, stop] = self._cut_up(start, stop)
         return known
 
-    def _cut_up(self, start: int, stop: int) -> tuple[list[tuple[int, NDArray[np.intp]]], list[Piece]]:
+    def _cut_up(self, start: int, stop: int) -> Cut:
         size, slots = self.page_size, self.slots
+        with_slot = np.flatnonzero(slots[start:stop] >= 0)
+        if not len(with_slot):
+            return [], []
+        start += int(with_slot[0])
         aligned = np.flatnonzero(slots[start : min(stop, start + size)] % size == 0)
         if not len(aligned) or slots[start + aligned[0]] < 0:
             return [], list(self.pieces(start, stop))
@@ -145,6 +165,27 @@ class Pages:
             else:
                 rest += self.pieces(first + begin * size, first + end * size)
         return runs, [*rest, *self.pieces(first + count * size, stop)]
+
+    def places_of(self, begin: int, chunk_tokens: int, count: int) -> list[tuple[Rows, NDArray[np.intp]]] | None:
+        """Return the places of ``count`` chunks of whole pages from token ``begin`` on, as (some of their pages, the
+        numbers), their pages being [chunks, pages of a chunk]. None where a token lies in a part of a page."""
+        each, rest = divmod(chunk_tokens, self.page_size)
+        stop = begin + chunk_tokens * count
+        if rest or stop > len(self.slots):
+            return None
+        runs, pieces = self.whole_pages(begin, stop)
+        if pieces or any((token - begin) % self.page_size for token, _ in runs):
+            return None
+        places: list[tuple[Rows, NDArray[np.intp]]] = []
+        for token, numbers in runs:
+            page = (token - begin) // self.page_size
+            if (page, len(numbers)) == (0, count * each):
+                return [((slice(None), slice(None)), numbers.reshape(count, each))]
+            for chunk in range(page // each, -(-(page + len(numbers)) // each)):
+                start, end = max(page, chunk * each), min(page + len(numbers), (chunk + 1) * each)
+                rows = (chunk, slice(start - chunk * each, end - chunk * each))
+                places.append((rows, numbers[start - page : end - page]))
+        return places
 
     def place(self, plane: Tensor, piece: Piece) -> Tensor:
         """Return the memory of a piece: [pages, page_size, heads, dim], or [tokens, heads, dim] inside one page."""
@@ -180,23 +221,32 @@ class PagedTarget:
         """Return a wanted layer in the caller's form: (K, V) of its pages."""
         return self._pages.views[position]
 
-    def places(self, token_count: int) -> tuple[list[Tensor], NDArray[np.int64]]:
+    def layers(self, token_count: int) -> list[Layer]:
+        """Return all wanted layers, as ``layer`` does each."""
+        return list(self._pages.views)
+
+    def places(self, token_count: int) -> tuple[Iterator[Tensor], NDArray[np.int64]]:
         """Return the memory of the first ``token_count`` tokens: the pages, and the slots in them."""
         slots = self._pages.slots[:token_count]
-        return [plane for pair in self._pages.views for plane in pair], slots[slots >= 0]
+        return (plane for pair in self._pages.views for plane in pair), slots[slots >= 0]
 
     def rows(self, layer: int, token_count: int) -> Tensor:
         raise AssertionError("no hidden states go into pages")
 
-    def pairs(self, runs: Sequence[MappedRun], kept: KeptViews | None) -> None:
-        """Return None: pages are written layer by layer."""
+    def fused(self, runs: Sequence[MappedRun], kept: KeptViews | None) -> Fused | None:
+        """Return all copies of the wanted layers at once. None where tokens lie in parts of pages, or a layer has work
+        of its own."""
+        copies = self._page_copies(runs, range(len(self._wanted.layers)))
+        return None if copies is None else partial(pieces_of, copies, copy_pages)
 
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one wanted layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
         wanted = self._wanted
         for run in runs:
             faults.reach("fetch.copy.middle")
-            if self._put_run(position, run):
+            copies = self._page_copies([run], range(position, position + 1))
+            if copies is not None:
+                copy_pages(copies)
                 continue
             for chunk in run.chunks:
                 layout = chunk.layout
@@ -208,25 +258,29 @@ class PagedTarget:
                 for part in slab_parts(layout, index, chunk.slab(index)):
                     self._put(position, part.which, part.array[0, heads], chunk.token_start + part.token_start)
 
-    def _put_run(self, position: int, run: MappedRun) -> bool:
-        """Copy one wanted layer of chunks at a constant distance, all of them in one call for K and one for V. Returns
-        False, and does nothing, where they must be copied one by one."""
-        wanted, pages, first, count = self._wanted, self._pages, run.chunks[0], len(run.chunks)
-        layout, arrays = first.layout, pages.arrays[position]
-        tokens = layout.token_count
-        if count == 1 or wanted.verify or layout.blocked or tokens % pages.page_size:
-            return False
-        runs, rest = pages.whole_pages(first.token_start, first.token_start + count * tokens)
-        if rest or len(runs) != 1 or any(array is None for array in arrays):
-            return False
-        numbers = runs[0][1].reshape(count, -1)
-        index = layout.slab_of_layer[wanted.layers[position]]
-        for part in slab_parts(layout, index, run.memory(index), count, run.stride):
-            array = arrays[part.which]
-            strips = part.array[:, wanted.head_start : wanted.head_stop].view(array.dtype)  # type: ignore[union-attr]
-            shaped = strips.reshape(count, strips.shape[1], -1, pages.page_size, strips.shape[3])
-            array[numbers] = shaped.transpose(0, 2, 3, 1, 4)  # type: ignore[index]
-        return True
+    def _page_copies(self, runs: Sequence[MappedRun], positions: range) -> list[PageCopy] | None:
+        """Return the copies of these layers, in few steps for all of them: one copy per layer and half of chunks at a
+        constant distance. None where copies must be made chunk by chunk."""
+        wanted, pages = self._wanted, self._pages
+        arrays = pages.arrays[positions.start : positions.stop]
+        if wanted.verify or not arrays or any(each is None for each in arrays):
+            return None
+        layers = wanted.layers[positions.start : positions.stop]
+        heads = range(wanted.head_start, wanted.head_start + wanted.heads_of(layers[0]))
+        copies: list[PageCopy] = []
+        for run in runs:
+            first = run.chunks[0]
+            places = pages.places_of(first.token_start, first.layout.token_count, len(run.chunks))
+            sources = None if places is None else paged_sources(run, layers, heads, pages.page_size)
+            if places is None or sources is None:
+                return None
+            for which, source in enumerate(sources):
+                for halves, of_layer in zip(arrays, source, strict=True):
+                    assert halves is not None
+                    array = halves[which]
+                    content = of_layer.view(array.dtype)
+                    copies += [(array, numbers, content[some]) for some, numbers in places]
+        return copies
 
     def copy_strips(self, position: int, strips: Strips) -> None:
         """Copy the strips of one wanted layer that a message brought."""
@@ -246,27 +300,26 @@ class PagedTarget:
         """Copy tokens from ``token`` on, [heads, tokens, dim], into one plane, from its ``head`` on. Whole pages go in
         one call: numpy's indexed assignment is three times as fast as a call per page, and lets other threads run."""
         pages, stop = self._pages, token + strips.shape[1]
-        array = pages.arrays[position][which]
-        cut = pages.whole_pages if array is not None else pages.pieces_only
-        runs, rest = cut(token, stop)
+        array = pages.array(position, which)
         heads, _, dim = strips.shape
-        for first, numbers in runs:
-            count = len(numbers) * pages.page_size
-            source = strips[:, first - token : first - token + count].view(array.dtype)  # type: ignore[union-attr]
-            shaped = source.reshape(heads, len(numbers), pages.page_size, dim).transpose(1, 2, 0, 3)
-            array[:, :, head : head + heads][numbers] = shaped  # type: ignore[index]
-        plane = pages.planes[position][which][:, :, head : head + heads]
-        tensor = raw(strips) if rest else None
-        for piece in rest:
-            source = tensor[:, piece.token - token : piece.token - token + piece.token_count]  # type: ignore[index]
-            copy(pages.place(plane, piece), pages.shaped(source, piece))
+        runs, rest = pages.pieces_only(token, stop) if array is None else pages.whole_pages(token, stop)
+        if array is not None:
+            for first, numbers in runs:
+                count = len(numbers) * pages.page_size
+                source = strips[:, first - token : first - token + count].view(array.dtype)
+                shaped = source.reshape(heads, len(numbers), pages.page_size, dim).transpose(1, 2, 0, 3)
+                array[:, :, head : head + heads][numbers] = shaped
+        if rest:
+            plane, tensor = pages.plane(position, which)[:, :, head : head + heads], raw(strips)
+            for piece in rest:
+                source = tensor[:, piece.token - token : piece.token - token + piece.token_count]
+                copy(pages.place(plane, piece), pages.shaped(source, piece))
 
 
-def _array(plane: Tensor) -> NDArray[Any] | None:
-    if not is_tensor(plane):
-        array: NDArray[Any] = plane
-        return array
-    return None if plane.is_cuda else plane.numpy()
+def copy_pages(copies: Sequence[PageCopy]) -> None:
+    """Run copies into pages: numpy's indexed assignment, one call for many pages, lets other threads run."""
+    for pages, numbers, content in copies:
+        pages[numbers] = content
 
 
 def _slots(slots: Tensor) -> NDArray[np.int64]:
@@ -283,48 +336,3 @@ def _slots(slots: Tensor) -> NDArray[np.int64]:
     if array.dtype.kind == "u" and array.size and int(array.max()) > SLOT_MAX:
         raise InvalidRequest(f"slot {int(array.max())} is larger than any: slots go up to {SLOT_MAX}")
     return array.astype(np.int64)
-
-
-def _planes(wanted: Wanted, layer: int, given: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """Return K and V of one layer as views [pages, page_size, heads, dim]. Raises InvalidRequest."""
-    names = tuple(layout.split())
-    if len(set(names)) != len(names) or not set(names) <= set(AXES) or not {"page", "slot", "dim"} <= set(names):
-        raise InvalidRequest(
-            f"layout {layout!r}: name each axis once, of {', '.join(AXES)}; page, slot and dim must be there"
-        )
-    spec = wanted.spec.layers[layer]
-    dims, heads = (spec.k_dim, spec.v_dim), wanted.heads_of(layer)
-    is_pair = isinstance(given, Sequence)
-    if is_pair and (len(given) != 2 or "kv" in names):
-        raise InvalidRequest(f"layers[{layer}]: a pair (K, V) has two tensors and no axis kv")
-    tensors = list(given) if is_pair else [given]
-    views = [_ordered(tensor, names, f"layers of layer {layer}", wanted.spec.cache_dtype) for tensor in tensors]
-    if is_pair:
-        k, v = (view[0] for view in views)
-    elif "kv" in names:
-        if views[0].shape[0] != 2:
-            raise InvalidRequest(f"layer {layer}: axis kv has {views[0].shape[0]} entries, K and V are two")
-        k, v = views[0][0], views[0][1]
-    else:
-        k, v = views[0][0][..., : dims[0]], views[0][0][..., dims[0] :]
-    for plane, dim, what in ((k, dims[0], "K"), (v, dims[1], "V")):
-        if plane.shape[2:] != (heads, dim):
-            raise InvalidRequest(
-                f"layer {layer}: {what} has {tuple(plane.shape[2:])} as (heads, dim), the model and heads= say "
-                f"{(heads, dim)}"
-            )
-    return k, v
-
-
-def _ordered(tensor: Tensor, names: tuple[str, ...], what: str, dtype: str) -> Tensor:
-    """Return a view with the axes kv, page, slot, head, dim; a missing axis has one entry."""
-    check_memory(tensor, what)
-    check_dtype(tensor, dtype, what)
-    if len(tensor.shape) != len(names):
-        raise InvalidRequest(f"{what} has {len(tensor.shape)} axes, its layout names {len(names)}")
-    order = [names.index(name) for name in AXES if name in names]
-    view = tensor.permute(*order) if is_tensor(tensor) else tensor.transpose(order)
-    for position, name in enumerate(AXES):
-        if name not in names:
-            view = view[(slice(None),) * position + (None,)]
-    return view

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from typing import TypeAlias
@@ -12,7 +12,7 @@ from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
 from kvstore_client.arrays import Layer, Tensor, presented
 from kvstore_client.copying import copy, copy_small, plainly, plane_run, raw, whole
-from kvstore_client.fetch.fused import KeptViews, Pair, pairs_of
+from kvstore_client.fetch.fused import Fused, KeptViews, Planes, copies_of
 from kvstore_client.fetch.given import Given, given_planes
 from kvstore_client.fetch.owned import OwnedHalves, owned_layers, owned_rows
 from kvstore_client.fetch.paged import Paged, PagedTarget, Pages
@@ -37,6 +37,7 @@ class DenseTarget:
         self._token_count = token_count
         self.is_callers = given is not None
         self._are_tensors = given is not None and given.are_tensors
+        self._sides = () if given is None else given.sides
         self._layers: Sequence[Sequence[Tensor]]
         self._owned = OwnedHalves.of(wanted, token_count) if given is None else None
         if given is not None:
@@ -58,6 +59,12 @@ class DenseTarget:
         elif not self.is_callers:
             planes = [presented(plane, spec.cache_dtype)[:, :token_count] for plane in planes]
         return shown(spec, planes)
+
+    def layers(self, token_count: int) -> Iterable[Layer]:
+        """Return all requested layers, as ``layer`` does each."""
+        if self.is_callers and not self._wanted.spec.keeps_e:
+            return map(tuple, self._layers)
+        return (self.layer(position, token_count) for position in range(len(self._layers)))
 
     def places(self, token_count: int) -> tuple[Iterator[Tensor], None]:
         """Return the memory of the first ``token_count`` tokens: views of the caller's planes, or all of ours. Views
@@ -84,15 +91,20 @@ class DenseTarget:
             else:
                 self._copy_run(run, index, self._raw[position])
 
-    def pairs(self, runs: Sequence[MappedRun], kept: KeptViews | None) -> list[Pair] | None:
+    def fused(self, runs: Sequence[MappedRun], kept: KeptViews | None) -> Fused | None:
         """Return all copies of the requested layers at once; None where each layer has work of its own."""
         wanted = self._wanted
         if wanted.verify or wanted.spec.keeps_e or not wanted.layers:
             return None
         heads = range(wanted.head_start, wanted.head_start + wanted.heads_of(wanted.layers[0]))
-        planes = self._layers if self._are_tensors else self._raw
-        halves = () if self._owned is None else self._owned.halves
-        return plainly(pairs_of, planes, self._token_count, runs, wanted.layers, heads, kept, halves)
+        return plainly(copies_of, self._planes(), self._token_count, runs, wanted.layers, heads, kept)
+
+    def _planes(self) -> Planes:
+        if self._owned is not None:
+            return Planes([half[:1] for half in self._owned.halves], True, self._owned.halves)
+        if self._sides:
+            return Planes(self._sides, are_alike=True)
+        return Planes(list(zip(*(self._layers if self._are_tensors else self._raw), strict=True)))
 
     def copy_hidden(self, layer: int, runs: Sequence[MappedRun], bad: set[int]) -> None:
         for run in runs:

@@ -192,6 +192,9 @@ class Value:
             start = (unit.token_start + number * layout.token_count) * UNIT_BYTES
             self._fill(start + skip, memory[number * stride : number * stride + end - skip])
 
+    def fused(self, *_: object) -> None:
+        """Return None: a value has one slab."""
+
     def _fill(self, start: int, target: NDArray[np.uint8]) -> None:
         """Fill ``target`` with the value's bytes from ``start`` on."""
         for part, place in self.content.parts(start, target.size):

@@ -16,7 +16,7 @@ from kvstore.spec import Exactness, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import Layer, Tensor
 from kvstore_client.copying import Copier
-from kvstore_client.fetch.fused import KeptViews, Pair
+from kvstore_client.fetch.fused import Fused, KeptViews
 from kvstore_client.fetch.wanted import Wanted
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ class Target(Protocol):
     def layer(self, position: int, token_count: int) -> Layer:
         """Return a requested layer in the caller's form."""
 
+    def layers(self, token_count: int) -> Iterable[Layer]:
+        """Return all requested layers in the caller's form."""
+
     def rows(self, layer: int, token_count: int) -> Tensor:
         """Return the first ``token_count`` tokens of E of a requested hidden layer."""
 
@@ -43,7 +46,7 @@ class Target(Protocol):
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one requested layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
 
-    def pairs(self, runs: Sequence[MappedRun], kept: KeptViews | None) -> list[Pair] | None:
+    def fused(self, runs: Sequence[MappedRun], kept: KeptViews | None) -> Fused | None:
         """Return all copies of the requested layers, for one pass. None where each layer has work of its own. ``kept``:
         views that earlier fetches made."""
 

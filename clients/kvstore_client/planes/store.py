@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -63,6 +63,11 @@ class StoreSource(Protocol):
     ) -> None:  # fmt: skip
         """Fill ``memory`` with strips ``first .. stop`` of one slab of the unit's chunk, and of the ``count - 1``
         chunks behind it, each ``stride`` bytes further."""
+
+    def fused(self, unit: Unit, memory: Bytes, count: int, stride: int) -> list[Callable[[], None]] | None:
+        """Return all copies of a unit, and of the same slabs of the ``count - 1`` chunks behind it, in steps that any
+        thread may run. ``memory`` begins with the unit's first slab; each next chunk's lies ``stride`` bytes further.
+        None where slabs are copied one by one."""
 
 
 @dataclass(frozen=True)

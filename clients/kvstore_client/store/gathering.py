@@ -74,25 +74,25 @@ class FromPages:
     def __init__(self, pages: Pages, position: int = 0) -> None:
         if (pages.slots < 0).any():
             raise InvalidRequest("slots: a token without a place cannot be stored: put runs without gaps")
-        self._pages = pages
+        self.pages = pages
         self._position = position
         self.token_count = len(pages.slots)
 
     def copy(self, part: Part, start: int, stop: int, token: int, heads: slice = slice(None)) -> None:
         """Copy as ``Dense.copy`` does, these ``heads`` of the pages. Whole pages come in one call, by numpy's index."""
-        pages, base = self._pages, token - part.token_start
-        plane, array = pages.planes[self._position][part.which], pages.arrays[self._position][part.which]
-        plane, array = plane[:, :, heads], None if array is None else array[:, :, heads]
-        cut = pages.whole_pages if array is not None else pages.pieces_only
-        runs, rest = cut(base + start, base + stop)
+        pages, base = self.pages, token - part.token_start
+        array, cut = pages.array(self._position, part.which), pages.whole_pages
+        runs, rest = (pages.pieces_only if array is None else cut)(base + start, base + stop)
         strips = part.array[0]
         head_count, _, dim = strips.shape
-        for first, numbers in runs:
-            count = len(numbers) * pages.page_size
-            target = strips[:, first - token : first - token + count].view(array.dtype)  # type: ignore[union-attr]
-            shaped = target.reshape(head_count, len(numbers), pages.page_size, dim).transpose(1, 2, 0, 3)
-            shaped[...] = array[numbers]  # type: ignore[index]
-        tensor = raw(strips) if rest else None
-        for piece in rest:
-            target = tensor[:, piece.token - token : piece.token - token + piece.token_count]  # type: ignore[index]
-            copy(pages.shaped(target, piece), pages.place(plane, piece))
+        if array is not None:
+            for first, numbers in runs:
+                count = len(numbers) * pages.page_size
+                target = strips[:, first - token : first - token + count].view(array.dtype)
+                shaped = target.reshape(head_count, len(numbers), pages.page_size, dim).transpose(1, 2, 0, 3)
+                shaped[...] = array[:, :, heads][numbers]
+        if rest:
+            plane, tensor = pages.plane(self._position, part.which)[:, :, heads], raw(strips)
+            for piece in rest:
+                target = tensor[:, piece.token - token : piece.token - token + piece.token_count]
+                copy(pages.shaped(target, piece), pages.place(plane, piece))

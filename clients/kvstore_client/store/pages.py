@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.chunk import ChunkLayout, layout_of, slab_parts
 from kvstore.errors import InvalidRequest
@@ -11,6 +16,7 @@ from kvstore.seams.memory import Bytes
 from kvstore.spec import ModelSpec
 from kvstore_client.arrays import Tensor
 from kvstore_client.derived import check_exact
+from kvstore_client.fetch.fused import page_views, plane_geometry
 from kvstore_client.fetch.paged import Paged, Pages
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.store import Unit
@@ -57,3 +63,31 @@ class PagesSource:
                 token = unit.token_start + number * layout.token_count + part.token_start
                 one = replace(part, array=part.array[number : number + 1])
                 self.slabs[slab].copy(one, part.token_start, part.token_stop, token, heads)
+
+    def fused(self, unit: Unit, memory: Bytes, count: int, stride: int) -> list[Callable[[], None]] | None:
+        """See ``planes.store.StoreSource.fused``: one step per layer, half and chunk, whose pages the processor's cache
+        holds between the two copies that numpy makes of them."""
+        layout, pages = unit.layout, self.slabs[0].pages
+        arrays = pages.arrays[unit.slab_first : unit.slab_stop]
+        geometry = plane_geometry(layout, self.spec.slab_layers[unit.slab_first : unit.slab_stop])
+        places = pages.places_of(unit.token_start, layout.token_count, count)
+        if geometry is None or places is None or any(each is None for each in arrays):
+            return None
+        heads = range(self.spec.layers[self.spec.slab_layers[unit.slab_first]].kv_heads)
+        base = layout.header_bytes + unit.base
+        sides = page_views(memory, layout, geometry, len(arrays), heads, count, stride, base, pages.page_size)
+        steps: list[Callable[[], None]] = []
+        for halves, *targets in zip(arrays, *sides, strict=True):
+            assert halves is not None
+            for array, target in zip(halves, targets, strict=True):
+                content = target.view(array.dtype)
+                for some, numbers in places:
+                    where = content[some]
+                    whole = numbers.ndim == 1
+                    parts = [(where, numbers)] if whole else list(zip(where, numbers, strict=True))
+                    steps += [partial(_take_pages, to, array, each) for to, each in parts]
+        return steps
+
+
+def _take_pages(target: NDArray[Any], pages: NDArray[Any], numbers: NDArray[np.intp]) -> None:
+    target[...] = pages[numbers]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvstore.chunk import ChunkLayout, layout_of, slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, Exactness, ModelSpec
-from kvstore_client.arrays import Layer, Tensor, checked, settle_device
-from kvstore_client.copying import copy, plane_run, raw
+from kvstore_client.arrays import Layer, Tensor, checked, settle_device, torch_module
+from kvstore_client.copying import copy, plainly, plane_run, raw
 from kvstore_client.derived import check_exact
+from kvstore_client.fetch.fused import PlaneGeometry, plane_geometry, strip_views, token_runs
 from kvstore_client.halves import checked_planes
 from kvstore_client.planes.store import Unit
 from kvstore_client.prompt import EXACT, Prompt
@@ -82,3 +84,32 @@ class Tensors:
         for part in slab_parts(layout, slab, memory, count, stride, first=first, stop=stop):
             source = plane_run(planes[part.which], unit.token_start, layout.token_count, count, part)
             copy(raw(part.array), source[:, heads])
+
+    def fused(self, unit: Unit, memory: Bytes, count: int, stride: int) -> list[Callable[[], None]] | None:
+        """See ``planes.store.StoreSource.fused``: one step per layer, K and V together."""
+        layout, torch = unit.layout, torch_module()
+        layers = self.spec.slab_layers[unit.slab_first : unit.slab_stop]
+        if torch is None or unit.part or not all(plane.is_cpu for both in self.planes[0] for plane in both):
+            return None
+        geometry = plane_geometry(layout, layers)
+        if geometry is None or stride % layout.item_size or unit.base % layout.item_size:
+            return None
+        return plainly(self._steps, unit, geometry, memory, count, stride)
+
+    def _steps(
+        self, unit: Unit, geometry: PlaneGeometry, memory: Bytes, count: int, stride: int
+    ) -> list[Callable[[], None]]:  # fmt: skip
+        planes, layout = self.planes[0][unit.slab_first : unit.slab_stop], unit.layout
+        heads = range(planes[0][0].shape[0])
+        base, dtype = layout.header_bytes + unit.base, planes[0][0].dtype
+        sides = strip_views(memory, layout, geometry, len(planes), heads, count, stride, base, dtype)
+        sources = []
+        for which, targets in enumerate(sides):
+            side = [both[which] for both in planes]
+            sources.append(token_runs(side, targets[0].shape, count, layout.token_count, unit.token_start))
+        pairs = zip(zip(*sides, strict=True), zip(*sources, strict=True), strict=True)
+        return [partial(_copy_both, targets, both) for targets, both in pairs]
+
+
+def _copy_both(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    torch_module()._foreach_copy_(targets, sources)

@@ -14,6 +14,7 @@ import numpy as np
 from kvstore_client import Client, ModelSpec
 from kvstore_client.copying import COPY_THREADS, Copier, copy, on_callers_thread
 
+from kvstore.seams.fence import fence
 from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.fetch import limit_pairs
 from kvstore_ops.bench.result import Result, quartiles, show
@@ -25,6 +26,7 @@ RUNS = {"full": 300, "quick": 100, "tiny": 3}
 CLIENTS = {"full": (1, 2, 4, 8), "quick": (1, 8), "tiny": (1,)}
 LOOP_S = {"full": 3.0, "quick": 1.5, "tiny": 0.2}
 MANY = 10
+TOLD = ("ratio", "p50_s", "p95_s", "pass_ratio")
 LOOP = """
 import sys, time
 from kvstore_client import connect
@@ -66,7 +68,9 @@ def tensors(spec: ModelSpec, token_count: int) -> list[tuple[Any, Any]]:
 
 def run(scale: str) -> Result:
     """Measure pairs of a fetch and the same copies without a service. The limit is the fastest of three: one thread
-    copies all, two threads copy a half each, and two threads split each copy, as torch does."""
+    copies all, two threads copy a half each, and two threads split each copy, as torch does. Beside it stands what a
+    fetch without a call cannot do without: one pass over the copies on the calling thread, and one fence before the
+    generations are read."""
     spec, copier = geometry(scale), Copier()
     sizes: dict[int, dict[str, Any]] = {}
     with shared.ready(scale) as (sidecar, client):
@@ -82,7 +86,8 @@ def run(scale: str) -> Result:
         (
             f"{chunks} chunks, {each['bytes'] / 1e6:.1f} MB",
             f"p50 {each['p50_s'] * 1e3:.2f} ms, p95 {each['p95_s'] * 1e3:.2f}, {each['ratio']:.3f} of the copy limit "
-            f"of {each['limit_s'] * 1e3:.2f} ms (target {TARGETS[chunks]})",
+            f"of {each['limit_s'] * 1e3:.2f} ms (target {TARGETS[chunks]}); one pass and a fence: "
+            f"{each['pass_ratio']:.3f}",
         )
         for chunks, each in sizes.items()
     ]
@@ -104,7 +109,7 @@ def run(scale: str) -> Result:
         met=met, runs=RUNS[scale], spread=one["spread"],
         conditions={
             "scale": scale, "warm": True, "bytes": one["bytes"],
-            **{f"{name}_{chunks}": sizes[chunks][name] for chunks in sizes for name in ("ratio", "p50_s", "p95_s")},
+            **{f"{name}_{chunks}": each[name] for chunks, each in sizes.items() for name in TOLD},
             **{f"clients_{clients}_bytes_per_s": rate for clients, rate in together.items()},
         },
     )  # fmt: skip
@@ -125,12 +130,17 @@ def _measured(client: Client, copier: Copier, spec: ModelSpec, count: int, runs:
         for target, source in pairs:
             copy(target, source)
 
-    times: dict[str, list[float]] = {"fetch": [], "one": [], "two": [], "split": []}
+    def one_pass() -> None:
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        fence()
+
+    times: dict[str, list[float]] = {"fetch": [], "one": [], "two": [], "split": [], "pass": []}
     for _ in range(runs + 5):
         times["fetch"].append(shared.timed(fetch))
         times["one"].append(shared.timed(lambda: on_callers_thread(bare)))
         times["two"].append(shared.copy_seconds(copier, pairs))
         times["split"].append(shared.timed(bare))
+        times["pass"].append(shared.timed(lambda: on_callers_thread(one_pass)))
     times = {name: each[5:] for name, each in times.items()}  # without the first times: they fill caches
     limits = min(times["one"], times["two"], times["split"], key=statistics.median)
     ratios = [limit / mine for limit, mine in zip(limits, times["fetch"], strict=True)]
@@ -140,6 +150,7 @@ def _measured(client: Client, copier: Copier, spec: ModelSpec, count: int, runs:
         "p95_s": float(np.quantile(times["fetch"], 0.95)),
         "limit_s": statistics.median(limits),
         "ratio": statistics.median(ratios),
+        "pass_ratio": statistics.median(a / b for a, b in zip(limits, times["pass"], strict=True)),
         "spread": quartiles(ratios),
     }
 

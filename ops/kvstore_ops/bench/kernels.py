@@ -15,7 +15,7 @@ from kvstore_ops.bench.result import Result, quartiles, show
 RAW_TARGET = 0.80
 ROTATED_TARGET = 0.25
 THREADS = 2
-HEADS, DIM, PAGE_TOKENS = 8, 128, 16
+HEADS, DIM = 8, 128
 TOKENS = {"full": 2048, "quick": 2048, "tiny": 256}
 RUNS = {"full": 40, "quick": 15, "tiny": 2}
 DOCUMENT_TOKENS = 256
@@ -24,21 +24,17 @@ TRIES = 20
 
 
 class Layers:
-    """K and V planes of every layer, and the planes and pages where they arrive; all pre-faulted. 8B geometry, bf16."""
+    """K and V planes of every layer, and the planes where they arrive; all pre-faulted. 8B geometry, bf16."""
 
     def __init__(self, scale: str) -> None:
         import torch
 
         count, tokens = LAYERS[scale], TOKENS[scale]
-        shape, pages = (HEADS, tokens, DIM), (tokens // PAGE_TOKENS + 1, PAGE_TOKENS, HEADS, DIM)
+        shape = (HEADS, tokens, DIM)
         generator = torch.Generator().manual_seed(1)
         plane = torch.randn(shape, generator=generator).to(torch.bfloat16)
         self.sources = [plane.clone() for _ in range(2 * count)]
         self.targets = [torch.ones(shape, dtype=torch.bfloat16) for _ in range(2 * count)]
-        self.pages = [torch.ones(pages, dtype=torch.bfloat16) for _ in range(2 * count)]
-        order = torch.randperm(pages[0], generator=generator)
-        rows = (order[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).reshape(-1)
-        self.slots = rows[PAGE_TOKENS // 2 :][:tokens]
         self.byte_count = sum(source.nbytes for source in self.sources)
         self.turn = _turn(tokens)
 
@@ -64,10 +60,9 @@ def _turn(tokens: int) -> Any:
 
 
 def _actions(layers: Layers) -> dict[str, Callable[[], None]]:
-    from kvstore_kernels import arrive, arrive_pages, gather_pages
+    from kvstore_kernels import arrive
 
-    turn, slots = layers.turn, layers.slots
-    planes, pages = layers.targets, layers.pages
+    turn, planes = layers.turn, layers.targets
 
     def k_and_v() -> None:
         for number, (source, target) in enumerate(zip(layers.sources, planes, strict=True)):
@@ -78,9 +73,6 @@ def _actions(layers: Layers) -> dict[str, Callable[[], None]]:
         "raw": layers.each(arrive, planes),
         "rotated": layers.each(lambda source, target: arrive(source, target, turn=turn), planes),
         "k_and_v": k_and_v,
-        "pages": layers.each(lambda source, target: arrive_pages(source, target, slots), pages),
-        "pages_rotated": layers.each(lambda source, target: arrive_pages(source, target, slots, turn=turn), pages),
-        "gather": layers.each(lambda source, target: gather_pages(target, slots, out=source), pages),
     }
 
 
@@ -116,9 +108,6 @@ def _measured(scale: str) -> Result:
             ("arrival raw", f"{medians['raw']:.3f} of a memcpy"),
             ("arrival rotated, all of it", f"{medians['rotated']:.3f}"),
             ("arrival of K rotated and V raw", f"{medians['k_and_v']:.3f}"),
-            ("into pages of 16 in random order, raw", f"{medians['pages']:.3f}"),
-            ("into pages, rotated", f"{medians['pages_rotated']:.3f}"),
-            ("gather out of pages", f"{medians['gather']:.3f}"),
             ("memcpy, 2 threads", f"{limit / 1e9:.2f} GB/s"),
             ("what the second thread brings to rotation", f"{gain:.2f}"),
         ],

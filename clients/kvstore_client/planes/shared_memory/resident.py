@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from kvstore.seams import FaultPoints
 from kvstore.seams.fence import fence
 from kvstore.spec import Exactness, MissReason, Tier
 from kvstore_client.copying import Copier, on_callers_thread
-from kvstore_client.fetch.fused import KeptViews, Pair, copy_pairs, pieces_of
+from kvstore_client.fetch.fused import KeptViews
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Target
 from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun, runs_of
@@ -44,14 +44,14 @@ class ResidentPrefix:
     def copy_all(self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], timeout_s: float) -> None:
         """Copy every requested layer of the chunks in memory; two threads share large ones."""
         cache = self.runs(0)
-        pairs = None if self.wanted.hidden_layers else target.pairs(cache, self._sources)
-        if pairs is not None:
-            copy, byte_count = partial(copy_pairs, faults), self.wanted.byte_count(self.token_count)
+        fused = None if self.wanted.hidden_layers else target.fused(cache, self._sources)
+        if fused is not None:
+            byte_count = self.wanted.byte_count(self.token_count)
             if byte_count <= HERE_BYTES_MAX:
-                on_callers_thread(_over, copy, pieces_of(pairs, 2))
+                on_callers_thread(_run_all, fused(faults, 2))
             else:
                 count = min(PIECES_MAX, max(2, byte_count // PIECE_BYTES))
-                copier.share(copy, pieces_of(pairs, count), timeout_s)
+                copier.share(_run, fused(faults, count), timeout_s)
             return
         work = [partial(target.copy_layer, each, cache, bad, faults) for each in range(len(self.wanted.layers))]
         for part, layer in enumerate(self.wanted.hidden_layers, start=1):
@@ -76,9 +76,9 @@ class ResidentPrefix:
         return slot < len(self._generations) and bool(self._generations[slot] == generation)
 
 
-def _over(copy: Callable[[Sequence[Pair]], None], pieces: Iterable[Sequence[Pair]]) -> None:
-    for piece in pieces:
-        copy(piece)
+def _run_all(copies: Iterable[Callable[[], None]]) -> None:
+    for copy in copies:
+        copy()
 
 
 def _run(copy: Callable[[], None]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvstore.errors import DeadlineExceeded, Exhausted
 from kvstore.v1 import cache_pb2 as pb
@@ -22,6 +23,11 @@ def _continues(group: list[Staged], unit: Unit, run: StagingRun) -> bool:
         and unit.token_start == last.token_start + last.layout.token_count
         and (run.staging_id, run.offset) == (before.staging_id, before.offset + before.byte_count)
     )
+
+
+def _run_all(copies: Sequence[Callable[[], None]]) -> None:
+    for copy in copies:
+        copy()
 
 
 class StagedUpload:
@@ -64,20 +70,26 @@ class StagedUpload:
                 groups[-1].append((unit, run))
             else:
                 groups.append([(unit, run)])
-        work = [(group, index) for group in groups for index in range(group[0][0].slab_first, group[0][0].slab_stop)]
+        work = [copy for group in groups for copy in self._copies(group)]
         if work:
             try:
-                self._copier.split(self._copy_slabs, work, self._timeout_s)
+                self._copier.split(_run_all, work, self._timeout_s)
             except DeadlineExceeded:
                 # A copy may still write to its staging. End the session, so that this memory is never used again.
                 self._session.close()
                 raise
 
-    def _copy_slabs(self, work: Sequence[tuple[list[Staged], int]]) -> None:
-        for group, index in work:
-            unit, run = group[0]
-            memory = run.memory[run.offset + unit.layout.slabs[index].offset - unit.base :]
-            self._source.copy(unit, index, memory, count=len(group), stride=run.byte_count)
+    def _copies(self, group: list[Staged]) -> list[Callable[[], None]]:
+        """Return the copies of units that lie one behind the other: prepared together where that can be."""
+        unit, run = group[0]
+        memory = run.memory[run.offset : run.offset + run.byte_count * (len(group) - 1) + unit.byte_count]
+        fused = self._source.fused(unit, memory, len(group), run.byte_count)
+        return fused or [partial(self._copy_slab, group, index) for index in range(unit.slab_first, unit.slab_stop)]
+
+    def _copy_slab(self, group: list[Staged], index: int) -> None:
+        unit, run = group[0]
+        memory = run.memory[run.offset + unit.layout.slabs[index].offset - unit.base :]
+        self._source.copy(unit, index, memory, count=len(group), stride=run.byte_count)
 
     def _fill(self, reservation_id: int) -> None:
         if self._staged:

@@ -1,0 +1,82 @@
+"""An engine's pages: every token in its slot, and nothing else written."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+AXES = "clients/kvstore_client/fetch/axes.py"
+PAGED = "clients/kvstore_client/fetch/paged.py"
+T_PAGED = "tests/e2e/test_paged.py"
+T_WARM = "tests/e2e/test_warm.py"
+
+GIVEN = "clients/kvstore_client/fetch/given.py"
+
+FUSED = "clients/kvstore_client/fetch/fused.py"
+T_STORED = "tests/e2e/test_stored_in_one_pass.py"
+
+MUTANTS = [
+    Mutant(
+        "runs-of-slabs-from-a-chunks-begin",
+        FUSED,
+        " - base // layout.item_size\n",
+        " - layout.header_bytes // layout.item_size\n",
+        "a large chunk's later slabs are written behind their room in staging",
+        (f"{T_STORED}::test_what_was_stored_is_fetched",),
+    ),
+    Mutant(
+        "pages-from-a-chunks-begin",
+        FUSED,
+        "memory.data, at * size - base, strides",
+        "memory.data, at * size - layout.header_bytes, strides",
+        "a large chunk's later slabs are filled out of pages in another one's place",
+        (f"{T_STORED}::test_what_was_stored_is_fetched",),
+    ),
+    Mutant(
+        "alike-in-other-shapes",
+        GIVEN,
+        "    if not all(_is_one(map(_shape, side)) for side in sides):\n",
+        "    if False:\n",
+        "a fetch into layers of unlike room ends with an error of torch's",
+        (f"{T_WARM}::test_layers_have_room_of_their_own",),
+    ),
+    Mutant(
+        "pages-from-the-middle-of-one",
+        PAGED,
+        "        if pieces or any((token - begin) % self.page_size for token, _ in runs):\n",
+        "        if pieces:\n",
+        "pages are filled with the tokens of the pages before them",
+        (f"{T_WARM}::test_tokens_before_the_first_page_are_not_taken_for_a_page",),
+    ),
+    Mutant(
+        "pages-without-their-parts",
+        PAGED,
+        "        if pieces or any((token",
+        "        if any((token",
+        "tokens that fill a part of a page are left out of a fetch",
+        (f"{T_WARM}::test_pages_are_filled_in_one_pass_without_the_sidecar",),
+    ),
+    Mutant(
+        "layers-of-one-look-at-one-place",
+        AXES,
+        "self.are_alike and overlapping(list(map(Span.of, self.given))) is None",
+        "self.are_alike",
+        "a layer's pages are fetched over another one's",
+        (f"{T_PAGED}::test_layers_of_one_pool_that_share_memory_are_refused_and_interleaved_ones_are_not",),
+    ),
+    Mutant(
+        "pages-alike-without-a-look",
+        AXES,
+        "        are_alike = len(looks) == 1 and None not in looks and",
+        "        are_alike = None not in looks and",
+        "a last layer of another dtype is fetched into as if it were right",
+        (f"{T_PAGED}::test_a_last_layer_of_another_dtype_is_found",),
+    ),
+    Mutant(
+        "pages-alike-and-read-only",
+        AXES,
+        "value.strides, value.dtype, value.flags.writeable))",
+        "value.strides, value.dtype))",
+        "a fetch ends with an error of ours at an engine's read-only pages",
+        (f"{T_PAGED}::test_pages_that_cannot_be_written_are_refused",),
+    ),
+]
