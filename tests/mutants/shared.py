@@ -263,10 +263,18 @@ MUTANTS = [
     Mutant(
         "what-left-the-node-behind-a-gap",
         SHARED_TIERS,
-        "                if hint is None or not hint.is_there or (not key and digest not in space.index):\n",
-        "                if hint is None or not hint.is_there:\n",
+        "            if hint is None or not hint.is_there or (not key and digest not in space.index):\n",
+        "            if hint is None or not hint.is_there:\n",
         "a lookup counts a chunk that nobody has by then",
         (f"{T_WHILE_ASKED}::test_what_left_the_node_behind_a_gap_while_a_tier_was_asked_is_no_hit",),
+    ),
+    Mutant(
+        "all-are-cold-that-nobody-stores",
+        "kvstore/catalog/catalog.py",
+        "isdisjoint(digests) and each.departures.keys().isdisjoint(digests) for each in",
+        "isdisjoint(digests) for each in",
+        "nobody hears that a chunk was evicted, or damaged",
+        ("tests/catalog/test_catalog.py::test_what_is_on_its_way_or_left_is_told_beside_what_is_cold",),
     ),
     Mutant(
         "a-chain-that-turns-back",
@@ -295,8 +303,8 @@ MUTANTS = [
     Mutant(
         "chunks-of-many-parts-are-all-named",
         SHARED_TIERS,
-        "        for digest in digests[: PROBE_COUNT_MAX // len(spaces)]:\n",
-        "        for digest in digests[:PROBE_COUNT_MAX]:\n",
+        "        digests = digests[: PROBE_COUNT_MAX // len(spaces)]\n",
+        "        digests = digests[:PROBE_COUNT_MAX]\n",
         "a fetch of many hidden layers holds up everybody",
         (f"{T_WHILE_ASKED}::test_chunks_of_many_parts_are_named_no_further_than_they_are_asked_for",),
     ),
