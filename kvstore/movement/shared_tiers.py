@@ -15,6 +15,7 @@ from kvstore.chunk import ChunkHeader, write_mark
 from kvstore.errors import DataLoss, Exhausted, KVStoreError, Unavailable
 from kvstore.keys import ROOT_DIGEST
 from kvstore.movement.names import ChunkNames
+from kvstore.movement.questions import PROBE_COUNT_MAX, in_questions
 from kvstore.movement.shared import STALL_S, SharedCopies, is_for_others
 from kvstore.movement.sources import may_enter
 from kvstore.seams import Clock
@@ -28,8 +29,6 @@ CLOSE_S_MAX = 5.0
 REARM_S_MIN = 0.1
 CHECK_S_MAX = 12.0
 """Seconds that a shared tier may take for its answer to ``check``."""
-PROBE_COUNT_MAX = 1024
-"""Keys of one question, at most."""
 HINT_S = 5.0
 """Seconds for which an answer is not asked for again."""
 HINT_COUNT_MAX = 65_536
@@ -116,6 +115,14 @@ class KeyHint(NamedTuple):
     at_s: float
     shared: SharedCopies | None
     is_there: bool
+
+
+class TierWord(NamedTuple):
+    """The keys that a tier says it has. Not ``is_whole``: it may have more, as it was not asked, or did not answer."""
+
+    kind: Tier
+    keys: set[bytes]
+    is_whole: bool
 
 
 _HERE = KeyHint(0.0, None, is_there=True)
@@ -270,28 +277,26 @@ class SharedTiers:
             span.note(**{"is_late": True} if answers is None else {"there_chunks": sum(answers)})
             return answers
 
-    async def said(self, chains: Sequence[Sequence[bytes]], timeout_s: float) -> list[tuple[Tier, set[bytes]]]:
-        """Return the keys of these chains that each tier says it has. All tiers are asked at once, each for all chains
-        in as few questions as hold them. A tier that does not answer is asked no more. A chain has one part of each
-        chunk, for a tier may have one part without the others."""
-        asked = [shared for shared in self.tiers if shared.is_asked_by_lookups]
-        until_s = self._clock.monotonic() + timeout_s
-        questions = _questions(chains)
-        found = await asyncio.gather(*(self._said(each, questions, until_s) for each in asked))
-        return [(each.tier.kind, keys) for each, keys in zip(asked, found, strict=True) if keys]
+    async def said(self, chains: Sequence[Sequence[bytes]], timeout_s: float) -> list[TierWord]:
+        """Return what each tier says of these chains. All tiers are asked at once, each for all chains in as few
+        questions as hold them. A tier that does not answer is asked no more. A chain has one part of each chunk, for a
+        tier may have one part without the others."""
+        until_s, questions = self._clock.monotonic() + timeout_s, in_questions(chains)
+        return await asyncio.gather(*(self._said(each, questions, until_s) for each in self.tiers))
 
     async def _said(
         self, shared: SharedCopies, questions: Sequence[Sequence[Sequence[bytes]]], until_s: float
-    ) -> set[bytes]:
+    ) -> TierWord:
         found = set[bytes]()
         for chains in questions:
             keys = [key for chain in chains for key in chain]
             timeout_s = min(shared.lookup_s_max, until_s - self._clock.monotonic())
-            answers = await shared.ask(keys, timeout_s, [len(chain) for chain in chains])
+            is_asked = shared.is_asked_by_lookups and timeout_s > 0
+            answers = await shared.ask(keys, timeout_s, [len(chain) for chain in chains]) if is_asked else None
             if answers is None:
-                break
+                return TierWord(shared.tier.kind, found, is_whole=False)
             found.update(compress(keys, answers))
-        return found
+        return TierWord(shared.tier.kind, found, is_whole=True)
 
     def _hint_of(self, key: bytes, now_s: float) -> KeyHint | None:
         """Return the hint of a key, unless it is too old."""
@@ -370,24 +375,6 @@ class SharedTiers:
             for shared in self.tiers:
                 group.create_task(_closed(shared))
         self.tiers.clear()
-
-
-def _questions(chains: Iterable[Sequence[bytes]]) -> list[list[list[bytes]]]:
-    """Return chains in groups of ``PROBE_COUNT_MAX`` keys at most, each key once; a chain may go on in the next
-    group."""
-    groups: list[list[list[bytes]]] = []
-    seen, room = set[bytes](), 0
-    for chain in chains:
-        fresh = [key for key in dict.fromkeys(chain) if key not in seen]
-        seen.update(fresh)
-        while fresh:
-            if not room:
-                groups.append([])
-                room = PROBE_COUNT_MAX
-            part, fresh = fresh[:room], fresh[room:]
-            groups[-1].append(part)
-            room -= len(part)
-    return groups
 
 
 async def _closed(shared: SharedCopies) -> None:

@@ -277,6 +277,14 @@ MUTANTS = [
         ("tests/catalog/test_catalog.py::test_what_is_on_its_way_or_left_is_told_beside_what_is_cold",),
     ),
     Mutant(
+        "silence-is-told-as-nothing",
+        SHARED_TIERS,
+        "                return TierWord(shared.tier.kind, found, is_whole=False)\n",
+        "                break\n",
+        "a router takes a tier that stands still for one that has nothing",
+        ("tests/tiers/shared/test_located.py::test_of_a_tier_that_stands_still_it_is_said_that_nothing_is_known",),
+    ),
+    Mutant(
         "a-chain-that-turns-back",
         "kvstore/catalog/catalog.py",
         "        if ancestor == ROOT_ROW:  # else the chain turns back, and each row would keep the other for ever\n",

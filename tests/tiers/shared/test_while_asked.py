@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.errors import Unavailable
 from kvstore.keys import ROOT_DIGEST
-from kvstore.movement.shared_tiers import PROBE_COUNT_MAX
+from kvstore.movement.questions import PROBE_COUNT_MAX
 from kvstore.spec import MissReason
 from tests.fakes import Switch
 from tests.tiers.shared.world import LOOKUP_S, PATH, Wide, World, redeemed, run
