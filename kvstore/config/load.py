@@ -251,11 +251,12 @@ def _build(sources: _Sources, memory_bytes: int) -> LoadedSettings:
         tenants = {section.partition(".")[2]: leaves[section] for section in sources.tenants}
         sockets, device = leaves["server"].socket_directory, leaves["tiers.nvme"].directory
         check_tenants(tenants, sockets, device, leaves["arena"].capacity_bytes, memory_bytes)
+        whole = {name: leaf for name, leaf in leaves.items() if "." not in name}
+        inner = {name.partition(".")[2]: leaf for name, leaf in leaves.items() if name.startswith("tiers.")}
+        settings = Settings(tiers=TierSettings(**inner), tenants=tenants, **whole)
     except KVStoreError as error:
         setting = str(error.fields.get("setting", ""))
         raise InvalidRequest(f"{sources.origins.get(setting, DEFAULT)}: {error.message}") from error
     names = [f"{section}.{field.name}" for section in leaves for field in fields(leaves[section])]
     origins = {name: sources.origins.get(name, DEFAULT) for name in names}
-    whole = {name: leaf for name, leaf in leaves.items() if "." not in name}
-    tiers = TierSettings(**{name.partition(".")[2]: leaf for name, leaf in leaves.items() if name.startswith("tiers.")})
-    return LoadedSettings(settings=Settings(tiers=tiers, tenants=tenants, **whole), origins=origins)
+    return LoadedSettings(settings=settings, origins=origins)

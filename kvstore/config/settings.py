@@ -145,7 +145,8 @@ class PolicySettings:
     """Rate at which copies are read again in the background, to find damage; 0: never."""
     warm_up_bytes: Size = 0
     """Bytes that a node with a young memory brings of each model that an engine registers, once: what another node that
-    shares its Redis and has this setting fetches most ([cluster.md](cluster.md)). 0: none."""
+    shares its Redis and has this setting fetches most ([cluster.md](cluster.md)). It needs `tiers.redis.url`. 0:
+    none."""
     canary_interval_s: Duration = 60.0
     """Interval at which a small chunk is sent through each local tier, to check that the tier works, and a tenth as
     often through each shared tier that this node writes to; 0: never."""
@@ -230,6 +231,14 @@ class Settings:
     tracing: TracingSettings = field(default_factory=TracingSettings)
     remote: RemoteSettings = field(default_factory=RemoteSettings)
     tenants: Mapping[str, TenantSettings] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_setting(
+            not self.policy.warm_up_bytes or bool(self.tiers.redis.url), "policy.warm_up_bytes",
+            self.policy.warm_up_bytes, "nodes leave hints for each other in a Redis that they share: set "
+            "tiers.redis.url to it. A tiers.redis.embedded is this node's own, and a bucket holds no hints: leave this "
+            "at 0 there, and bring chunks with kvstore warm --from",
+        )  # fmt: skip
 
     @property
     def tenant_names(self) -> list[str]:

@@ -10,6 +10,7 @@ from kvstore.controller.fetches.lookup import namespaces_of
 from kvstore.controller.parts import Parts
 from kvstore.controller.values import ChainQuery, Located, NodePrefix
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.movement import TierWord
 from kvstore.seams import Deadline
 from kvstore.spec import Tier
 
@@ -32,12 +33,12 @@ class Locates:
         if sum(len(query.digests) * (len(query.hidden_layers) + 1) for query in queries) > LOCATED_CHUNKS_MAX:
             raise InvalidRequest(f"locate: more than {LOCATED_CHUNKS_MAX} chunks in one call: ask for fewer contexts")
         keys = [self._keys(query) for query in queries]
-        (others, reason), shared = await asyncio.gather(self._others(keys, deadline), self._shared(keys, deadline))
+        (others, reason), said = await asyncio.gather(self._others(keys, deadline), self._said(keys, deadline))
         chains = [
-            [*self._here(query), *elsewhere, *beyond]
-            for query, elsewhere, beyond in zip(queries, others, shared, strict=True)
+            [*self._here(query), *elsewhere, *_of_tiers(chunks, said)]
+            for query, elsewhere, chunks in zip(queries, others, keys, strict=True)
         ]
-        return Located(self._parts.node, chains, reason)
+        return Located(self._parts.node, chains, reason, tuple(each.kind for each in said if not each.is_whole))
 
     def _keys(self, query: ChainQuery) -> list[list[bytes]]:
         """Return the storage keys of each chunk, one per part."""
@@ -65,15 +66,15 @@ class Locates:
             return nothing, error.message
         return [_of_nodes([[found[key] for key in keys] for keys in chunks]) for chunks in chains], ""
 
-    async def _shared(self, chains: Sequence[Sequence[Sequence[bytes]]], deadline: Deadline) -> list[list[NodePrefix]]:
-        """Return the prefixes of each chain that shared tiers are said to have."""
+    async def _said(self, chains: Sequence[Sequence[Sequence[bytes]]], deadline: Deadline) -> list[TierWord]:
         parts = [part for chunks in chains for part in zip(*chunks, strict=True)]
-        said = await self._parts.movement.shared_tiers.said(parts, deadline.left_s)
-        found = []
-        for chunks in chains:
-            counts = [(tier, _leading(all(key in there for key in keys) for keys in chunks)) for tier, there in said]
-            found.append([NodePrefix("", tier, count) for tier, count in counts if count])
-        return found
+        return await self._parts.movement.shared_tiers.said(parts, deadline.left_s)
+
+
+def _of_tiers(chunks: Sequence[Sequence[bytes]], said: Iterable[TierWord]) -> list[NodePrefix]:
+    """Return the prefixes of a chain that shared tiers are said to have. ``chunks``: the keys of each, part by part."""
+    counts = [(each.kind, _leading(all(key in each.keys for key in keys) for keys in chunks)) for each in said]
+    return [NodePrefix("", kind, count) for kind, count in counts if count]
 
 
 def _leading(flags: Iterable[bool]) -> int:

@@ -73,11 +73,13 @@ class NodePrefix(NamedTuple):
 
 class Located(NamedTuple):
     """The places of chains: for each chain, prefixes on this node (certain), on other nodes and in shared tiers
-    (hints). ``node``: this node's name. ``reason``: why other nodes are left out; empty: they are not."""
+    (hints). ``node``: this node's name. ``reason``: why other nodes are left out; empty: they are not. ``unknown``: the
+    shared tiers that may have more, because they were not asked, or did not answer."""
 
     node: str
     chains: list[list[NodePrefix]]
     reason: str
+    unknown: tuple[Tier, ...]
 
 
 class ArrivingChunk(Protocol):

@@ -31,7 +31,7 @@ from kvstore.movement.loading import Loading
 from kvstore.movement.meters import MeasuredTier, TierMeters
 from kvstore.movement.movement import Movement, MovementParts
 from kvstore.movement.relocation import ChunkStep, Transit
-from kvstore.movement.shared_tiers import ChunkHint
+from kvstore.movement.shared_tiers import ChunkHint, TierWord
 from kvstore.movement.writes import Writes
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "MovementParts",
     "TierAccount",
     "TierMeters",
+    "TierWord",
     "Transit",
     "Writes",
 ]

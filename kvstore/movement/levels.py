@@ -12,8 +12,8 @@ from kvstore.catalog import ROOT_ROW, Catalog, Identity
 from kvstore.config import LEVEL_SETTINGS
 from kvstore.errors import InvalidRequest
 from kvstore.movement.names import ChunkNames
+from kvstore.movement.questions import PROBE_COUNT_MAX
 from kvstore.movement.shared import SharedCopies, is_for_others
-from kvstore.movement.shared_tiers import PROBE_COUNT_MAX
 from kvstore.movement.writes import EVICTED_FIRST, Writes
 from kvstore.seams import Clock, Deadline
 from kvstore.spec import Durability

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvstore.catalog import Catalog, Namespace, parent_digest
 from kvstore.chunk import ChunkHeader
-from kvstore.keys import storage_key
+from kvstore.keys import storage_key, storage_keys
 from kvstore.seams import TenantKeys
 from kvstore.tiers import ChunkName
 
@@ -19,6 +21,10 @@ class ChunkNames:
     def key(self, space: Namespace, digest: bytes) -> bytes:
         """Return the storage key of a chunk."""
         return storage_key(self._keys.secret, space.fingerprint, space.provenance, space.exactness, digest)
+
+    def keys(self, space: Namespace, digests: Iterable[bytes]) -> list[bytes]:
+        """Return the storage key of each of these chunks."""
+        return storage_keys(self._keys.secret, space.fingerprint, space.provenance, space.exactness, digests)
 
     def of(self, row: int) -> ChunkName:
         """Return the key, the layout, and the write that the catalog knows."""

@@ -5,7 +5,7 @@ serves the next lookup."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from kvstore.movement.breaker import FAILURE_COUNT
@@ -14,6 +14,8 @@ from kvstore.tiers.pace import Waits
 
 LATE_COUNT_MAX = FAILURE_COUNT
 """Late questions that stay asked. That many without an answer are an outage, and more would be load on a slow tier."""
+PROBE_COUNT_MAX = 1024
+"""Keys of one question, at most."""
 SILENT_BOUNDS = 10
 """Lookups ask nothing more of a tier that has left a question unanswered for so many times their bound. A busy Redis
 answers within three of its bounds."""
@@ -96,3 +98,21 @@ class Questions:
 def _hand_over(ended: asyncio.Task[Answers], late: Callable[[Sequence[bool]], None]) -> None:
     if not ended.cancelled() and (answers := ended.result()) is not None:
         late(answers)
+
+
+def in_questions(chains: Iterable[Sequence[bytes]]) -> list[list[list[bytes]]]:
+    """Return chains in groups of ``PROBE_COUNT_MAX`` keys at most, each key once; a chain may go on in the next
+    group."""
+    groups: list[list[list[bytes]]] = []
+    seen, room = set[bytes](), 0
+    for chain in chains:
+        fresh = [key for key in dict.fromkeys(chain) if key not in seen]
+        seen.update(fresh)
+        while fresh:
+            if not room:
+                groups.append([])
+                room = PROBE_COUNT_MAX
+            part, fresh = fresh[:room], fresh[room:]
+            groups[-1].append(part)
+            room -= len(part)
+    return groups

@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from itertools import compress
+from collections.abc import Collection, Iterable, Sequence
+from itertools import compress, repeat
 from typing import NamedTuple
 
 from kvstore.catalog import Catalog, Namespace
@@ -15,6 +15,7 @@ from kvstore.chunk import ChunkHeader, write_mark
 from kvstore.errors import DataLoss, Exhausted, KVStoreError, Unavailable
 from kvstore.keys import ROOT_DIGEST
 from kvstore.movement.names import ChunkNames
+from kvstore.movement.questions import PROBE_COUNT_MAX, in_questions
 from kvstore.movement.shared import STALL_S, SharedCopies, is_for_others
 from kvstore.movement.sources import may_enter
 from kvstore.seams import Clock
@@ -28,8 +29,6 @@ CLOSE_S_MAX = 5.0
 REARM_S_MIN = 0.1
 CHECK_S_MAX = 12.0
 """Seconds that a shared tier may take for its answer to ``check``."""
-PROBE_COUNT_MAX = 1024
-"""Keys of one question, at most."""
 HINT_S = 5.0
 """Seconds for which an answer is not asked for again."""
 HINT_COUNT_MAX = 65_536
@@ -118,6 +117,14 @@ class KeyHint(NamedTuple):
     is_there: bool
 
 
+class TierWord(NamedTuple):
+    """The keys that a tier says it has. Not ``is_whole``: it may have more, as it was not asked, or did not answer."""
+
+    kind: Tier
+    keys: set[bytes]
+    is_whole: bool
+
+
 _HERE = KeyHint(0.0, None, is_there=True)
 
 
@@ -176,53 +183,61 @@ class SharedTiers:
         """``find`` for each chain. One question goes to each tier, which is answered within the tier's own bound, or
         not at all; all tiers together take no longer than the longest of their bounds. ``timeout_s``: the seconds that
         the caller may take; the questions get half of them, the rest is for the node's own work."""
-        wanted = []
+        wanted: list[list[list[bytes]]] = []
         for spaces, digests in chains:
+            if wanted:
+                await self._clock.sleep(0)  # many long chains take time: other requests are answered in between
             wanted.append(self._keys(spaces, digests))
-            await self._clock.sleep(0)  # many long chains take time: other requests are answered in between
         bound_s = max((shared.lookup_s_max for shared in self.tiers), default=0.0)
         await self._ask_all(self._unheard(wanted), self._clock.monotonic() + min(timeout_s / 2, bound_s))
-        return [self._found(*chain, chunks) for chain, chunks in zip(chains, wanted, strict=True)]
+        return [self._found(*chain, parts) for chain, parts in zip(chains, wanted, strict=True)]
 
     def _unheard(self, chains: Sequence[Sequence[Sequence[bytes]]]) -> list[list[bytes]]:
         """Return the keys to ask for, each once. Each part of a chain becomes a chain of its own, for a tier may have
         one part without the others."""
         now_s, seen = self._clock.monotonic(), set[bytes]()
-        found = []
-        for keys in (part for chunks in chains for part in zip(*chunks, strict=True)):
-            fresh = [key for key in keys if key and key not in seen and self._may_be_in(self.tiers[-1], key, now_s)]
+        found: list[list[bytes]] = []
+        for keys in (part for parts in chains for part in parts):
+            fresh = self._to_ask(self.tiers[-1], [key for key in keys if key and key not in seen], now_s)
             fresh = fresh[: PROBE_COUNT_MAX - len(seen)]
             seen.update(fresh)
             found.append(fresh)
         return found
 
     def _found(
-        self, spaces: Sequence[Namespace], digests: Sequence[bytes], chunks: Sequence[Sequence[bytes]]
+        self, spaces: Sequence[Namespace], digests: Sequence[bytes], parts: Sequence[Sequence[bytes]]
     ) -> list[ChunkHint]:
-        """Return the leading chunks of one chain that the hints say are there."""
+        """Return the leading chunks of one chain that the hints say are there. ``parts``: the keys, part by part."""
+        places = map(self._places, spaces, repeat(digests), parts)
+        return list(map(ChunkHint, zip(*places, strict=False)))
+
+    def _places(
+        self, space: Namespace, digests: Sequence[bytes], keys: Sequence[bytes]
+    ) -> list[SharedCopies | None]:  # fmt: skip
+        """Return the places of one part of a chain's leading chunks: the shared tier, or None for the node. Ends before
+        a part that no tier has, or that left the node meanwhile."""
         now_s = self._clock.monotonic()
-        found: list[ChunkHint] = []
-        for digest, keys in zip(digests, chunks, strict=False):
-            parts = []
-            for space, key in zip(spaces, keys, strict=True):
-                hint = self._hint_of(key, now_s) if key else _HERE
-                if hint is None or not hint.is_there or (not key and digest not in space.index):
-                    return found  # no tier has the chunk, or it left the node meanwhile
-                parts.append(hint.shared)
-            found.append(ChunkHint(tuple(parts)))
-        return found
+        places: list[SharedCopies | None] = []
+        for digest, key in zip(digests, keys, strict=False):
+            hint = self._hint_of(key, now_s) if key else _HERE
+            if hint is None or not hint.is_there or (not key and digest not in space.index):
+                break
+            places.append(hint.shared)
+        return places
 
     def _keys(self, spaces: Sequence[Namespace], digests: Sequence[bytes]) -> list[list[bytes]]:
-        """Return the storage key of each part of each chunk; empty where the node has that part. Ends before a chunk
-        that is being stored here. Returns nothing where other nodes can have none of these chunks."""
-        chunks: list[list[bytes]] = []
+        """Return the storage keys of a chain's chunks, part by part; empty where the node has that part. Ends before a
+        chunk that is being stored here. Returns nothing where other nodes can have none of these chunks."""
         if not self.tiers or not all(map(is_for_others, spaces)):
-            return chunks
-        for digest in digests[: PROBE_COUNT_MAX // len(spaces)]:
-            if any(digest in space.pending for space in spaces):
-                break
-            chunks.append([b"" if digest in space.index else self._names.key(space, digest) for space in spaces])
-        return chunks
+            return [[] for _ in spaces]
+        digests = digests[: PROBE_COUNT_MAX // len(spaces)]
+        pending = [space.pending.keys() for space in spaces if not space.pending.keys().isdisjoint(digests)]
+        stop = next((at for at, each in enumerate(digests) if any(each in some for some in pending)), None)
+        return [self._part_keys(space, digests[:stop]) for space in spaces]
+
+    def _part_keys(self, space: Namespace, digests: Sequence[bytes]) -> list[bytes]:
+        keys = iter(self._names.keys(space, (each for each in digests if each not in space.index)))
+        return [b"" if each in space.index else next(keys) for each in digests]
 
     async def _ask_all(self, chains: list[list[bytes]], until_s: float) -> None:
         """Ask each tier for the keys that no faster tier has. A key that none of them has is remembered as such only if
@@ -231,7 +246,7 @@ class SharedTiers:
         for shared in self.tiers:
             now_s = self._clock.monotonic()
             timeout_s = min(shared.lookup_s_max, until_s - now_s)
-            parts = [[key for key in keys if self._may_be_in(shared, key, now_s)] for keys in chains]
+            parts = [self._to_ask(shared, keys, now_s) for keys in chains]
             asked, lengths = [key for keys in parts for key in keys], [len(keys) for keys in parts if keys]
             is_asked = asked and shared.is_asked_by_lookups and timeout_s > 0
             answers = await self._answers(shared, asked, timeout_s, lengths) if is_asked else None
@@ -240,14 +255,12 @@ class SharedTiers:
             chains = [[key for key in keys if key not in found] for keys in chains]
         if have_all_answered:
             nowhere = KeyHint(self._clock.monotonic(), None, is_there=False)
-            for key in (key for keys in chains for key in keys):
-                self._remember(key, nowhere)
+            self._remember([key for keys in chains for key in keys], nowhere)
 
     def _said_there(self, shared: SharedCopies, asked: Sequence[bytes], answers: Sequence[bool]) -> set[bytes]:
         """Remember the keys that a tier says are there, and return them."""
         found, there = set(compress(asked, answers)), KeyHint(self._clock.monotonic(), shared, is_there=True)
-        for key in found:
-            self._remember(key, there)
+        self._remember(found, there)
         return found
 
     async def _answers(
@@ -264,33 +277,37 @@ class SharedTiers:
             span.note(**{"is_late": True} if answers is None else {"there_chunks": sum(answers)})
             return answers
 
-    async def said(self, chains: Sequence[Sequence[bytes]], timeout_s: float) -> list[tuple[Tier, set[bytes]]]:
-        """Return the keys of these chains that each tier says it has. All tiers are asked at once, each for all chains
-        in as few questions as hold them. A tier that does not answer is asked no more. A chain has one part of each
-        chunk, for a tier may have one part without the others."""
-        asked = [shared for shared in self.tiers if shared.is_asked_by_lookups]
-        until_s = self._clock.monotonic() + timeout_s
-        questions = _questions(chains)
-        found = await asyncio.gather(*(self._said(each, questions, until_s) for each in asked))
-        return [(each.tier.kind, keys) for each, keys in zip(asked, found, strict=True) if keys]
+    async def said(self, chains: Sequence[Sequence[bytes]], timeout_s: float) -> list[TierWord]:
+        """Return what each tier says of these chains. All tiers are asked at once, each for all chains in as few
+        questions as hold them. A tier that does not answer is asked no more. A chain has one part of each chunk, for a
+        tier may have one part without the others."""
+        until_s, questions = self._clock.monotonic() + timeout_s, in_questions(chains)
+        return await asyncio.gather(*(self._said(each, questions, until_s) for each in self.tiers))
 
     async def _said(
         self, shared: SharedCopies, questions: Sequence[Sequence[Sequence[bytes]]], until_s: float
-    ) -> set[bytes]:
+    ) -> TierWord:
         found = set[bytes]()
         for chains in questions:
             keys = [key for chain in chains for key in chain]
             timeout_s = min(shared.lookup_s_max, until_s - self._clock.monotonic())
-            answers = await shared.ask(keys, timeout_s, [len(chain) for chain in chains])
+            is_asked = shared.is_asked_by_lookups and timeout_s > 0
+            answers = await shared.ask(keys, timeout_s, [len(chain) for chain in chains]) if is_asked else None
             if answers is None:
-                break
+                return TierWord(shared.tier.kind, found, is_whole=False)
             found.update(compress(keys, answers))
-        return found
+        return TierWord(shared.tier.kind, found, is_whole=True)
 
     def _hint_of(self, key: bytes, now_s: float) -> KeyHint | None:
         """Return the hint of a key, unless it is too old."""
         hint = self._hints.get(key)
         return hint if hint is not None and now_s - hint.at_s < HINT_S else None
+
+    def _to_ask(self, shared: SharedCopies, keys: list[bytes], now_s: float) -> list[bytes]:
+        """Return the keys for which a tier is to be asked."""
+        if self._hints.keys().isdisjoint(keys):
+            return keys
+        return [key for key in keys if self._may_be_in(shared, key, now_s)]
 
     def _may_be_in(self, shared: SharedCopies, key: bytes, now_s: float) -> bool:
         """Return True when a tier is to be asked: there is no hint, or only that a faster tier was wrong."""
@@ -299,15 +316,16 @@ class SharedTiers:
             return True
         return not hint.is_there and hint.shared is not None and hint.shared.rank < shared.rank
 
-    def _remember(self, key: bytes, hint: KeyHint) -> None:
-        self._hints[key] = hint
-        self._hints.move_to_end(key)
-        if len(self._hints) > HINT_COUNT_MAX:
+    def _remember(self, keys: Collection[bytes], hint: KeyHint) -> None:
+        for key in keys:
+            self._hints.pop(key, None)  # the newest hints are the last
+        self._hints.update(dict.fromkeys(keys, hint))
+        while len(self._hints) > HINT_COUNT_MAX:
             self._hints.popitem(last=False)
 
     def was_wrong(self, key: bytes, shared: SharedCopies) -> None:
         """Remember that a tier that was said to have a chunk does not have it, or not whole."""
-        self._remember(key, KeyHint(self._clock.monotonic(), shared, is_there=False))
+        self._remember((key,), KeyHint(self._clock.monotonic(), shared, is_there=False))
 
     def written(self, row: int) -> None:
         """Forget the hint of a chunk that was written: a tier has it by now."""
@@ -357,24 +375,6 @@ class SharedTiers:
             for shared in self.tiers:
                 group.create_task(_closed(shared))
         self.tiers.clear()
-
-
-def _questions(chains: Iterable[Sequence[bytes]]) -> list[list[list[bytes]]]:
-    """Return chains in groups of ``PROBE_COUNT_MAX`` keys at most, each key once; a chain may go on in the next
-    group."""
-    groups: list[list[list[bytes]]] = []
-    seen, room = set[bytes](), 0
-    for chain in chains:
-        fresh = [key for key in dict.fromkeys(chain) if key not in seen]
-        seen.update(fresh)
-        while fresh:
-            if not room:
-                groups.append([])
-                room = PROBE_COUNT_MAX
-            part, fresh = fresh[:room], fresh[room:]
-            groups[-1].append(part)
-            room -= len(part)
-    return groups
 
 
 async def _closed(shared: SharedCopies) -> None:

@@ -137,6 +137,7 @@ def render_lookup(result: LookupResult, segments: Sequence[LookupResult] = ()) -
 def render_located(found: Located) -> pb.LocateResponse:
     """Render the prefixes of each chain."""
     response = pb.LocateResponse(node=found.node, reason=found.reason)
+    response.unknown_tiers.extend(int(each) for each in found.unknown)  # type: ignore[misc]  # the wire takes ints
     for rows in found.chains:
         prefixes = response.chains.add().prefixes
         for row in rows:

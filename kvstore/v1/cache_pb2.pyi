@@ -360,14 +360,16 @@ class LocatedChain(_message.Message):
     def __init__(self, prefixes: _Optional[_Iterable[_Union[NodePrefix, _Mapping]]] = ...) -> None: ...
 
 class LocateResponse(_message.Message):
-    __slots__ = ("chains", "node", "reason")
+    __slots__ = ("chains", "node", "reason", "unknown_tiers")
     CHAINS_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_TIERS_FIELD_NUMBER: _ClassVar[int]
     chains: _containers.RepeatedCompositeFieldContainer[LocatedChain]
     node: str
     reason: str
-    def __init__(self, chains: _Optional[_Iterable[_Union[LocatedChain, _Mapping]]] = ..., node: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    unknown_tiers: _containers.RepeatedScalarFieldContainer[Tier]
+    def __init__(self, chains: _Optional[_Iterable[_Union[LocatedChain, _Mapping]]] = ..., node: _Optional[str] = ..., reason: _Optional[str] = ..., unknown_tiers: _Optional[_Iterable[_Union[Tier, str]]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("query", "layers", "ticket")

@@ -115,6 +115,7 @@ _REPLIES: Mapping[str, Limit] = {
     "LocateResponse.chains": Limit(count=SEGMENTS_MAX),
     "LocateResponse.node": Limit(size=NODE_NAME_MAX),
     "LocateResponse.reason": Limit(size=4096),
+    "LocateResponse.unknown_tiers": Limit(count=64),
     "LookupResponse.runs": Limit(count=CHAIN_CHUNKS_MAX),
     "LookupResponse.tails": Limit(count=64),
     "LookupResponse.tail_lengths": Limit(size=LENGTHS_BYTES),

@@ -92,7 +92,11 @@ def _tokenized(text: str, tokenizer: str) -> list[int]:
 def as_dict(location: Location, token_count: int) -> dict[str, Any]:
     """Return one context's answer as plain values for JSON."""
     rows = [{"node": each.node, "tier": each.tier.name, "token_count": each.token_count} for each in location.prefixes]
-    return {"token_count": token_count, "asked": location.asked, "prefixes": rows, "reason": location.reason}
+    unknown = [each.name for each in location.unknown]
+    return {
+        "token_count": token_count, "asked": location.asked, "prefixes": rows, "reason": location.reason,
+        "unknown": unknown,
+    }  # fmt: skip
 
 
 def render(locations: list[Location], token_counts: list[int]) -> Group:
@@ -110,6 +114,9 @@ def render(locations: list[Location], token_counts: list[int]) -> Group:
         if not found.prefixes:
             table.add_row("nowhere", "", "0", "0%")
         tables.append(table)
+    if locations and locations[0].unknown:
+        names = ", ".join(each.name.lower() for each in locations[0].unknown)
+        tables.append(Text(f"not known of {names}: no answer, see kvstore tiers", "yellow"))
     if locations and locations[0].reason:
         tables.append(cell(locations[0].reason, "yellow", REASON_CHARACTERS_MAX))
     return Group(*tables)

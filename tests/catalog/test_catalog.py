@@ -87,6 +87,20 @@ def test_recovered_out_of_order(catalog: Catalog, space: Namespace) -> None:
     assert len(catalog.table) == 0
 
 
+@pytest.mark.parametrize("part", [0, 1])
+def test_what_is_on_its_way_or_left_is_told_beside_what_is_cold(catalog: Catalog, space: Namespace, part: int) -> None:
+    parts = [space, catalog.models[space.fingerprint].namespace(0, Exactness.EXACT)]
+    names = [digest(name) for name in "abc"]
+    assert [run[:3] for run in catalog.walk(parts, names).runs] == [(3, ChunkState.MISS, MissReason.COLD)]
+    catalog.depart(parts[part], names[1], MissReason.EVICTED)
+    assert [run.reason for run in catalog.walk(parts, names).runs] == [
+        MissReason.COLD, MissReason.EVICTED, MissReason.COLD,
+    ]  # fmt: skip
+    parts[part].departures.clear()
+    catalog.claim(parts[part], names[2], object())
+    assert [run[:2] for run in catalog.walk(parts, names).runs] == [(2, ChunkState.MISS), (1, ChunkState.PENDING)]
+
+
 @pytest.mark.parametrize("lacking", [0, 1, 2])
 def test_a_chunk_hits_where_every_part_of_it_is(catalog: Catalog, space: Namespace, lacking: int) -> None:
     """A chain of which a prompt wants the hidden states of two layers, too."""

@@ -92,3 +92,17 @@ def test_a_password_is_shown_to_nobody(url: str, monkeypatch: pytest.MonkeyPatch
         said.append(ran.output + repr(ran.exception))
     assert all(said)
     assert SECRET not in str(said)
+
+
+@pytest.mark.parametrize(
+    "tiers", [{}, {"KVSTORE__TIERS__REDIS__EMBEDDED": "true"}, {"KVSTORE__TIERS__S3__BUCKET": "kv-caches"}]
+)
+def test_a_warm_up_without_a_redis_that_nodes_share_is_refused(tiers: dict[str, str]) -> None:
+    """Nobody would hear the node's hints, and it would hear none."""
+    asked = {"HOME": "/h", "KVSTORE__POLICY__WARM_UP_BYTES": "1 GiB"}
+    with pytest.raises(InvalidRequest, match=r"KVSTORE__POLICY__WARM_UP_BYTES: policy\.warm_up_bytes") as caught:
+        load(None, asked | tiers)
+    assert "set tiers.redis.url" in caught.value.message
+    assert "kvstore warm --from" in caught.value.message
+    assert load(None, asked | {URL: "redis://h"}).settings.policy.warm_up_bytes == 1 << 30
+    assert load(None, {"HOME": "/h"} | tiers).settings.policy.warm_up_bytes == 0

@@ -22,7 +22,9 @@ from kvstore.errors import InvalidRequest
 from kvstore.keys import chain_digests
 from kvstore.spec import Durability, Exactness, Tier
 from tests.conftest import ROOT, WARM
+from tests.e2e.s3 import BucketSidecar
 from tests.fakes.redis_server import RedisServer
+from tests.fakes.s3_server import ENDPOINT, S3Server
 from tests.server.raw import eventually
 from tests.specs import random_cache, small_spec, tokens_of
 
@@ -129,6 +131,32 @@ def test_without_a_redis_only_this_node_is_known(sidecar: Sidecar) -> None:
             client.locate_each(SPEC, [tokens_of(1024 * STEP, seed) for seed in range(17)])
         assert client.locate_each(SPEC, []) == []
     assert client.locate(SPEC, tokens).prefixes == ()
+
+
+@pytest.mark.s3
+@pytest.mark.skipif(ENDPOINT in os.environ, reason="that server is not ours to stop")
+def test_what_lies_in_a_bucket_is_told_and_while_it_does_not_answer_that_nothing_is_known(tmp_path: Path) -> None:
+    server = S3Server()
+    try:
+        with BucketSidecar(server.url, server.bucket) as one, BucketSidecar(server.url, server.bucket) as two:
+            with connect(one.socket_address) as writer, connect(two.socket_address) as router:
+                tokens = tokens_of(3 * STEP, 21)
+                receipt = writer.store(SPEC, tokens, random_cache(SPEC, len(tokens), 21), durability=Durability.OBJECT)
+                receipt.wait(20)
+                assert Durability.OBJECT in receipt.reached
+                found, other = router.locate_each(SPEC, [tokens, tokens_of(STEP, 22)])
+                assert (found.prefixes, found.unknown) == ((("", Tier.S3, 3 * STEP),), ())
+                assert (other.prefixes, other.unknown) == ((), ()), "it answered that it has nothing"
+                server.stop()
+                gone = router.locate(SPEC, tokens)
+                assert (gone.prefixes, gone.unknown) == ((), (Tier.S3,))
+                prompt = tmp_path / "prompt.json"
+                prompt.write_text(json.dumps([int(each) for each in tokens]))
+                asked = ("--socket", two.socket_address, "--model", SPEC.model_id, "--prompt", str(prompt))
+                assert "not known of s3" in run(*asked).stdout
+                assert json.loads(run(*asked, "--json").stdout)[0]["unknown"] == ["S3"]
+    finally:
+        server.stop()
 
 
 def run(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:

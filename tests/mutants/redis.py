@@ -20,6 +20,14 @@ NODES = "tests/e2e/test_redis.py"
 
 MUTANTS = [
     Mutant(
+        "a-packed-command-is-sent-once",
+        "kvstore/tiers/redis/packed.py",
+        "        return await connection.retry.call_with_retry(asked, lambda _: connection.disconnect())\n",
+        "        return await asked()\n",
+        "a server that closed idle connections counts as one that fails",
+        ("tests/tiers/redis/test_packed.py::test_a_connection_that_the_server_closed_is_made_anew",),
+    ),
+    Mutant(
         "lz4-for-what-it-does-not-make-smaller",
         "kvstore/tiers/choice.py",
         "    if saved < SAVES_MIN:\n        return False\n",

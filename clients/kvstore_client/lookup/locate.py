@@ -25,11 +25,14 @@ class PrefixAt(NamedTuple):
 class Location:
     """The places of one context's prefix. ``prefixes``: a row per node and tier that has more of it than the node's
     faster tiers. Rows of the asked node are certain; rows of others and of shared tiers are hints. ``asked``: that
-    node's name; empty when it was gone. ``reason``: why other nodes are missing; empty: they are included."""
+    node's name; empty when it was gone. ``reason``: why other nodes are missing; empty: they are included.
+    ``unknown``: the shared tiers that may have more than is told, as they gave no answer: a tier that fails is not
+    asked, and none is waited for beyond its bound. A sidecar of an older release tells none."""
 
     prefixes: tuple[PrefixAt, ...]
     asked: str
     reason: str = ""
+    unknown: tuple[Tier, ...] = ()
 
     @property
     def nodes(self) -> dict[str, int]:
@@ -56,6 +59,12 @@ def locate(context: Context, prompts: Sequence[Prompt]) -> list[Location]:
 
 
 def _location(prompt: Prompt, chain: pb.LocatedChain, reply: pb.LocateResponse) -> Location:
-    step, count = prompt.spec.chunk_tokens, prompt.token_count
-    prefixes = (PrefixAt(each.node, Tier(each.tier), min(each.chunk_count * step, count)) for each in chain.prefixes)
-    return Location(tuple(prefixes), reply.node, reply.reason)
+    return location_of(chain, reply, prompt.spec.chunk_tokens, prompt.token_count)
+
+
+def location_of(chain: pb.LocatedChain, reply: pb.LocateResponse, step: int, token_count: int) -> Location:
+    """Return a reply's news of one chain, in tokens. ``step``: the tokens of a whole chunk."""
+    prefixes = (
+        PrefixAt(each.node, Tier(each.tier), min(each.chunk_count * step, token_count)) for each in chain.prefixes
+    )
+    return Location(tuple(prefixes), reply.node, reply.reason, tuple(map(Tier, reply.unknown_tiers)))

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise, takewhile
 from typing import NamedTuple
@@ -171,11 +171,14 @@ class Presence:
 
     def _found_few(self, chain: Chain) -> FoundFew | None:
         """Return as ``find`` does, for the root and a few chunks."""
+        return self._found_each(chain.salt, (ROOT_DIGEST, *chain.digests))
+
+    def _found_each(self, salt: int, digests: Iterable[bytes]) -> FoundFew | None:
         words = self._words
         if words is None:
             self.ask()
             return None
-        found = find_few(words, [tag_of(chain.salt, each) for each in (ROOT_DIGEST, *chain.digests)])
+        found = find_few(words, [tag_of(salt, each) for each in digests])
         if found is not None and self._is_in_use():
             return found
         self._forget(words)
@@ -188,6 +191,9 @@ class Presence:
                 return None
             answer, is_whole = answer_of_few(few.news), few.is_whole
         else:
+            last = self._found_each(chain.salt, chain.digests[-1:])
+            if last is None or not (last.is_whole or last.news[0]):
+                return None  # as below, without a look at all the others
             found = self.find(chain.salt, [ROOT_DIGEST, *chain.digests])
             if found is None or not (found.is_whole or found.news[1:].all()):
                 return None

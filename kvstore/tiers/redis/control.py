@@ -35,6 +35,7 @@ from kvstore.tiers.contract import UploadState
 from kvstore.tiers.pace import Waits
 from kvstore.tiers.redis.access import Server
 from kvstore.tiers.redis.cluster import Command
+from kvstore.tiers.redis.packed import run_packed
 from kvstore.tiers.redis.replies import refusal, unreachable
 from kvstore.tiers.redis.scripts import CLAIM, COMMIT, HEADER_BYTES_MAX, OPEN, THERE, TOUCH, Script
 from kvstore.tiers.redis.topology import Topology
@@ -234,7 +235,7 @@ class Control:
         return await self._ask(keys[0], "EVAL", script.source, *words)
 
     async def _ask(self, key: bytes, *words: object) -> Any:
-        return await (self._client.execute_command(*words) if self._cluster is None else self._cluster.ask(key, *words))
+        return await (run_packed(self._client, words) if self._cluster is None else self._cluster.ask(key, *words))
 
     async def _call(
         self, function: Callable[..., Awaitable[Result]], *args: object, timeout_s: float = CALL_S_MAX

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from binascii import hexlify
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -28,7 +29,12 @@ class ChunkKeys:
 
     def chunk(self, storage_key: bytes) -> bytes:
         """Return the key of a whole chunk."""
-        return b"%b:v1:c:{%b}" % (self.prefix.encode(), storage_key.hex().encode())
+        return self.chunks((storage_key,))[0]
+
+    def chunks(self, storage_keys: Iterable[bytes]) -> list[bytes]:
+        """Return the key of each of these chunks."""
+        front = b"%b:v1:c:{" % self.prefix.encode()
+        return [b"%b%b}" % (front, hexlify(key)) for key in storage_keys]
 
     def claim(self, storage_key: bytes, tier: str) -> bytes:
         """Return the key of the claim with which a node says that it is about to write the chunk to a tier."""

@@ -81,12 +81,12 @@ class RedisTier:
         self, storage_keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = ()
     ) -> Sequence[bool]:
         self.begin()
-        return await self._control.there([self._keys.chunk(key) for key in storage_keys], timeout_s)
+        return await self._control.there(self._keys.chunks(storage_keys), timeout_s)
 
     async def claim(self, storage_keys: Sequence[bytes], claim_s: float, timeout_s: float) -> Sequence[UploadState]:
         self.begin()
         claims = [self._keys.claim(key, self.name) for key in storage_keys]
-        chunks = [self._keys.chunk(key) for key in storage_keys]
+        chunks = self._keys.chunks(storage_keys)
         return await self._control.claim(claims, chunks, self._who, int(claim_s * 1000), timeout_s)
 
     def takes(self, layout: ChunkLayout) -> bool:
@@ -104,12 +104,12 @@ class RedisTier:
 
     async def touch(self, storage_keys: Sequence[bytes]) -> None:
         """Have these chunks stay for another ``ttl_s``, and count as used where the engine drops unused keys."""
-        for key in storage_keys:
-            self._errands.used(self._keys.chunk(key))
+        for each in self._keys.chunks(storage_keys):
+            self._errands.used(each)
 
     async def remove(self, storage_keys: Sequence[bytes]) -> None:
         self.begin()
-        await self._control.remove([self._keys.chunk(key) for key in storage_keys])
+        await self._control.remove(self._keys.chunks(storage_keys))
 
     # ------------------------------------------------------------ bytes
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from kvstore_client.lookup.locate import Location, PrefixAt
+from kvstore_client.lookup.locate import Location, location_of
 from kvstore_client.prompt import Prompt
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import fingerprint
-from kvstore.spec import Exactness, Tier
+from kvstore.spec import Exactness
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2
 from kvstore_ops.locate import read_tokens
@@ -90,8 +90,4 @@ def _names(chunk: admin_pb2.ChunkEntry) -> set[str]:
 def located(asked: Operator, chain: Chain) -> Location:
     """Ask which nodes and tiers have the chain."""
     reply = asked.locate(chain.query)
-    prefixes = (
-        PrefixAt(each.node, Tier(each.tier), min(each.chunk_count * chain.step, chain.token_count))
-        for each in reply.chains[0].prefixes
-    )
-    return Location(tuple(prefixes), reply.node, reply.reason)
+    return location_of(reply.chains[0], reply, chain.step, chain.token_count)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvstore.movement.shared_tiers import PROBE_COUNT_MAX
+import pytest
+
+from kvstore.movement.questions import PROBE_COUNT_MAX, SILENT_BOUNDS
 from kvstore.spec import Tier
-from tests.tiers.shared.world import PATH, Wide, run
+from tests.fakes import Switch
+from tests.tiers.shared.world import LOOKUP_S, PATH, Wide, run
 
 LONG = tuple(range(1, 13))
 """A chain that a bucket is not asked for key by key."""
@@ -73,9 +77,35 @@ def test_what_one_question_cannot_hold_is_asked_in_the_next(tmp_path: Path) -> N
             raise TimeoutError
 
         other.shared[0].probe, other.shared[1].probe = all_there, late
-        assert await tiers.said([keys[:7], keys], 1.0) == [(Tier.REDIS, set(keys))]
+        assert await tiers.said([keys[:7], keys], 1.0) == [(Tier.REDIS, set(keys), True), (Tier.S3, set(), False)]
         assert asked.count(0) == 1, "one that is late is asked no more"
         assert max(asked) <= PROBE_COUNT_MAX
         assert sum(asked) == len(keys)
 
     run([other], scenario)
+
+
+@pytest.mark.parametrize("still", ["redis", "s3"])
+def test_of_a_tier_that_stands_still_it_is_said_that_nothing_is_known(tmp_path: Path, still: str) -> None:
+    """It costs one bound, and then nothing. What the other tier has is told."""
+    wide = Wide(tmp_path)
+    node, other = wide.node(), wide.node()
+
+    async def scenario() -> None:
+        await node.give(*PATH)
+        found = await other.controller.locate([other.query(*PATH), other.query(9)])
+        assert (found.chains[0], found.unknown) == ([("", Tier.REDIS, 3), ("", Tier.S3, 3)], ())
+        kind, at = {"redis": (Tier.REDIS, 0), "s3": (Tier.S3, 1)}[still]
+        {"redis": wide.redis, "s3": wide.s3}[still].turn_on(Switch.STALLED)
+        loop, took_s = asyncio.get_running_loop(), []
+        for _ in range(2 * SILENT_BOUNDS):
+            began_s = loop.time()
+            found = await other.controller.locate([other.query(*PATH), other.query(9)])
+            took_s.append(loop.time() - began_s)
+            assert found.unknown == (kind,)
+            assert [each.tier for each in found.chains[0]] == [Tier.S3 if kind is Tier.REDIS else Tier.REDIS]
+        assert max(took_s) == pytest.approx(LOOKUP_S), "virtual time"
+        other.shared[at].probe = None  # whoever asked it would fail
+        assert (await other.controller.locate([other.query(*PATH)])).unknown == (kind,)
+
+    run([node, other], scenario)

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.errors import Unavailable
 from kvstore.keys import ROOT_DIGEST
-from kvstore.movement.shared_tiers import PROBE_COUNT_MAX
+from kvstore.movement.questions import PROBE_COUNT_MAX
 from kvstore.spec import MissReason
 from tests.fakes import Switch
 from tests.tiers.shared.world import LOOKUP_S, PATH, Wide, World, redeemed, run
@@ -162,13 +162,14 @@ def test_chunks_of_many_parts_are_named_no_further_than_they_are_asked_for(world
     async def scenario() -> None:
         controller, named = world.other.controller, []
         names = controller.parts.movement.names
-        real = names.key
+        real = names.keys
 
-        def key(*arguments: Any) -> bytes:
-            named.append(arguments)
-            return real(*arguments)
+        def keys(*arguments: Any) -> list[bytes]:
+            found = real(*arguments)
+            named.extend(found)
+            return found
 
-        names.key = key  # type: ignore[method-assign]
+        names.keys = keys  # type: ignore[method-assign]
         query = world.other.query(1, hidden_layers=(0, 1))
         digests = [number.to_bytes(32, "big") for number in range(1, 2000)]
         await controller.lookup_wide(query._replace(digests=digests))
