@@ -9,6 +9,7 @@ SHARED = frozenset(
         "paged",
         "recomputed",
         "memory",
+        "redis_pipeline",
         "s3_responder",
         "origin",
         "alone",

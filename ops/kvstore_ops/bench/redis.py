@@ -3,6 +3,8 @@
 The server is the embedded one, on a unix socket; both ends run on this machine. The bare client is one thread with one
 connection, two fields in flight, a ``recv_into`` for each field, no checksum. A fetched context is never in the arena:
 more contexts take turns than the arena holds. A fetch ends when all slabs are there and checked; no client copies them.
+Between the two stands a bare pipeline (``redis_pipeline``): two other processes read the same and hash it, as
+movers do, without a service. It shows how much of the distance to the bare client is the service's own.
 Beside it stands the rate at which stored chunks reach the server, over a bare client that writes the same fields. Both
 are also measured for copies in envelopes, in fewer rounds.
 """
@@ -14,7 +16,7 @@ import socket
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from kvstore_client import Client, MissReason, Tier, connect
 from kvstore.chunk import layout_of
 from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.fetch import ask
+from kvstore_ops.bench.redis_pipeline import IN_FLIGHT, Pipeline, read_fields
 from kvstore_ops.bench.result import Result, quartiles, show
 from kvstore_ops.sidecar import Sidecar
 
@@ -35,7 +38,6 @@ SEALED_RUNS = {"full": 10, "quick": 5, "tiny": 1}
 NAMING_TEXT = "a secret of this benchmark, of 32 characters or more"
 CONTEXTS = 3
 ARENA_CONTEXTS = 2
-IN_FLIGHT = 2
 POLL_S = 0.001
 TRIES = 5
 OVERLOADED_S = 0.2
@@ -71,14 +73,8 @@ class Bare:
         return found
 
     def read(self, fields: Sequence[tuple[bytes, bytes, int]]) -> None:
-        """Read the fields in order, each with the protocol's bytes around it, IN_FLIGHT at a time."""
-        place = 0
-        for number, (_, _, size) in enumerate(fields):
-            for key, name, _ in fields[:IN_FLIGHT] if number == 0 else fields[number + 1 : number + IN_FLIGHT]:
-                self._line.sendall(b"*3\r\n$4\r\nHGET\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(key), key, len(name), name))
-            stop = place + len(b"$%d\r\n" % size) + size + 2
-            while place < stop:
-                place += self._line.recv_into(self._memory[place:stop].data, 0, socket.MSG_WAITALL)
+        """Read the fields into own memory."""
+        read_fields(self._line, self._memory.data, fields)
 
     def write(self, fields: Sequence[tuple[bytes, bytes, int]]) -> None:
         """Write the same fields from own memory, under other keys. The caller removes these keys afterwards."""
@@ -115,6 +111,7 @@ class Seconds:
 
     fetch: list[float] = field(default_factory=list)
     bare_fetch: list[float] = field(default_factory=list)
+    pipeline: list[float] = field(default_factory=list)
     store: list[float] = field(default_factory=list)
     bare_store: list[float] = field(default_factory=list)
 
@@ -122,10 +119,10 @@ class Seconds:
 class Rig:
     """A sidecar over its own Redis, a client of it, and the contexts that are fetched in turn."""
 
-    def __init__(self, client: Client, bare: Bare, scale: str) -> None:
+    def __init__(self, client: Client, bare: Bare, pipeline: Pipeline, scale: str) -> None:
         import torch
 
-        self.client, self.bare = client, bare
+        self.client, self.bare, self.pipeline = client, bare, pipeline
         self.spec = shared.geometry(scale)
         self.count = CHUNKS[scale] * shared.CHUNK_TOKENS
         self.source = shared.tensors(self.spec, self.count)
@@ -198,6 +195,8 @@ class Rig:
         """Let each side fetch once and store once."""
         fields = self.contexts[number][1]
         seconds.bare_fetch.append(shared.timed(lambda: self.bare.read(fields)))
+        self.pipeline.give(fields)
+        seconds.pipeline.append(shared.timed(self.pipeline.read))
         self.fetch(number, seconds)
         seconds.bare_store.append(shared.timed(lambda: self.bare.write(fields)))
         self.bare.drop([key + b"x" for key in dict.fromkeys(key for key, _, _ in fields)])
@@ -222,9 +221,9 @@ def rig(scale: str, envelope: str, url: str = "", path: str = "") -> Iterator[Ri
     environment["KVSTORE__TENANTS__DEFAULT__SECRET_FILE"] = str(secret)
     with sidecar:
         sidecar.wait_prefaulted()
-        bare = Bare(path or str(next((Path(sidecar.directory) / "redis").glob("*/redis.sock"))), context_bytes)
-        with connect(sidecar.address, timeout_s=60.0) as client:
-            yield Rig(client, bare, scale)
+        path = path or str(next((Path(sidecar.directory) / "redis").glob("*/redis.sock")))
+        with closing(Pipeline(path, context_bytes)) as pipeline, connect(sidecar.address, timeout_s=60.0) as client:
+            yield Rig(client, Bare(path, context_bytes), pipeline, scale)
 
 
 @dataclass
@@ -237,6 +236,11 @@ class Rates:
     bare_fetch: float
     store: float
     bare_store: float
+    pipeline: float
+    pipeline_ratios: list[float]
+    """Each round's ratio of the fetch to the pipeline."""
+    limit_ratios: list[float]
+    """Each round's ratio of the pipeline to the bare client."""
     byte_count: int
 
 
@@ -256,7 +260,10 @@ def measured(scale: str, envelope: str, round_count: int) -> Rates:
     return Rates(
         [limit / mine for mine, limit in zip(seconds.fetch, seconds.bare_fetch, strict=True)],
         [limit / mine for mine, limit in zip(seconds.store, seconds.bare_store, strict=True)],
-        rate(seconds.fetch), rate(seconds.bare_fetch), rate(seconds.store), rate(seconds.bare_store), byte_count,
+        rate(seconds.fetch), rate(seconds.bare_fetch), rate(seconds.store), rate(seconds.bare_store),
+        rate(seconds.pipeline),
+        [limit / mine for mine, limit in zip(seconds.fetch, seconds.pipeline, strict=True)],
+        [limit / mine for mine, limit in zip(seconds.pipeline, seconds.bare_fetch, strict=True)], byte_count,
     )  # fmt: skip
 
 
@@ -265,9 +272,12 @@ def run(scale: str) -> Result:
     found = measured(scale, "none", RUNS[scale])
     sealed = {kind: measured(scale, kind, SEALED_RUNS[scale]) for kind in ("mac", "aead")}
     ratio, store_ratio = statistics.median(found.fetch_ratios), statistics.median(found.store_ratios)
+    of_pipeline, limit_ratio = statistics.median(found.pipeline_ratios), statistics.median(found.limit_ratios)
     rows = [
         ("fetch into the arena, checked", f"{found.fetch / 1e9:.2f} GB/s, {ratio:.3f} of the bare client"),
         ("  bare: recv_into", f"{found.bare_fetch / 1e9:.2f} GB/s"),
+        ("  bare: two processes that hash", f"{found.pipeline / 1e9:.2f} GB/s, {limit_ratio:.3f} of the bare client"),
+        ("  the fetch over these", f"{of_pipeline:.3f}"),
         ("stored chunks reach Redis", f"{found.store / 1e9:.2f} GB/s, {store_ratio:.3f} of the bare client"),
         ("  bare: sendmsg", f"{found.bare_store / 1e9:.2f} GB/s"),
     ]
@@ -284,7 +294,9 @@ def run(scale: str) -> Result:
         conditions={
             "scale": scale, "bytes": found.byte_count, "line": "unix socket", "processors": os.cpu_count(),
             "store_bytes_per_s": found.store, "store_ratio": store_ratio, "store_spread": quartiles(found.store_ratios),
-            "bare_store_bytes_per_s": found.bare_store,
+            "bare_store_bytes_per_s": found.bare_store, "pipeline_bytes_per_s": found.pipeline,
+            "pipeline_ratio": of_pipeline, "limit_ratio": limit_ratio,
+            "pipeline_spread": quartiles(found.pipeline_ratios),
             **{f"{kind}_bytes_per_s": each.fetch for kind, each in sealed.items()},
             **{f"{kind}_ratio": statistics.median(each.fetch_ratios) for kind, each in sealed.items()},
             **{f"{kind}_store_ratio": statistics.median(each.store_ratios) for kind, each in sealed.items()},
