@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, Self, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from kvstore.errors import DeadlineExceeded
 from kvstore.planning.loading import LoadPlan
@@ -13,7 +14,7 @@ from kvstore.seams import WorkerThreads
 from kvstore.seams.jobs import begun, failure_of
 from kvstore.spec import Durability, ModelSpec
 from kvstore.v1alpha import admin_pb2
-from kvstore_client.arrays import Layer
+from kvstore_client.arrays import Layer, Tensor
 from kvstore_client.awaiting import ended
 from kvstore_client.begin import connect
 from kvstore_client.client import DEFAULT_TIMEOUT_S, Client
@@ -29,6 +30,9 @@ from kvstore_client.store.receipt import Receipt
 from kvstore_client.store.writer import StoreWriter
 from kvstore_client.tracing import within_trace
 
+if TYPE_CHECKING:
+    from kvstore_client.recompute import ModelRunner, PartialPrefill
+
 Result = TypeVar("Result")
 CALLS_AT_ONCE = 8
 LATE_S_MAX = 1.0
@@ -41,8 +45,8 @@ async def connect_async(
 ) -> AsyncClient:  # fmt: skip
     """Like ``connect``, for asyncio."""
     threads = WorkerThreads(CALLS_AT_ONCE, "kvstore-async")
-    how: dict[str, Any] = {"token": token, "tls": tls, "required": required, "timeout_s": timeout_s}
-    future = begun(threads, lambda: connect(address, planning=planning, **how))
+    opened = partial(connect, address, token=token, tls=tls, required=required, timeout_s=timeout_s, planning=planning)
+    future = begun(threads, opened)
     try:
         return AsyncClient(await asyncio.wrap_future(future), threads)
     except BaseException:  # cancelled, it still connects: the loop does not wait for that
@@ -68,7 +72,7 @@ class AsyncClient:
         self._late: set[Future[None]] = set()
         """Of cancelled calls that run yet: each ends when what its call brought was given back."""
 
-    async def call(self, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
+    async def call(self, function: Callable[..., Result], *args: object, **options: object) -> Result:
         """Run a blocking call, of a transfer or a writer, without blocking the loop. Waits of transfers and receipts
         take no thread."""
         awaited = _AWAITED.get(getattr(function, "__func__", None))
@@ -84,11 +88,11 @@ class AsyncClient:
             future.add_done_callback(lambda ended: self._drop(ended, late))
             raise
 
-    def _drop(self, future: Future[Any], late: Future[None]) -> None:
+    def _drop(self, future: Future[Result], late: Future[None]) -> None:
         """Give back what the result of a cancelled call holds: nobody takes it. The error of the cancelled task may
         keep the result itself until garbage collection."""
 
-        def given_back(_: Future[None] | None = None) -> None:
+        def given_back(_: object = None) -> None:
             self._late.discard(late)
             late.set_result(None)
 
@@ -104,29 +108,29 @@ class AsyncClient:
                 found.stop()
             given_back()
 
-    async def lookup(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> Match:
+    async def lookup(self, spec: ModelSpec, tokens: GivenTokens, **options: object) -> Match:
         """See ``Client.lookup``."""
         return await self.call(self.client.lookup, spec, tokens, **options)
 
-    async def plan(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> LoadPlan:
+    async def plan(self, spec: ModelSpec, tokens: GivenTokens, **options: object) -> LoadPlan:
         """See ``Client.plan``."""
         return await self.call(self.client.plan, spec, tokens, **options)
 
-    async def locate(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> Location:
+    async def locate(self, spec: ModelSpec, tokens: GivenTokens, **options: object) -> Location:
         """See ``Client.locate``."""
         return await self.call(self.client.locate, spec, tokens, **options)
 
-    async def locate_each(self, spec: ModelSpec, contexts: Sequence[GivenTokens], **options: Any) -> list[Location]:
+    async def locate_each(self, spec: ModelSpec, contexts: Sequence[GivenTokens], **options: object) -> list[Location]:
         """See ``Client.locate_each``."""
         return await self.call(self.client.locate_each, spec, contexts, **options)
 
-    async def fetch(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> FetchedKV:
+    async def fetch(self, spec: ModelSpec, tokens: GivenTokens, **options: object) -> FetchedKV:
         """See ``Client.fetch``."""
         return await self.call(self.client.fetch, spec, tokens, **options)
 
     async def fetch_layers(
-        self, spec: ModelSpec, tokens: GivenTokens, **options: Any
-    ) -> AsyncIterator[tuple[int, tuple[Any, Any]]]:
+        self, spec: ModelSpec, tokens: GivenTokens, **options: object
+    ) -> AsyncIterator[tuple[int, Layer]]:
         """See ``Client.fetch_layers``."""
         transfer = await self.call(self.client.start_fetch_prefix, spec, tokens, **options)
         try:
@@ -135,19 +139,21 @@ class AsyncClient:
         finally:
             await self.call(transfer.cancel, DEFAULT_TIMEOUT_S)
 
-    async def store(self, spec: ModelSpec, tokens: GivenTokens, kv: Sequence[Layer], **options: Any) -> Receipt:
+    async def store(self, spec: ModelSpec, tokens: GivenTokens, kv: Sequence[Layer], **options: object) -> Receipt:
         """See ``Client.store``. Await ``wait(receipt)`` for the durability reached."""
         return await self.call(self.client.store, spec, tokens, kv, **options)
 
-    async def store_segment(self, spec: ModelSpec, tokens: GivenTokens, kv: Sequence[Layer], **options: Any) -> Receipt:
+    async def store_segment(
+        self, spec: ModelSpec, tokens: GivenTokens, kv: Sequence[Layer], **options: object
+    ) -> Receipt:
         """See ``Client.store_segment``."""
         return await self.call(self.client.store_segment, spec, tokens, kv, **options)
 
-    async def fetch_segment(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> FetchedKV:
+    async def fetch_segment(self, spec: ModelSpec, tokens: GivenTokens, **options: object) -> FetchedKV:
         """See ``Client.fetch_segment``."""
         return await self.call(self.client.fetch_segment, spec, tokens, **options)
 
-    async def find_segments(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> list[range]:
+    async def find_segments(self, spec: ModelSpec, tokens: GivenTokens, **options: object) -> list[range]:
         """See ``Client.find_segments``."""
         return await self.call(self.client.find_segments, spec, tokens, **options)
 
@@ -160,23 +166,23 @@ class AsyncClient:
         watch = await self.call(self.client.watch, tenant=tenant)
         return AsyncWatch(watch, self.call)
 
-    async def partial_prefill(self, runner: Any, tokens: GivenTokens, **options: Any) -> Any:
+    async def partial_prefill(self, runner: ModelRunner, tokens: GivenTokens, **options: object) -> PartialPrefill:
         """See ``Client.partial_prefill``."""
         return await self.call(self.client.partial_prefill, runner, tokens, **options)
 
-    async def start_fetch(self, ticket: bytes, **options: Any) -> Transfer:
+    async def start_fetch(self, ticket: bytes, **options: object) -> Transfer:
         """See ``Client.start_fetch``. Await ``call(transfer.wait_layer, 0)`` and the like."""
         return await self.call(self.client.start_fetch, ticket, **options)
 
-    async def start_fetch_prefix(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> Transfer:
+    async def start_fetch_prefix(self, spec: ModelSpec, tokens: GivenTokens, **options: object) -> Transfer:
         """See ``Client.start_fetch_prefix``."""
         return await self.call(self.client.start_fetch_prefix, spec, tokens, **options)
 
-    async def start_fetch_segment(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> Transfer:
+    async def start_fetch_segment(self, spec: ModelSpec, tokens: GivenTokens, **options: object) -> Transfer:
         """See ``Client.start_fetch_segment``."""
         return await self.call(self.client.start_fetch_segment, spec, tokens, **options)
 
-    async def fetch_projected(self, runner: Any, tokens: GivenTokens, **options: Any) -> FetchedKV:
+    async def fetch_projected(self, runner: ModelRunner, tokens: GivenTokens, **options: object) -> FetchedKV:
         """See ``Client.fetch_projected``."""
         return await self.call(self.client.fetch_projected, runner, tokens, **options)
 
@@ -184,11 +190,11 @@ class AsyncClient:
         """See ``Client.release_ticket``. It completes even if cancelled: nobody else releases this ticket."""
         await asyncio.shield(asyncio.wrap_future(begun(self._threads, self.client.release_ticket, ticket)))
 
-    async def start_store(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> StoreWriter:
+    async def start_store(self, spec: ModelSpec, tokens: GivenTokens, **options: object) -> StoreWriter:
         """See ``Client.start_store``. Await ``call(writer.put_layer, 0, kv)`` and the like."""
         return await self.call(self.client.start_store, spec, tokens, **options)
 
-    async def join_store(self, ticket: bytes, shard: int, **options: Any) -> StoreWriter:
+    async def join_store(self, ticket: bytes, shard: int, **options: object) -> StoreWriter:
         """See ``Client.join_store``."""
         return await self.call(self.client.join_store, ticket, shard, **options)
 
@@ -217,17 +223,17 @@ async def _wait(_: AsyncClient, transfer: Transfer, timeout: float | None = None
     transfer.wait()
 
 
-async def _wait_layer(_: AsyncClient, transfer: Transfer, layer: int, timeout: float | None = None) -> Any:  # noqa: ASYNC109
+async def _wait_layer(_: AsyncClient, transfer: Transfer, layer: int, timeout: float | None = None) -> Layer:  # noqa: ASYNC109
     await _landed(transfer.landing(layer), f"layer {layer}", timeout)
     return transfer.wait_layer(layer)
 
 
-async def _wait_hidden(_: AsyncClient, transfer: Transfer, layer: int, timeout: float | None = None) -> Any:  # noqa: ASYNC109
+async def _wait_hidden(_: AsyncClient, transfer: Transfer, layer: int, timeout: float | None = None) -> Tensor:  # noqa: ASYNC109
     await _landed(transfer.landing_hidden(layer), f"E of layer {layer}", timeout)
     return transfer.wait_hidden(layer)
 
 
-async def _landed(future: Future[Any], name: str, timeout: float | None) -> None:  # noqa: ASYNC109
+async def _landed(future: Future[Result], name: str, timeout: float | None) -> None:  # noqa: ASYNC109
     if not await ended(future, timeout):
         raise DeadlineExceeded(f"{name} did not land within {timeout} s")
 
@@ -238,7 +244,7 @@ async def _cancel(_: AsyncClient, transfer: Transfer, timeout: float | None = No
     return transfer.is_done
 
 
-_AWAITED: dict[Any, Callable[..., Awaitable[Any]]] = {
+_AWAITED: dict[object, Callable[..., Awaitable[Any]]] = {
     Receipt.wait: AsyncClient.wait,
     Transfer.wait: _wait,
     Transfer.wait_layer: _wait_layer,

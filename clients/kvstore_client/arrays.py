@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from kvstore.errors import InvalidRequest
 from kvstore.spec import item_size
 
-_UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
-_NUMPY_TYPES: dict[str, np.dtype[Any]] = {"float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
+_UNSIGNED: dict[int, np.dtype[np.generic]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
+_NUMPY_TYPES: dict[str, np.dtype[np.generic]] = {"float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
 MADV_HUGEPAGE = 14
 Tensor: TypeAlias = Any
 """A tensor or an array. Any: types are checked without torch, too."""
@@ -41,7 +41,7 @@ def is_array(value: object) -> bool:
     return isinstance(value, np.ndarray) or is_tensor(value)
 
 
-def checked(value: Any, shape: tuple[int, ...], dtype: str, name: str) -> Any:
+def checked(value: Tensor, shape: tuple[int, ...], dtype: str, name: str) -> Tensor:
     """Return ``value`` if it is a tensor or array of this shape and dtype. Raises InvalidRequest naming the
     argument."""
     check_memory(value, name)
@@ -51,7 +51,7 @@ def checked(value: Any, shape: tuple[int, ...], dtype: str, name: str) -> Any:
     return value
 
 
-def kind_of(value: Any) -> tuple[object, ...] | None:
+def kind_of(value: Tensor) -> tuple[object, ...] | None:
     """Return all properties that ``checked`` looks at of a plain tensor: another tensor of the same kind is as right or
     wrong. None for anything else, which needs its own check."""
     torch = torch_module()
@@ -60,7 +60,7 @@ def kind_of(value: Any) -> tuple[object, ...] | None:
     return value.shape, value.dtype, value.layout, value.is_cpu, value.is_cuda, value.is_neg(), value.is_conj()
 
 
-def check_memory(value: Any, name: str) -> None:
+def check_memory(value: Tensor, name: str) -> None:
     """Raise InvalidRequest for anything but a tensor or array with plain memory of its own."""
     if isinstance(value, np.ndarray):
         if isinstance(value, np.ma.MaskedArray):
@@ -76,7 +76,7 @@ def check_memory(value: Any, name: str) -> None:
         raise InvalidRequest(f"{name} is not yet negated (or conjugated): give its resolve_neg() or resolve_conj()")
 
 
-def check_dtype(value: Any, dtype: str, name: str) -> None:
+def check_dtype(value: Tensor, dtype: str, name: str) -> None:
     """Raise InvalidRequest for items of another dtype than the cache's, naming both.
 
     numpy has no bfloat16 or float8: pass such arrays as unsigned integers of the same size, or with a dtype of that
@@ -91,28 +91,28 @@ def check_dtype(value: Any, dtype: str, name: str) -> None:
         )
 
 
-def dtype_name(value: Any) -> str:
+def dtype_name(value: Tensor) -> str:
     """Return one name for torch's and numpy's dtypes; arrays of another byte order keep numpy's name ('>f4')."""
     return _name_of(value.dtype)
 
 
 @lru_cache(maxsize=64)
-def _name_of(dtype: Any) -> str:
+def _name_of(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def is_writable(value: Any) -> bool:
+def is_writable(value: Tensor) -> bool:
     """Return True when copies into ``value`` reach its memory. Read-only arrays, and arrays that torch cannot share,
     would be copied, and the bytes would land in that copy."""
     return is_tensor(value) or (value.flags.writeable and is_shareable(value))
 
 
-def is_shareable(array: NDArray[Any]) -> bool:
+def is_shareable(array: NDArray[np.generic]) -> bool:
     """Return True when torch can share an array's memory: it runs forwards, in steps of whole items."""
     return all(step >= 0 and step % array.itemsize == 0 for step in array.strides)
 
 
-def settle_device(planes: Sequence[Any]) -> None:
+def settle_device(planes: Sequence[Tensor]) -> None:
     """Wait until the caller's stream is done with its GPU tensors: the copies run on streams of other threads."""
     torch = torch_module()
     for device in {plane.device for plane in planes if is_tensor(plane) and plane.is_cuda}:
@@ -131,12 +131,12 @@ def destination(byte_count: int) -> NDArray[np.uint8]:
     return np.frombuffer(mapping, np.uint8)
 
 
-def carve(memory: NDArray[np.uint8], offset: int, shape: tuple[int, ...], size: int) -> NDArray[Any]:
+def carve(memory: NDArray[np.uint8], offset: int, shape: tuple[int, ...], size: int) -> NDArray[np.generic]:
     """Return an array of ``shape`` and item size ``size`` at byte ``offset`` of ``memory``."""
     return np.ndarray(shape, _UNSIGNED[size], memory.data, offset)
 
 
-def presented(array: NDArray[Any], dtype: str) -> Any:
+def presented(array: NDArray[np.generic], dtype: str) -> Tensor:
     """Return the caller's view of an unsigned array: a torch tensor when the process uses torch, else numpy."""
     torch = torch_module()
     if torch is not None:
@@ -144,7 +144,7 @@ def presented(array: NDArray[Any], dtype: str) -> Any:
     return array.view(_NUMPY_TYPES[dtype]) if dtype in _NUMPY_TYPES else array
 
 
-def as_tensor(array: NDArray[Any], dtype: str) -> Any:
+def as_tensor(array: NDArray[np.generic], dtype: str) -> Tensor:
     """Return a tensor over an unsigned array, zero copy."""
     integers = array.view(f"i{array.itemsize}") if array.itemsize > 1 else array
     return torch_module().from_numpy(integers).view(dtype_of(dtype))
@@ -156,16 +156,16 @@ def dtype_of(name: str) -> Any:
     return getattr(torch_module(), name)
 
 
-def raw_array(value: Any) -> NDArray[Any]:
+def raw_array(value: Tensor) -> NDArray[np.generic]:
     """Return an unsigned view of a numpy array."""
-    array: NDArray[Any] = value.view(_UNSIGNED[value.itemsize])
+    array: NDArray[np.generic] = value.view(_UNSIGNED[value.itemsize])
     return array
 
 
 class _Alias:
     """Carries an array interface and keeps its owner alive."""
 
-    def __init__(self, interface: dict[str, Any], owner: object) -> None:
+    def __init__(self, interface: Mapping[str, object], owner: object) -> None:
         self.__array_interface__ = interface
         self.owner = owner
 

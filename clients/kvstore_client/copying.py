@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -67,7 +67,7 @@ def whole(plane: Tensor) -> Tensor:
     return plane if plane.is_cuda else raw_array(plane.numpy())
 
 
-def copy_small(target: Tensor, source: NDArray[Any]) -> None:
+def copy_small(target: Tensor, source: NDArray[np.generic]) -> None:
     """Set ``target[:] = source``, where ``target`` is a slice of a plane from ``whole``. A read-only ``source`` is not
     copied first, which torch would need."""
     if is_tensor(target):

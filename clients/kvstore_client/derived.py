@@ -165,7 +165,7 @@ def _life_of(plane: Tensor, number: int) -> tuple[int, Callable[[], bool]]:
     return id(owner), lambda: reference() is not None
 
 
-class LayeredKV(list[Any]):
+class LayeredKV(list[Layer]):
     """A list of layers that knows whether the cache is exact. So do its slices, its copies, and lists it is joined
     with: one derived part makes the whole derived."""
 
@@ -179,14 +179,14 @@ class LayeredKV(list[Any]):
         derived = Exactness.DERIVED in (self.exactness, getattr(other, "exactness", Exactness.EXACT))
         return Exactness.DERIVED if derived else Exactness.EXACT
 
-    def __getitem__(self, index: SupportsIndex | slice) -> Any:
+    def __getitem__(self, index: SupportsIndex | slice) -> Layer:
         found = super().__getitem__(index)
         return LayeredKV(found, self.exactness) if isinstance(index, slice) else found
 
-    def __add__(self, other: list[Any]) -> LayeredKV:
+    def __add__(self, other: list[Layer]) -> LayeredKV:
         return LayeredKV([*self, *other], self._with(other))
 
-    def __radd__(self, other: list[Any]) -> LayeredKV:
+    def __radd__(self, other: list[Layer]) -> LayeredKV:
         return LayeredKV([*other, *self], self._with(other))
 
     def __mul__(self, count: SupportsIndex) -> LayeredKV:
@@ -197,14 +197,14 @@ class LayeredKV(list[Any]):
     def copy(self) -> LayeredKV:
         return LayeredKV(self, self.exactness)
 
-    def extend(self, other: Iterable[Any]) -> None:
+    def extend(self, other: Iterable[Layer]) -> None:
         self.exactness = self._with(other)
         super().extend(other)
 
-    def __iadd__(self, other: Iterable[Any]) -> LayeredKV:
+    def __iadd__(self, other: Iterable[Layer]) -> LayeredKV:
         self.extend(other)
         return self
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: SupportsIndex | slice, value: Layer) -> None:
         self.exactness = self._with(value)
         super().__setitem__(index, value)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import token_array
+from kvstore_client.arrays import Tensor
 from kvstore_client.begin import connect
 
 _log = logging.getLogger("kvstore.sglang")
@@ -96,7 +97,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
 
     # ------------------------------------------------------------ pages in the host pool
 
-    def _pages(self, keys: Sequence[str], host_indices: Any) -> list[list[NDArray[np.uint8]]]:
+    def _pages(self, keys: Sequence[str], host_indices: Tensor) -> list[list[NDArray[np.uint8]]]:
         """Return, per key, the buffers of its page in the pool."""
         if self._pool is None:
             raise InvalidRequest("no host pool: call register_mem_pool_host first")
@@ -108,7 +109,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         count = len(buffers) // len(keys)
         return [buffers[at : at + count] for at in range(0, len(buffers), count)]
 
-    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+    def batch_get_v1(self, keys: list[str], host_indices: Tensor, extra_info: object = None) -> list[bool]:
         """Fetch pages straight into the host pool. Returns one bool per key; a page that is False may be
         overwritten."""
         if not keys:
@@ -118,7 +119,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         except KVStoreError as error:
             return self._none(keys, error)
 
-    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+    def batch_set_v1(self, keys: list[str], host_indices: Tensor, extra_info: object = None) -> list[bool]:
         """Store pages straight from the host pool; stored pages are not sent again. Returns one bool per key."""
         if not keys:
             return []
@@ -138,7 +139,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         """Return True when a page is stored."""
         return self.batch_exists([key]) == 1
 
-    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+    def batch_exists(self, keys: list[str], extra_info: object = None) -> int:
         """Return the number of leading pages that are stored."""
         try:
             return self._client.count_leading(self._namespace, keys)
@@ -148,12 +149,14 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
 
     # ------------------------------------------------------------ tensors
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+    def get(self, key: str, target_location: object = None, target_sizes: object = None) -> Any:
         """Fetch a page into a flat tensor, and return it; None when the page is not stored. Without a tensor: return
         new bytes."""
         return self.batch_get([key], None if target_location is None else [target_location])[0]
 
-    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
+    def batch_get(
+        self, keys: list[str], target_locations: Sequence[Tensor] | None = None, target_sizes: object = None
+    ) -> list[Tensor]:
         """Return, per key, the tensor that was filled, or None."""
         try:
             if target_locations is not None:
@@ -165,17 +168,21 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
             _log.warning("kvstore: %s: these pages count as missing", error.message)
             return [None] * len(keys)
 
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+    def set(self, key: str, value: Any = None, target_location: object = None, target_sizes: object = None) -> bool:
         """Keep a flat tensor as a page."""
         return self.batch_set([key], [target_location if value is None else value])
 
     def batch_set(
-        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+        self,
+        keys: list[str],
+        values: Sequence[Tensor] | None = None,
+        target_locations: Sequence[Tensor] | None = None,
+        target_sizes: object = None,
     ) -> bool:
         """Keep flat tensors as pages. Returns True when all of them are stored now."""
         given = target_locations if values is None else values
         try:
-            if not hasattr(given, "__len__") or len(given) != len(keys):
+            if given is None or not hasattr(given, "__len__") or len(given) != len(keys):
                 raise InvalidRequest(f"{len(keys)} keys need as many tensors")
             return all(self._client.put_each(self._namespace, keys, list(given)))
         except KVStoreError as error:
@@ -190,7 +197,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         return
 
 
-def _check_indices(host_indices: Any, page_count: int, pool: Any) -> None:
+def _check_indices(host_indices: Tensor, page_count: int, pool: Any) -> None:
     """Check that these are tokens of ``page_count`` pages inside the pool: we read and write at the addresses that they
     give. Raises: InvalidRequest."""
     step = pool.page_size

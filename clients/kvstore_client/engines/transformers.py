@@ -26,6 +26,7 @@ from kvstore.planning import RequestClass, Terms
 from kvstore.seams import Clock, SystemClock, WorkerThreads
 from kvstore.seams.jobs import begun, failure_of
 from kvstore.spec import Durability, MissReason, ModelSpec, Tier
+from kvstore_client.arrays import Layer, Tensor
 from kvstore_client.client import Client
 from kvstore_client.engines.transformers_documents import chat_frame, remember
 from kvstore_client.engines.transformers_hidden import PromptE
@@ -75,9 +76,9 @@ class _FirstToken(LogitsProcessor):  # type: ignore[misc]  # transformers ships 
         return scores
 
 
-def _length(input_ids: Any) -> int:
+def _length(input_ids: Tensor) -> int:
     """Return a prompt's token count; 0 where it is unknown."""
-    shape: Any = getattr(input_ids, "shape", ())
+    shape: tuple[int, ...] = getattr(input_ids, "shape", ())
     return int(shape[-1]) if len(shape) else 0
 
 
@@ -205,7 +206,7 @@ class CachedModel:
             return self._attempt(whose, input_ids, tokens, options, started_s, None)
 
     def _mended(
-        self, whose: _Whose, input_ids: torch.Tensor, tokens: Any, options: dict[str, Any], started_s: float,
+        self, whose: _Whose, input_ids: torch.Tensor, tokens: Tensor, options: dict[str, Any], started_s: float,
         documents: Documents, preamble: GivenTokens,
     ) -> tuple[Report, Any]:  # fmt: skip
         """Generate over documents that were stored. What is computed behind them is not kept."""
@@ -215,7 +216,7 @@ class CachedModel:
         return report, self._generate(input_ids, options, first, past_key_values=cache)
 
     def _attempt(
-        self, whose: _Whose, input_ids: torch.Tensor, tokens: Any, options: dict[str, Any], started_s: float,
+        self, whose: _Whose, input_ids: torch.Tensor, tokens: Tensor, options: dict[str, Any], started_s: float,
         terms: Terms | None,
     ) -> tuple[Report, Any]:  # fmt: skip
         """``terms`` None: nothing is reused."""
@@ -292,19 +293,19 @@ class CachedModel:
         """Return layers with memory for the prompt and the tokens likely to follow."""
         planes = dense_planes(spec, capacity, self.model.device)
         return [
-            CacheLayer(k[None], v[None], lambda layer=layer: arrivals.until(layer))  # type: ignore[misc]
+            CacheLayer(k[None], v[None], lambda layer=layer: arrivals.until(layer))  # type: ignore[misc]  # no type of a lambda's default
             for layer, (k, v) in enumerate(planes)
         ]
 
     def _reuse(
-        self, planned: PromptPlan, tokens: Any, layers: list[CacheLayer], prompt_e: PromptE | None,
+        self, planned: PromptPlan, tokens: Tensor, layers: list[CacheLayer], prompt_e: PromptE | None,
         arrivals: LayerArrivals, report: Report, started_s: float, late_s: float,
     ) -> int:  # fmt: skip
         """Open the fetch of the stored prefix. Returns the number of its tokens, in whole steps, that will arrive."""
         if not len(tokens):
             report.lookup_s = self._clock.monotonic() - started_s
             return 0
-        into: list[Any] = [layer.first(len(tokens)) for layer in layers]
+        into: list[Layer] = [layer.first(len(tokens)) for layer in layers]
         if prompt_e is not None:
             into = [plane[: len(tokens)] for plane in prompt_e.planes]
         stream = planned.opened(tokens, into, late_s - self._clock.monotonic())
@@ -345,7 +346,7 @@ class CachedModel:
         return reused
 
     def _keep(
-        self, spec: ModelSpec, tokens: Any, layers: list[CacheLayer], prompt_e: PromptE | None, reused: int
+        self, spec: ModelSpec, tokens: Tensor, layers: list[CacheLayer], prompt_e: PromptE | None, reused: int
     ) -> Receipt | None:  # fmt: skip
         """Store the whole steps computed here, in the background, if the model has not changed since."""
         whole = self._whole(len(tokens))
@@ -353,7 +354,7 @@ class CachedModel:
             whole = min(whole, self._whole(prompt_e.token_count))
         if whole <= reused:
             return None
-        kv: list[Any] = [layer.first(whole) for layer in layers]
+        kv: list[Layer] = [layer.first(whole) for layer in layers]
         if prompt_e is not None:
             kv = [plane[:whole] for plane in prompt_e.planes]
 

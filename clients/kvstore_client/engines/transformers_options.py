@@ -13,6 +13,8 @@ import torch
 from kvstore_kernels.rotary import KINDS
 from transformers import GenerationConfig
 
+from kvstore_client.arrays import Tensor
+
 HONOURED = frozenset({
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "stop_strings", "do_sample", "temperature", "top_k",
     "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
@@ -21,7 +23,7 @@ HONOURED = frozenset({
     "bos_token_id", "eos_token_id", "output_scores", "output_logits", "return_dict_in_generate", "disable_compile",
 })  # fmt: skip
 """Fields of a GenerationConfig that act on logits and tokens alone, or on the form of the answer."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[object, ...]] = {
     "num_beams": (1,), "num_return_sequences": (1,), "num_beam_groups": (1,), "use_cache": (True,),
     "output_attentions": (False,), "output_hidden_states": (False,), "encoder_repetition_penalty": (1.0,),
     "encoder_no_repeat_ngram_size": (0,), "length_penalty": (1.0,), "diversity_penalty": (0.0,),
@@ -39,7 +41,7 @@ ARGUMENTS = frozenset({
 """``generate``'s other arguments that see logits and tokens alone. A mask is served if it hides nothing."""
 
 
-def why_left(model: Any, input_ids: Any, options: Mapping[str, Any], rope_kind: str) -> str:
+def why_left(model: Any, input_ids: Tensor, options: Mapping[str, object], rope_kind: str) -> str:
     """Return why a call is left to transformers; empty when the cache serves it."""
     return (
         _why_ids(input_ids)
@@ -49,7 +51,7 @@ def why_left(model: Any, input_ids: Any, options: Mapping[str, Any], rope_kind: 
     )
 
 
-def _why_ids(input_ids: Any) -> str:
+def _why_ids(input_ids: object) -> str:
     """Return why the input is left to transformers: anything but tokens in memory. Its errors are transformers' to
     raise."""
     if not isinstance(input_ids, torch.Tensor):
@@ -72,7 +74,7 @@ def _why_model(model: Any, rope_kind: str) -> str:
     return ""
 
 
-def _why_option(model: Any, options: Mapping[str, Any]) -> str:
+def _why_option(model: Any, options: Mapping[str, object]) -> str:
     given = options.get("generation_config")
     if given is not None and type(given) is not GenerationConfig:
         return f"generation_config is a {type(given).__name__}"
@@ -82,7 +84,7 @@ def _why_option(model: Any, options: Mapping[str, Any]) -> str:
     return ""
 
 
-def _asked(model: Any, options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _asked(model: Any, options: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Yield every option and its value: the call's, else its generation config's, else the model's."""
     told = {name: value for name, value in options.items() if name not in ARGUMENTS and value is not None}
     yield from told.items()
@@ -99,15 +101,16 @@ def _fields(config: Any) -> dict[str, Any]:
     }
 
 
-def _why_prompt(model: Any, input_ids: torch.Tensor, options: Mapping[str, Any]) -> str:
+def _why_prompt(model: Any, input_ids: torch.Tensor, options: Mapping[str, object]) -> str:
     if input_ids.ndim != 2 or input_ids.shape[0] != 1 or not input_ids.shape[1]:
         return f"batch of {tuple(input_ids.shape)}: one sequence at a time"
-    mask = options.get("attention_mask")
+    mask: Tensor = options.get("attention_mask")
     if mask is not None:
         hides = mask.shape != input_ids.shape or not bool((mask == 1).all())
         return "attention_mask hides tokens" if hides else ""
     found = dict(_asked(model, options))
-    pad, stops = found.get("pad_token_id"), found.get("eos_token_id")
+    pad: Tensor = found.get("pad_token_id")
+    stops = found.get("eos_token_id")
     # without a mask, transformers takes pad tokens in the prompt for padding, and hides them
     if pad is not None and pad not in (stops if isinstance(stops, list | tuple) else [stops]):
         if bool((input_ids == pad).any()):

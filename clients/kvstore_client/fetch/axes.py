@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from kvstore_client.overlap import Span, check_targets, overlapping
 
 AXES = ("kv", "page", "slot", "head", "dim")
 Halves = tuple[Tensor, Tensor]
-Arrays = tuple[NDArray[Any], NDArray[Any]] | None
+Arrays = tuple[NDArray[np.generic], NDArray[np.generic]] | None
 """K and V of one layer as numpy arrays; None for a GPU's."""
 
 
@@ -139,9 +139,9 @@ def _check(wanted: Wanted, layer: int, given: Tensor, axes: Axes) -> None:
             )
 
 
-def _array(tensor: Tensor) -> NDArray[Any] | None:
+def _array(tensor: Tensor) -> NDArray[np.generic] | None:
     """Return a CPU's tensor as an array of plain integers: the same memory, read-only where the tensor is."""
-    array: NDArray[Any]
+    array: NDArray[np.generic]
     if is_tensor(tensor):
         return None if tensor.is_cuda else raw(tensor).numpy()
     array = tensor if tensor.dtype.kind == "u" else raw_array(tensor)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -199,7 +199,7 @@ def _block_runs(half: Tensor, shape: Sequence[int], count: int, chunk_tokens: in
 
 def paged_sources(
     run: MappedRun, layers: tuple[int, ...], heads: range, page_tokens: int
-) -> list[NDArray[Any]] | None:  # fmt: skip
+) -> list[NDArray[np.generic]] | None:  # fmt: skip
     """Return K, and V, of these chunks as [layers, chunks, pages, page_tokens, heads, dim]. Views, within the run's
     memory. None where slabs or chunks lie irregularly."""
     first, count = run.chunks[0], len(run.chunks)
@@ -215,10 +215,10 @@ def paged_sources(
 def page_views(
     memory: Bytes, layout: ChunkLayout, geometry: PlaneGeometry, layer_count: int, heads: range, count: int,
     stride: int, base: int, page_tokens: int,
-) -> list[NDArray[Any]]:  # fmt: skip
+) -> list[NDArray[np.generic]]:  # fmt: skip
     """Return K, and V, as ``paged_sources`` does, of ``count`` chunks in ``memory``, as ``strip_views`` does."""
     size, tokens = layout.item_size, layout.token_count
-    found: list[NDArray[Any]] = []
+    found: list[NDArray[np.generic]] = []
     at = geometry.begin + heads.start * geometry.strip_step
     for dim in geometry.dims:
         shape = (layer_count, count, tokens // page_tokens, page_tokens, len(heads), dim)

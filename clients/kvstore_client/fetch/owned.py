@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +53,7 @@ class OwnedHalves:
         memory = destination(len(shapes) * sum(_aligned(math.prod(shape) * size) for shape in shapes[0]))
         return cls(memory, shapes[0], len(shapes), size)
 
-    def arrays(self) -> Iterator[NDArray[Any]]:
+    def arrays(self) -> Iterator[NDArray[np.generic]]:
         """Yield each plane as an array that lives as long as the memory does, for marks of what it holds."""
         for shape, begins, half in zip(self._shapes, self._begins, self.halves, strict=True):
             size = half.element_size()
@@ -73,7 +73,7 @@ class OwnedHalves:
         return planes
 
 
-def owned_layers(wanted: Wanted, token_count: int) -> list[list[NDArray[Any]]]:
+def owned_layers(wanted: Wanted, token_count: int) -> list[list[NDArray[np.generic]]]:
     """Return, per requested layer, its planes, all in one run of memory: for layers that differ, and without torch."""
     spec = wanted.spec
     shapes = [plane_shapes(spec, layer, token_count, wanted.heads_of(layer)) for layer in wanted.layers]
@@ -81,7 +81,7 @@ def owned_layers(wanted: Wanted, token_count: int) -> list[list[NDArray[Any]]]:
     return [[next(planes) for _ in each] for each in shapes]
 
 
-def owned_rows(wanted: Wanted, token_count: int) -> dict[int, NDArray[Any]]:
+def owned_rows(wanted: Wanted, token_count: int) -> dict[int, NDArray[np.generic]]:
     """Return memory for E of each requested hidden layer, [1, tokens, hidden_size]."""
     if not wanted.hidden_layers:
         return {}
@@ -90,7 +90,7 @@ def owned_rows(wanted: Wanted, token_count: int) -> dict[int, NDArray[Any]]:
     return dict(zip(wanted.hidden_layers, rows, strict=True))
 
 
-def _owned(shapes: Sequence[Shape], size: int) -> list[NDArray[Any]]:
+def _owned(shapes: Sequence[Shape], size: int) -> list[NDArray[np.generic]]:
     sizes = [_aligned(math.prod(shape) * size) for shape in shapes]
     memory = destination(sum(sizes))
     planes, offset = [], 0

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +59,7 @@ class Piece(NamedTuple):
 Cut = tuple[list[tuple[int, NDArray[np.intp]]], list[Piece]]
 """Runs of whole pages in any order, (first token, pages), and the other tokens as pieces."""
 Rows = tuple[int | slice, slice]
-PageCopy = tuple[NDArray[Any], NDArray[np.intp], NDArray[Any]]
+PageCopy = tuple[NDArray[np.generic], NDArray[np.intp], NDArray[np.generic]]
 """(all pages, the numbers of those to write, their new content)."""
 
 
@@ -91,7 +91,7 @@ class Pages:
         """Return K or V of one wanted layer as plain integers."""
         return raw(self.views[position][which])
 
-    def array(self, position: int, which: int) -> NDArray[Any] | None:
+    def array(self, position: int, which: int) -> NDArray[np.generic] | None:
         """Return the same as a numpy array; None for a GPU's."""
         arrays = self.arrays[position]
         return None if arrays is None else arrays[which]
@@ -296,7 +296,7 @@ class PagedTarget:
     def copy_hidden(self, layer: int, runs: Sequence[MappedRun], bad: set[int]) -> None:
         raise AssertionError("no hidden states go into pages")
 
-    def _put(self, position: int, which: int, strips: NDArray[Any], token: int, head: int = 0) -> None:
+    def _put(self, position: int, which: int, strips: NDArray[np.generic], token: int, head: int = 0) -> None:
         """Copy tokens from ``token`` on, [heads, tokens, dim], into one plane, from its ``head`` on. Whole pages go in
         one call: numpy's indexed assignment is three times as fast as a call per page, and lets other threads run."""
         pages, stop = self._pages, token + strips.shape[1]

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc
 
@@ -28,6 +28,7 @@ from kvstore_client.planes.returns import UNANSWERED, Returns
 from kvstore_client.planes.store import StagingMemory, StagingRun, StoreSource, Upload
 from kvstore_client.tracing import trace_headers
 
+Reply = TypeVar("Reply")
 _calls: weakref.WeakSet[Any] = weakref.WeakSet()
 _sessions: weakref.WeakSet[ClientSession] = weakref.WeakSet()
 _inherited: list[Any] = []
@@ -139,7 +140,7 @@ class ClientSession(Plane):
         if self.pid != os.getpid():
             raise Unavailable("this session is of the process that this one is a fork of: begin anew with the client")
 
-    def call(self, method: Any, request: Any, timeout_s: float) -> Any:
+    def call(self, method: Callable[..., Reply], request: object, timeout_s: float) -> Reply:
         """Make a unary call. Raises the typed error of its status."""
         self._check_process()
         try:
@@ -149,7 +150,7 @@ class ClientSession(Plane):
                 raise self._unknown(request, timeout_s) from error
             raise
 
-    def _unknown(self, request: Any, timeout_s: float) -> InvalidRequest:
+    def _unknown(self, request: object, timeout_s: float) -> InvalidRequest:
         """Return the error for a call that the sidecar's release does not have. It names both releases."""
         try:
             status = _called(self.admin.Stats, admin_pb.StatsRequest(), timeout_s, self.carried)
@@ -193,14 +194,14 @@ def translated(error: grpc.RpcError) -> KVStoreError:
     """Return the typed error of a failed call. A stream is its own error: drop the frames it passed, or they and all
     they hold would hold each other."""
     error.__traceback__ = None
-    fields: dict[str, Any] = {}
+    fields: dict[str, object] = {}
     for key, value in error.trailing_metadata() or ():
         if key == METADATA_ERROR:
             fields = json.loads(value)
     return from_status(error.code().name, error.details() or "", **{str(k): v for k, v in fields.items()})
 
 
-def _called(method: Any, request: Any, timeout_s: float, metadata: Any) -> Any:
+def _called(method: Callable[..., Reply], request: object, timeout_s: float, metadata: object) -> Reply:
     try:
         return method(request, timeout=timeout_s, metadata=metadata)
     except grpc.RpcError as error:
@@ -209,5 +210,5 @@ def _called(method: Any, request: Any, timeout_s: float, metadata: Any) -> Any:
         raise Unavailable("the sidecar is gone") from error  # the channel was closed under the call
 
 
-def _release(method: Any, metadata: Any, timeout_s: float, lease_ids: list[int]) -> None:
+def _release(method: Callable[..., object], metadata: object, timeout_s: float, lease_ids: list[int]) -> None:
     _called(method, pb.ReleaseRequest(lease_ids=lease_ids), timeout_s, metadata)

@@ -10,7 +10,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.keys import Extra, Tokens
 from kvstore.planning import ANY_TERMS, Recompute, Terms, check_sender
 from kvstore.spec import Exactness, ModelSpec
-from kvstore_client.prompt import Prompt, preamble_tokens
+from kvstore_client.prompt import GivenTokens, Prompt, preamble_tokens
 from kvstore_client.recompute.runner import ModelRunner
 from kvstore_client.segments.runs import named_segments
 
@@ -31,8 +31,8 @@ class Request:
 
     @staticmethod
     def of(
-        runner: ModelRunner, tokens: Any, segments: Sequence[Any] | None, senders: Sequence[ModelSpec],
-        setting: Recompute | None, extras: Sequence[Extra], logit_count: int, preamble: Any = (),
+        runner: ModelRunner, tokens: GivenTokens, segments: Sequence[Any] | None, senders: Sequence[ModelSpec],
+        setting: Recompute | None, extras: Sequence[Extra], logit_count: int, preamble: GivenTokens = (),
         terms: Terms = ANY_TERMS,
     ) -> Request:  # fmt: skip
         """Check the arguments and return the request. Raises: InvalidRequest naming the argument, and the field in

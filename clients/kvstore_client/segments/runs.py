@@ -16,7 +16,7 @@ from kvstore_client.prompt import NO_TOKENS, GivenTokens, Prompt, check_preamble
 from kvstore_client.segments.known import KnownSegments
 
 
-def checked_runs(segments: Any, token_count: int) -> list[range]:
+def checked_runs(segments: object, token_count: int) -> list[range]:
     """Return checked runs of tokens. Raises InvalidRequest naming the one that is no run of the prompt, or not behind
     the one before it."""
     if not isinstance(segments, Sequence) or isinstance(segments, str | bytes):
@@ -55,7 +55,7 @@ def segment_prompt(prompt: Prompt, run: range, exactness: Exactness, preamble: T
 
 
 def named_segments(
-    prompt: Prompt, segments: Any, exactness: Exactness, preamble: GivenTokens = ()
+    prompt: Prompt, segments: object, exactness: Exactness, preamble: GivenTokens = ()
 ) -> list[tuple[range, Prompt]]:
     """Return the prompt's segments that a caller named, alone or behind a preamble. Raises InvalidRequest, also for a
     prompt that does not begin with the preamble, and for an extra in it that documents would depend on."""

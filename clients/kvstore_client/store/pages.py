@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,5 +88,5 @@ class PagesSource:
         return steps
 
 
-def _take_pages(target: NDArray[Any], pages: NDArray[Any], numbers: NDArray[np.intp]) -> None:
+def _take_pages(target: NDArray[np.generic], pages: NDArray[np.generic], numbers: NDArray[np.intp]) -> None:
     target[...] = pages[numbers]

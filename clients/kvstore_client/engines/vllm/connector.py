@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.version import __version__ as vllm_version
 
 from kvstore.errors import InvalidRequest
+from kvstore_client.arrays import Tensor
 from kvstore_client.begin import connect
 from kvstore_client.engines.vllm.identity import Adapters, geometry_of, spec_of
 from kvstore_client.engines.vllm.naming import check_algorithm
@@ -66,7 +67,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         return False
 
     @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, object]) -> bool:
         return extra_config.get("load") == "layerwise"
 
     # ------------------------------------------------------------ scheduler
@@ -91,7 +92,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         assert self._scheduler is not None
         self._scheduler.received(connector_output)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, object] | None]:
         assert self._scheduler is not None
         self._scheduler.finished(request.request_id)
         return False, None
@@ -105,7 +106,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
 
     # ------------------------------------------------------------ worker
 
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         missing = sorted(set(self._layer_of) - set(kv_caches))
         if missing:
             raise InvalidRequest(
@@ -140,12 +141,12 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         assert isinstance(metadata, StepMetadata)
         return metadata.step
 
-    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         """End saves that still read blocks which the coming step may write: vLLM calls this before it."""
         if self._worker is not None:
             self._worker.give_way(kv_connector_metadata.step)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
         if self._worker is not None:
             self._worker.begin(self._step())
 
@@ -153,7 +154,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         if self._worker is not None and layer_name in self._layer_of:
             self._worker.wait_layer(self._layer_of[layer_name])
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: object, **kwargs: object) -> None:
         """Do nothing: layers are kept once the step has ended."""
 
     def wait_for_save(self) -> None:
@@ -186,7 +187,7 @@ def _cpu_writer(config: Any, block_tokens: int) -> Any:
 
     cache_dtype = config.cache_config.cache_dtype
 
-    def write(k: Any, v: Any, key_cache: Any, value_cache: Any, slots: Any) -> None:
+    def write(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         isa = _get_attn_isa(config.model_config.dtype, block_tokens, k.shape[-1], cache_dtype)
         _custom_ops.cpu_attn_reshape_and_cache(
             k, v, key_cache, value_cache, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype=cache_dtype

@@ -12,12 +12,12 @@ import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvstore.errors import KVStoreError
 from kvstore.seams import Clock, SystemClock, Workers, WorkerThreads
 from kvstore.seams.jobs import begun, failure_of
 from kvstore.spec import ModelSpec
+from kvstore_client.arrays import Tensor
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.patience import CallPause
 
@@ -34,11 +34,11 @@ _log = logging.getLogger("kvstore.vllm")
 class _Item:
     """An item on its way or in memory. ``users``: the requests that want it."""
 
-    arrival: Future[Any]
+    arrival: Future[Tensor]
     token_count: int
     asked_s: float
     users: set[str] = field(default_factory=set)
-    embeddings: Any = None
+    embeddings: Tensor = None
 
 
 class Fetching:
@@ -57,7 +57,7 @@ class Fetching:
         self._cached: set[str] = set()
         """Identifiers of items in vLLM's own encoder cache, now or after this step."""
         self._fresh: set[str] = set()
-        self._loads: dict[str, Any] = {}
+        self._loads: dict[str, Tensor] = {}
         self._odd: set[str] = set()
         """Identifiers that have named items of different sizes: clients may name items as they like."""
 
@@ -83,7 +83,7 @@ class Fetching:
         if identifier in self._odd or len(self._odd) >= ODD_COUNT_MAX:
             return None
 
-        def fetch() -> Any:
+        def fetch() -> Tensor:
             with self._patience.watch(COPY_S_MAX):
                 return self._client.get_encoder(self._spec, identifier)
 
@@ -123,7 +123,7 @@ class Fetching:
             self._loads[identifier] = item.embeddings
             del self._items[identifier]
 
-    def step(self, freed: Sequence[str]) -> dict[str, Any]:
+    def step(self, freed: Sequence[str]) -> dict[str, Tensor]:
         """Return the embeddings to send along with this step. ``freed``: items that vLLM dropped before it."""
         loads, self._loads = self._loads, {}
         self._cached -= set(freed) - self._fresh
@@ -143,7 +143,7 @@ class Fetching:
         self._client.close()
 
 
-def _arrived(arrival: Future[Any]) -> Any:
+def _arrived(arrival: Future[Tensor]) -> Tensor:
     failure = failure_of(arrival)
     if failure is not None:
         _log.warning("kvstore: %s; the item is encoded", failure.message)
@@ -158,7 +158,7 @@ class Keeping:
         self._client = client
         self._patience = CallPause(clock or SystemClock())
 
-    def keep(self, spec: ModelSpec, identifier: str, embeddings: Any) -> None:
+    def keep(self, spec: ModelSpec, identifier: str, embeddings: Tensor) -> None:
         """Store an item's embeddings. Returns when the tensor may change."""
         if self._patience.is_spent:
             return

@@ -20,6 +20,7 @@ from vllm.version import __version__ as vllm_version
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
+from kvstore_client.arrays import Tensor
 from kvstore_client.begin import connect
 from kvstore_client.engines.vllm.embeddings import Fetching, Keeping
 from kvstore_client.engines.vllm.identity import engine_identity
@@ -32,7 +33,7 @@ class StepItems(ECConnectorMetadata):  # type: ignore[misc]  # vLLM is not there
     """The metadata that vLLM carries from the scheduler to the workers: embeddings by identifier, and their model."""
 
     spec: ModelSpec | None = None
-    loads: dict[str, Any] = field(default_factory=dict)
+    loads: dict[str, Tensor] = field(default_factory=dict)
 
 
 class KVStoreECConnector(ECConnectorBase):  # type: ignore[misc]  # vLLM is not there where types are checked
@@ -87,13 +88,13 @@ class KVStoreECConnector(ECConnectorBase):  # type: ignore[misc]  # vLLM is not 
 
     # ------------------------------------------------------------ worker
 
-    def start_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
+    def start_load_caches(self, encoder_cache: dict[str, Tensor], **kwargs: object) -> None:
         device = _device()
         for identifier, embeddings in self._items().loads.items():
             if identifier not in encoder_cache:
                 encoder_cache[identifier] = embeddings.to(device)
 
-    def save_caches(self, encoder_cache: dict[str, Any], mm_hash: str, **kwargs: Any) -> None:
+    def save_caches(self, encoder_cache: dict[str, Tensor], mm_hash: str, **kwargs: object) -> None:
         spec = self._items().spec
         is_first = self._ranks == 1 or _rank() == 0  # all ranks have the same embeddings
         if self._keeping is not None and self.is_producer and spec is not None and is_first:

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
-from kvstore_client.arrays import check_memory
+from kvstore_client.arrays import Tensor, check_memory
 
 SIDE_BY_SIDE = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASHINFER")
 LATENT = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA")
@@ -21,7 +21,7 @@ WHOLE_ONLY = ("CPU_MLA", "AMX_MLA")
 """Backends that compute a prompt only from its beginning: they would not read a loaded prefix."""
 CPU = "CPU_ATTN"
 LAYOUT = "page head slot dim"
-Writer = Callable[[Any, Any, Any, Any, Any], None]
+Writer = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """Writes K and V, [tokens, heads, dim], by a call with (k, v, key_cache, value_cache, slots)."""
 
 
@@ -32,7 +32,7 @@ class PagesOfModel:
     """
 
     def __init__(
-        self, spec: ModelSpec, tensors: Sequence[Any], block_tokens: int, backend: str, writer: Writer | None = None,
+        self, spec: ModelSpec, tensors: Sequence[Tensor], block_tokens: int, backend: str, writer: Writer | None = None,
         *, rank: int = 0, ranks: int = 1,
     ) -> None:  # fmt: skip
         if len(tensors) != len(spec.slab_layers):
@@ -44,7 +44,7 @@ class PagesOfModel:
         self.rank = rank
         each = spec.layers[0].kv_heads // ranks
         self.heads = (rank * each, (rank + 1) * each) if ranks > 1 else None
-        self.views: list[tuple[Any, Any]] = []
+        self.views: list[tuple[Tensor, Tensor]] = []
         self.page_tokens = int(tensors[0].shape[2]) if len(tensors[0].shape) == 4 else 0
         for layer, tensor in zip(spec.slab_layers, tensors, strict=True):
             self.views.append(_views(spec, layer, tensor, backend, writer, ranks))
@@ -75,8 +75,8 @@ class PagesOfModel:
 
 
 def _views(
-    spec: ModelSpec, layer: int, tensor: Any, backend: str, writer: Writer | None, ranks: int
-) -> tuple[Any, Any]:
+    spec: ModelSpec, layer: int, tensor: Tensor, backend: str, writer: Writer | None, ranks: int
+) -> tuple[Tensor, Tensor]:
     each = spec.layers[layer]
     content, heads = each.k_dim + each.v_dim, each.kv_heads // ranks
     found = str(tensor.dtype).removeprefix("torch.")
@@ -106,7 +106,7 @@ def _views(
     )
 
 
-def _cpu_views(tensor: Any, k_dim: int, v_dim: int, writer: Writer) -> tuple[Any, Any]:
+def _cpu_views(tensor: Tensor, k_dim: int, v_dim: int, writer: Writer) -> tuple[Tensor, Tensor]:
     if k_dim != v_dim:
         raise InvalidRequest(f"K of {k_dim} and V of {v_dim} in one page: the CPU backend is known for equal ones only")
     page_tokens = int(tensor.shape[2])
@@ -120,7 +120,7 @@ def _cpu_views(tensor: Any, k_dim: int, v_dim: int, writer: Writer) -> tuple[Any
     return views[0], views[1]
 
 
-def _half(tensor: Any, which: int) -> Any:
+def _half(tensor: Tensor, which: int) -> Tensor:
     """Return K's or V's half of each page, [pages, heads, page_tokens, dim], as the kernel gets it."""
     pages, heads, page_tokens, content = tensor.shape
     whole = tensor.view(pages, heads, 2 * page_tokens, content // 2)

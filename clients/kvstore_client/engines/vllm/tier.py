@@ -43,7 +43,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # vLLM is not there w
         self._values = values
         super().__init__(tier_type)
 
-    def batch_lookup(self, keys: list[bytes], req_context: Any) -> list[bool]:
+    def batch_lookup(self, keys: list[bytes], req_context: object) -> list[bool]:
         return self._values.has(keys)
 
 
@@ -53,8 +53,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not th
     medium: ClassVar[Medium] = Medium.STORAGE
 
     def __init__(
-        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, backpressure_detector: Any = None,
-        **options: Any,
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, backpressure_detector: object = None,
+        **options: object,
     ) -> None:  # fmt: skip
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         settings = OffloadTierSettings.of(options)
@@ -76,14 +76,14 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not th
 
     # ------------------------------------------------------------ what is there
 
-    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+    def on_new_request(self, req_context: object) -> RequestOffloadingContext:
         return RequestOffloadingContext()
 
-    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+    def lookup(self, key: bytes, req_context: object) -> LookupResult:
         found = self._lookups.lookup(key, req_context)
         return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
 
-    def on_schedule_end(self, context: Any) -> None:
+    def on_schedule_end(self, context: object) -> None:
         self._lookups.flush()
 
     def on_request_finished(self, req_context: Any) -> None:

@@ -60,7 +60,9 @@ class StreamSession(ClientSession):
     message_bytes: int
     """Bytes of data that a message should carry."""
 
-    def __init__(self, address: str, token: str, credentials: Any, server_name: str, timeout_s: float) -> None:
+    def __init__(
+        self, address: str, token: str, credentials: grpc.ChannelCredentials | None, server_name: str, timeout_s: float
+    ) -> None:
         super().__init__()
         keep_message_memory()
         self._address = address
@@ -159,7 +161,7 @@ class StreamSession(ClientSession):
         return partial(_end, self.ended, self._stream, self.channel)
 
 
-def _end(ended: threading.Event, stream: Any, channel: Any) -> None:
+def _end(ended: threading.Event, stream: Any, channel: grpc.Channel) -> None:
     ended.set()
     stream.cancel()
     channel.close()
