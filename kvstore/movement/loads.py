@@ -167,9 +167,8 @@ class Loads:
                 chunks.append((loading, stored))  # from here on it is closed in any case
                 if stored.header.encoding == "raw":
                     self._put_header(loading, pack_header(stored.header, loading.layout))
-                create(
-                    group, loading, self._read(loading, stored, _groups(loading)[0])
-                )  # while others are being opened
+                # while others are being opened
+                create(group, loading, self._read(loading, stored, _groups(loading)[0]))
 
         try:
             async with asyncio.TaskGroup() as group:

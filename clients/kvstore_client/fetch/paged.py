@@ -106,9 +106,8 @@ class Pages:
         slots = self.slots[self.slots >= 0]
         if not slots.size:
             return
-        begins = np.flatnonzero(
-            np.diff(slots, prepend=slots[0] - 2) != 1
-        )  # sorting runs costs a tenth of sorting slots
+        # Sorting runs costs a tenth of sorting slots.
+        begins = np.flatnonzero(np.diff(slots, prepend=slots[0] - 2) != 1)
         firsts, lasts = slots[begins], slots[np.append(begins[1:], slots.size) - 1]
         order = np.argsort(firsts)
         again = firsts[order][1:][firsts[order][1:] <= lasts[order][:-1]]
