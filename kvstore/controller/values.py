@@ -108,12 +108,6 @@ class ArrivingChunk(Protocol):
     def listeners(self) -> dict[asyncio.Event, None]:
         """Events that are set whenever one of the above changes, in the order in which they were added."""
 
-    def attend(self, listener: asyncio.Event) -> None:
-        """Add a listener."""
-
-    def leave(self, listener: asyncio.Event) -> None:
-        """Remove a listener that waits no more. Idempotent."""
-
 
 @dataclass(frozen=True, slots=True)
 class Resident:

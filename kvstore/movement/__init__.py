@@ -10,7 +10,7 @@ where a chain continues beyond the chunks of the node.
 - ``removal``   removes copies: given up, removed, quarantined
 - ``queue``     moves that wait: bounded, by priority and age, one per chunk
 - ``writes``    moves to slower tiers, to ``targets``; ``readbacks``: of chunks that memory gave up before
-- ``loads``     moves into memory, layer by layer, from ``sources``; ``loading``: one chunk, and who waits for it
+- ``loads``     moves into memory, layer by layer, from ``sources``
 - ``meters``  measures how fast tiers are read
 - ``shared``    the chunks of one shared tier; ``breaker``: pauses requests to a tier that fails
 - ``shared_tiers``  all shared tiers, and hints of the chunks that they have
@@ -27,7 +27,7 @@ where a chain continues beyond the chunks of the node.
 from kvstore.movement.accounts import TierAccount
 from kvstore.movement.clearing import Fate, Meant
 from kvstore.movement.levels import LevelsReached
-from kvstore.movement.loading import Loading
+from kvstore.movement.loads import Loading
 from kvstore.movement.meters import MeasuredTier, TierMeters
 from kvstore.movement.movement import Movement, MovementParts
 from kvstore.movement.relocation import ChunkStep, Transit

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Context as ContextVars
 from contextvars import copy_context
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from kvstore.arena import Arena, Placement
 from kvstore.catalog import ROOT_ROW, Catalog, MappedCopies
-from kvstore.chunk import ChunkHeader, Run, pack_header, raw_header, slab_runs, write_mark
+from kvstore.chunk import ChunkHeader, ChunkLayout, Run, pack_header, raw_header, slab_runs, write_mark
 from kvstore.errors import DataLoss, KVStoreError, Unavailable
-from kvstore.movement.loading import Loading
 from kvstore.movement.meters import TierMeters
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.removal import Removal
@@ -42,6 +42,45 @@ LOAD_COUNT_MAX = 16_384
 _log = logging.getLogger("kvstore.movement")
 Result = TypeVar("Result")
 RoomFor = Callable[[tuple[int, ...]], Placement | None]
+
+
+@dataclass(eq=False)
+class Loading:
+    """A chunk on its way to memory. ``landed`` is the bitmap of slabs that have arrived and are verified; ``first`` are
+    the layers that a reader waits for (none: all alike); ``lost`` says why the load failed."""
+
+    row: int
+    source: ChunkSource
+    layout: ChunkLayout
+    placement: Placement
+    landed: int = 0
+    lost: MissReason = MissReason.NONE
+    is_done: bool = False
+    first: frozenset[int] = frozenset()
+    listeners: dict[asyncio.Event, None] = field(default_factory=dict)
+    """Events of the waiting readers, set in the order in which the readers came."""
+
+    @property
+    def slab_count(self) -> int:
+        return len(self.layout.slabs)
+
+    @property
+    def is_provisional(self) -> bool:
+        return False
+
+    @property
+    def has_landed(self) -> bool:
+        return self.landed == (1 << self.slab_count) - 1
+
+    def changed(self) -> None:
+        for listener in self.listeners:
+            listener.set()
+
+    def slab_landed(self, slabs: range) -> None:
+        """Mark slabs as landed and tell the waiting readers."""
+        for slab in slabs:
+            self.landed |= 1 << slab
+        self.changed()
 
 
 class Loads:
@@ -81,10 +120,9 @@ class Loads:
         self, rows: Sequence[int], keep: frozenset[int], layers: frozenset[int] = frozenset(), *,
         evict_unwritten: bool = True,
     ) -> tuple[list[Loading | None], MissReason]:  # fmt: skip
-        """Have these chunks brought in, ``layers`` first; rows that are in memory give None. Readers that leave may end
-        a load (``Loading.leave``). A chunk that was lost on its way from one tier is read from another. The list ends
-        early where there is no room (``Room.allocate``), or no tier that answers, and the reason says which. Raises the
-        arena's errors."""
+        """Have these chunks brought in, ``layers`` first; rows that are in memory give None. A chunk that was lost on
+        its way from one tier is read from another. The list ends early where there is no room (``Room.allocate``), or
+        no tier that answers, and the reason says which. Raises the arena's errors."""
         fresh: list[Loading] = []
         room = partial(self._room.allocate, keep=keep, evict_unwritten=evict_unwritten)
         try:
@@ -99,8 +137,6 @@ class Loads:
         found: list[Loading | None] = []
         for row in rows:
             loading = None if row in self._memory else self._loading.get(row)
-            if loading is not None and loading.is_left:  # it ends as soon as its tier lets it
-                loading = None
             if row not in self._memory and (loading is None or loading.lost):
                 source = self._source(row)
                 if source is None or (loading is not None and source.name == loading.source.name):
@@ -109,8 +145,6 @@ class Loads:
                 if loading is None:
                     return found, MissReason.OVERLOADED
                 fresh.append(loading)
-            if loading is not None:
-                loading.expected += 1
             found.append(loading)
         return found, MissReason.NONE
 
@@ -156,29 +190,23 @@ class Loads:
         """Load one fetch's cold chunks. Whatever happens, each of them ends."""
         chunks: list[tuple[Loading, StoredChunk]] = []
 
-        def create(group: asyncio.TaskGroup, loading: Loading, call: Coroutine[Any, Any, None]) -> None:
-            loading.tasks.append(group.create_task(call))
-
         async def begin(loading: Loading) -> None:
-            if loading.lost:
-                return
             stored = await self._open(loading)
             if stored is not None:
                 chunks.append((loading, stored))  # from here on it is closed in any case
                 if stored.header.encoding == "raw":
                     self._put_header(loading, pack_header(stored.header, loading.layout))
-                # while others are being opened
-                create(group, loading, self._read(loading, stored, _groups(loading)[0]))
+                group.create_task(self._read(loading, stored, _groups(loading)[0]))  # while others are being opened
 
         try:
             async with asyncio.TaskGroup() as group:
                 async with asyncio.TaskGroup() as tasks:  # when it ends no open is pending, in any case
                     for each in batch:
-                        create(tasks, each, begin(each))
+                        tasks.create_task(begin(each))
                 order = {each: number for number, each in enumerate(batch)}
                 chunks.sort(key=lambda opened: order[opened[0]])
                 for each, stored, slabs in _by_layer(chunks):
-                    create(group, each, self._read(each, stored, slabs))
+                    group.create_task(self._read(each, stored, slabs))
             for each, stored in chunks:
                 if not each.lost:
                     try:

@@ -40,47 +40,7 @@ T_TOLD_BLENDS = "tests/e2e/test_told_blends.py"
 WIRE = "kvstore/wire/plans.py"
 OUTCOME = "kvstore/planning/loading/outcome.py"
 
-LOADING = "kvstore/movement/loading.py"
-LOADS = "kvstore/movement/loads.py"
-T_LEFT = "tests/controller/test_left_loads.py"
-T_LEFT_LOADS = "tests/e2e/test_left_loads.py"
-
 MUTANTS = [
-    Mutant(
-        "what-nobody-wants-is-read-to-its-end",
-        LOADING,
-        "            task.cancel()\n",
-        "            pass\n",
-        "a tier that has collapsed goes on with loads that were given up, and others wait behind them",
-        (f"{T_LEFT_LOADS}::test_after_a_cancel_nothing_is_held_and_nothing_more_is_read",),
-    ),
-    Mutant(
-        "one-that-does-not-listen-yet-wants-nothing",
-        LOADING,
-        "if self.listeners or self.expected > 0 or",
-        "if self.listeners or",
-        "a reader that asked while another left gets a miss, and prefetches end with the first reader that leaves",
-        (
-            f"{T_LEFT}::test_one_that_asked_and_does_not_listen_yet_still_wants_it",
-            "tests/tiers/test_promotion.py::test_a_second_reader_is_left_what_the_first_one_leaves",
-        ),
-    ),
-    Mutant(
-        "who-has-its-layers-ends-the-load",
-        LOADING,
-        "or self.lost or self._has_wanted:",
-        "or self.lost:",
-        "a fetch of some layers leaves no chunk in memory, and the next one reads it again",
-        (f"{T_LEFT}::test_one_that_has_what_it_waited_for_lets_the_rest_come",),
-    ),
-    Mutant(
-        "a-load-that-was-left-is-a-miss",
-        LOADS,
-        "            if loading is not None and loading.is_left:  # it ends as soon as its tier lets it\n",
-        "            if False:\n",
-        "who asks for a chunk just after another reader left misses it",
-        ("tests/tiers/test_promotion.py::test_who_asks_while_a_load_that_was_left_ends_has_it_read_anew",),
-    ),
     Mutant(
         "a-way-that-nobody-asked-for-is-taken",
         WIRE,

@@ -12,13 +12,12 @@ from kvstore.spec import MissReason
 
 async def arrivals_of(result: FetchResult, deadline: Deadline) -> AsyncIterator[list[Arrival]]:
     """Give the arrivals of a fetch's chunks, in batches, until each chunk has landed or was lost. A chunk that has not
-    landed at the deadline counts as lost for this fetch. A reader that stops before ends the loads that nobody else
-    waits for."""
+    landed at the deadline counts as lost for this fetch."""
     waiting = {position: chunk.loading for position, chunk in enumerate(result.chunks) if chunk.loading}
     told = {position: (0, loading.is_provisional) for position, loading in waiting.items()}
     event = asyncio.Event()
     for loading in waiting.values():
-        loading.attend(event)
+        loading.listeners[event] = None
     try:
         while waiting:
             event.clear()
@@ -37,12 +36,10 @@ async def arrivals_of(result: FetchResult, deadline: Deadline) -> AsyncIterator[
                 async with asyncio.timeout(deadline.left_s):  # not around a yield: it would cancel the listener
                     await event.wait()
     except TimeoutError:
-        for loading in waiting.values():
-            loading.listeners.pop(event, None)  # it goes on: who asks again finds more of it
         yield [
             Arrival(position, told[position][0], loading.slab_count, MissReason.UNAVAILABLE)
             for position, loading in waiting.items()
         ]
     finally:
         for loading in waiting.values():
-            loading.leave(event)
+            loading.listeners.pop(event, None)

@@ -61,12 +61,6 @@ class Filling:
         self.lost = MissReason.UNAVAILABLE
         self._changed()
 
-    def attend(self, listener: asyncio.Event) -> None:
-        self.listeners[listener] = None
-
-    def leave(self, listener: asyncio.Event) -> None:
-        self.listeners.pop(listener, None)
-
     def _changed(self) -> None:
         for listener in self.listeners:
             listener.set()

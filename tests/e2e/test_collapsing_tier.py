@@ -1,5 +1,5 @@
-"""A tier that collapses in the middle of a load: the prompt is computed by the client's own clock, and no more is read
-for it. No message says so: the load ends with its stream."""
+"""A tier that collapses in the middle of a load: the prompt is computed by the client's own clock, and nothing is held
+for it. No message says so: the client's stream ends. What the sidecar had begun to read is there for the next one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from kvstore_client.prompt import Prompt
 from kvstore_ops.sidecar import TOKEN, Sidecar
 
 from kvstore.planning.loading import Prefill, Way
-from kvstore.spec import Tier
 from kvstore.v1alpha import admin_pb2
 from kvstore.wire.plans import plan_from_message
 from tests.e2e.prefills import RECEIVER, STEP, computed
 from tests.e2e.test_partial_prefill import prompt
 from tests.engines.test_planned_loads import is_link
-from tests.fakes.proxy import PIECE_BYTES, Proxy
+from tests.fakes.proxy import Proxy
 from tests.fakes.redis_server import RedisServer
 from tests.server.raw import eventually
 
@@ -32,8 +31,6 @@ CHUNKS = 40
 COUNT = STEP * CHUNKS + 3
 SPEC = RECEIVER.spec
 CHUNK_BYTES = STEP * SPEC.item_size * sum(each.kv_heads * (each.k_dim + each.v_dim) for each in SPEC.layers)
-BEGUN_BYTES = PIECE_BYTES + 4 * CHUNK_BYTES
-"""What may pass after a collapse: the piece on the line, and what the tier's four jobs had begun."""
 TOKEN_S = 0.05
 """What a token's prefill is said to take: a good line is faster, however busy the machine is."""
 
@@ -48,17 +45,15 @@ def node(redis: str, plane: str = "local") -> Sidecar:
 
 
 class Line(Proxy):
-    """To Redis; it collapses once so many bytes of the answers have passed. ``passed_bytes``: since then, too."""
-
-    passed_bytes = 0
+    """To Redis; it collapses once so many bytes of the answers have passed."""
 
     def collapse_after(self, byte_count: float) -> None:
-        self.passed_bytes, has_collapsed = 0, False
+        passed_bytes, has_collapsed = 0, False
 
         def pass_on(piece: bytes) -> bytes:
-            nonlocal has_collapsed
-            self.passed_bytes += len(piece)
-            if self.passed_bytes >= byte_count and not has_collapsed:
+            nonlocal passed_bytes, has_collapsed
+            passed_bytes += len(piece)
+            if passed_bytes >= byte_count and not has_collapsed:
                 has_collapsed = self.is_silent = True
             return piece
 
@@ -112,7 +107,7 @@ def held(client: Client) -> tuple[int, ...]:
     return sessions.lease_count, sessions.ticket_count, sessions.stream_count, stats.arena.leased_bytes
 
 
-def test_a_tier_that_collapses_in_mid_load_costs_a_prefill_and_no_more_is_read(
+def test_a_tier_that_collapses_in_mid_load_costs_no_more_than_a_prefill(
     redis: RedisServer, line: Line, reader: Sidecar, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = stored(redis, 900)
@@ -140,20 +135,15 @@ def test_a_tier_that_collapses_in_mid_load_costs_a_prefill_and_no_more_is_read(
     assert sum(begun) <= COUNT + begun[0], "no token was computed twice, but for those behind the load"
 
     line.recover()
-    eventually(lambda: client.stats().loading_bytes == 0, 20.0)
-    assert line.passed_bytes < CHUNKS * CHUNK_BYTES / 2, "what waited for its turn was not read"
-    assert client.lookup(SPEC, tokens).chunks[-2].tier is Tier.REDIS
+    eventually(lambda: client.stats().loading_bytes == 0, 40.0)
     client.planner.mode = "off"
     again = client.partial_prefill(RECEIVER, tokens)
-    assert again.plan.reused_token_count >= STEP * CHUNKS, "who wants it now has it read anew"
-    assert line.passed_bytes > CHUNKS * CHUNK_BYTES / 2
+    assert again.plan.reused_token_count >= STEP * CHUNKS
     assert torch.allclose(again.logits[-1], found.logits[-1], atol=1e-4)
 
 
 @pytest.mark.parametrize("point", ["planned", "opening", "arriving"])
-def test_after_a_cancel_nothing_is_held_and_nothing_more_is_read(
-    redis: RedisServer, line: Line, client: Client, point: str
-) -> None:
+def test_after_a_cancel_nothing_is_held(redis: RedisServer, line: Line, client: Client, point: str) -> None:
     tokens = stored(redis, 910 + len(point))
     whole = Prompt.of(SPEC, tokens.numpy(), (), None)
     call = client.planner.begin(whole, Asked(STEP * CHUNKS, 0, (Way.LOAD,), "on"))
@@ -173,5 +163,4 @@ def test_after_a_cancel_nothing_is_held_and_nothing_more_is_read(
         client.release_ticket(match.ticket)
     eventually(lambda: held(client) == (0, 0, 0, 0))
     line.recover()
-    eventually(lambda: client.stats().loading_bytes == 0, 20.0)
-    assert line.passed_bytes < until + BEGUN_BYTES
+    eventually(lambda: client.stats().loading_bytes == 0, 40.0)
