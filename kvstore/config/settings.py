@@ -30,7 +30,8 @@ class ServerSettings:
 
     state_directory: Path
     """Directory of the lock, the list of chunks that were on the device before it was sealed, the measured speeds of
-    tiers and engines, the count of tokens fetched in the last 48 hours, and the device tier unless it is elsewhere.
+    tiers and engines, registered profiles, the count of tokens fetched in the last 48 hours, and the device tier unless
+    it is elsewhere.
     Default: `$XDG_STATE_HOME/kvstore`, else `~/.local/state/kvstore`."""
     socket_directory: Path
     """Directory of `kvstore.sock` (gRPC) and `data.sock` (hand-off of memory). Default: `$XDG_RUNTIME_DIR/kvstore`,
@@ -142,7 +143,8 @@ class PolicySettings:
     demotion_wait_s: Duration = 1.0
     """Longest wait of a store until the device has taken the chunks that it evicts from memory."""
     scrub_bytes_per_s: Size = 16 * MIB
-    """Rate at which copies are read again in the background, to find damage; 0: never."""
+    """Rate at which copies are read again in the background, to find damage, but no more than 50 chunks a second; 0:
+    never."""
     warm_up_bytes: Size = 0
     """Bytes that a node with a young memory brings of each model that an engine registers, once: what another node that
     shares its Redis and has this setting fetches most ([cluster.md](cluster.md)). It needs `tiers.redis.url`. 0:

@@ -50,17 +50,17 @@ class RegisteredProfiles:
             profile = Profile.from_json(data.decode())
         except UnicodeDecodeError as error:
             raise InvalidRequest("the profile is not text") from error
-        size = len(profile.to_json())
-        if size > PROFILE_SENT_BYTES_MAX:
-            raise InvalidRequest(f"the profile has {size} bytes: at most {PROFILE_SENT_BYTES_MAX} are kept")
+        text = profile.to_json()
+        if len(text) > PROFILE_SENT_BYTES_MAX:
+            raise InvalidRequest(f"the profile has {len(text)} bytes: at most {PROFILE_SENT_BYTES_MAX} are kept")
         if profile.measured_at_s > self._clock.wall() + AHEAD_S_MAX:
             raise InvalidRequest(
                 f"measured_at_s {profile.measured_at_s} lies in the future: a clock is wrong, there or here"
             )
-        return self._keep(profile)
+        return self._keep(profile, text)
 
-    def _keep(self, profile: Profile) -> bool:
-        pair, text = Pair.of_profile(profile), profile.to_json()
+    def _keep(self, profile: Profile, text: str) -> bool:
+        pair = Pair.of_profile(profile)
         known = self._kept.get(pair)
         if known is not None and known.measured_at_s > profile.measured_at_s:
             return False
@@ -103,7 +103,8 @@ class RegisteredProfiles:
         InvalidRequest saying what is wrong with ``data``."""
         for found in list(FORM.unpack(data).values())[-PROFILES_MAX:]:
             try:
-                self._keep(Profile.from_json(json.dumps(found)))
+                profile = Profile.from_json(json.dumps(found))
             except InvalidRequest:
                 continue
+            self._keep(profile, profile.to_json())
         self.is_changed = False

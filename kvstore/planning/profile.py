@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
@@ -30,6 +29,8 @@ PROFILE_SENT_BYTES_MAX = 64 << 10
 """The most bytes of a profile, as JSON, that is registered with the service."""
 WHOLE_MAX = (1 << 63) - 1
 """The largest whole number in a profile. JSON allows numbers of any length, which may not fit in a float."""
+AMOUNT_MAX = 1e12
+SEEDS_MAX = 1024
 AGAIN = "measure it again with kvstore profile"
 Value = TypeVar("Value")
 
@@ -257,8 +258,8 @@ def _side_of(value: Any, what: str) -> Side:
 
 
 def _calibration_of(found: dict[str, Any]) -> Calibration:
-    if not isinstance(found["seeds"], list):
-        raise InvalidRequest("calibration.seeds must be a list")
+    if not isinstance(found["seeds"], list) or len(found["seeds"]) > SEEDS_MAX:
+        raise InvalidRequest(f"calibration.seeds must be a list of at most {SEEDS_MAX}")
     seeds = tuple(_whole(each, "calibration.seeds", least=0) for each in found["seeds"])
     counts = (_whole(found[name], f"calibration.{name}") for name in ("contexts", "answers", "search_contexts"))
     most = (_whole(found[name], f"calibration.{name}", least=0) for name in ("token_count_max", "run_count_max"))
@@ -284,8 +285,8 @@ def _share(value: Any, what: str) -> float:
 
 
 def _amount(value: Any, what: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 <= value < math.inf:
-        raise InvalidRequest(f"{what} {value!r:.40} must be a number of at least 0")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 <= value <= AMOUNT_MAX:
+        raise InvalidRequest(f"{what} {value!r:.40} must be a number in 0..{AMOUNT_MAX:g}")
     return float(value)
 
 
@@ -296,9 +297,18 @@ def _whole(value: Any, what: str, least: int = 1) -> int:
 
 
 def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or not _is_text(value):
         raise InvalidRequest(f"{what} {value!r:.40} must be text")
     return value
+
+
+def _is_text(value: str) -> bool:
+    """Return False for half of a character, as JSON may escape it: it cannot be sent, nor printed."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _named(side: Side | None) -> str:

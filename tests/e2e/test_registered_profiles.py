@@ -183,6 +183,29 @@ def changed(spec: ModelSpec, **changes: Any) -> bytes:
     return json.dumps({**json.loads(profile_of(spec).to_json()), **changes}).encode()
 
 
+def inside(spec: ModelSpec, field: str, **changes: Any) -> bytes:
+    """One object of a profile with other values."""
+    found = json.loads(profile_of(spec).to_json())[field]
+    whole = [{**found[0], **changes}] if isinstance(found, list) else {**found, **changes}
+    return changed(spec, **{field: whole})
+
+
+def test_a_gate_of_two_clients_shows_neither_what_the_other_registered(
+    host: Client, other: Client, tmp_path: Path
+) -> None:
+    """They may be of two tenants."""
+    spec = fresh_spec()
+    told(host, tmp_path, spec)
+    shared = Gate(tmp_path / "shared")
+    other.gate = shared
+    assert permit(other, spec).setting == SETTING, "while it is one client's"
+    host.gate = shared
+    assert permit(other, spec).reason == UNPROFILED
+    write(tmp_path / "shared", profile_of(mine := fresh_spec()))
+    assert permit(other, mine).setting == SETTING
+    assert kept(host, mine) == b""
+
+
 @pytest.mark.parametrize(
     ("hostile", "said"),
     [
@@ -199,6 +222,9 @@ def changed(spec: ModelSpec, **changes: Any) -> bytes:
         (lambda spec: changed(spec, points=[{}]), "points[0]"),
         (lambda spec: changed(spec, unheard_of=1), "unheard_of"),
         (lambda spec: changed(spec, measured_at_s=int(time.time()) + 3 * AHEAD_S_MAX), "future"),
+        (lambda spec: inside(spec, "receiver", model_id="half a character: \ud800"), "receiver.model_id"),
+        (lambda spec: inside(spec, "points", kl=10**400), "points[0].kl"),
+        (lambda spec: inside(spec, "calibration", seeds=[1] * 2000), "calibration.seeds"),
         (lambda spec: b" " * (PROFILE_SENT_BYTES_MAX + 1), "RegisterProfileRequest.profile"),
         (lambda spec: b" " * (1 << 20), "RegisterProfileRequest"),
     ],

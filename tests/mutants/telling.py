@@ -58,7 +58,7 @@ MUTANTS = [
     Mutant(
         "a-profile-that-grows",
         REGISTERED,
-        "        if size > PROFILE_SENT_BYTES_MAX:\n",
+        "        if len(text) > PROFILE_SENT_BYTES_MAX:\n",
         "        if False:\n",
         "a profile is kept that no reply can carry",
         (f"{T_REGISTERED}::test_a_profile_that_grows_when_it_is_written_out_is_refused",),

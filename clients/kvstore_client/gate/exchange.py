@@ -23,7 +23,7 @@ from kvstore_client.planes.session import ClientSession
 ASKED_S_MIN = 60.0
 """The least seconds between two questions for the profile of one pair."""
 WAIT_S = 1.0
-"""The most seconds that a permit waits for the service's profile."""
+"""The most seconds that a permit waits for the service's answer; a client that is not connected yet connects first."""
 PAIRS_MAX = 64
 _log = logging.getLogger("kvstore.client")
 

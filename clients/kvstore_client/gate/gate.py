@@ -106,6 +106,8 @@ class Gate:
         self.counters = Counter[str]() if counters is None else counters
         self.exchange: ProfileExchange | None = None
         """The service's profiles; None: those of this host's directory alone."""
+        self.is_connected = False
+        """True once a client has it."""
         self._profiles = Profiles(directory)
         self._states: dict[Pair, _State] = {}
         self._off: dict[str, str] = {}
