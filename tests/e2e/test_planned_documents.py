@@ -48,11 +48,11 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def down(client: Client) -> None:
-    """Leave every chunk on the device alone."""
+    """Leave every chunk on the device alone, those too that are on their way to memory."""
     asked, in_memory = Operator(client), admin_pb2.Selection(tier="memory")
     wanted = admin_pb2.ChangeRequest(selection=in_memory, move=admin_pb2.Move(tier="nvme"))
     until = time.monotonic() + 20.0
-    while any(total.chunk_count for total in asked.totals(in_memory)):
+    while client.stats().loading_bytes or any(total.chunk_count for total in asked.totals(in_memory)):
         assert time.monotonic() < until, "a chunk stays in memory"
         for _ in asked.change(wanted):
             pass

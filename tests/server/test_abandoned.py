@@ -92,7 +92,7 @@ async def test_a_partial_prefill_ends_with_its_session() -> None:
         await asyncio.Event().wait()  # the call stays open
 
     prefills = PartialPrefills(service.parts, controller.lookups, controller.tickets)
-    calls = PrefillService(controller, prefills)
+    calls = PrefillService(controller, prefills, service.parts.profiles)
     replies = calls.PartialPrefill(requests(), Call(session.secret))
     assert (await anext(replies)).found.ticket
     waiting = asyncio.ensure_future(anext(replies, None))
