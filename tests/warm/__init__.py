@@ -31,7 +31,7 @@ TEMPLATE = Path(__file__).with_name("template.py")
 ANSWER_BYTES_MAX = 64
 START_S_MAX = 120.0
 """A template that has not imported, or forked, by then hangs: the test fails, and the run goes on."""
-READ_WHEN_NEEDED = ("KVSTORE", "PYTEST_CURRENT_TEST")
+READ_WHEN_NEEDED = ("AWS_", "KVSTORE", "PYTEST_CURRENT_TEST")
 """Variables that begin so are not read at imports."""
 
 _PR_SET_CHILD_SUBREAPER = 36
