@@ -32,7 +32,7 @@ COUNT = STEP * CHUNKS + 3
 SPEC = RECEIVER.spec
 CHUNK_BYTES = STEP * SPEC.item_size * sum(each.kv_heads * (each.k_dim + each.v_dim) for each in SPEC.layers)
 TOKEN_S = 0.05
-"""What a token's prefill is said to take: a good line is faster, however busy the machine is."""
+"""Clients are told that a token's prefill takes so long: a good line is faster, however busy the machine is."""
 
 
 def node(redis: str, plane: str = "local") -> Sidecar:

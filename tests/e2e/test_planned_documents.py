@@ -25,7 +25,7 @@ SLOW_BYTES_PER_S = 100e3
 SETTING = Recompute.cacheblend(1, 0.2)
 LEARNING = 6
 LEAST_S = 5e-3
-"""What a token's prefill is said to take: so long that a device at full rate is faster even on a busy machine."""
+"""Clients are told that a token's prefill takes so long: a device at full rate is faster even on a busy machine."""
 
 
 @pytest.fixture(scope="module")

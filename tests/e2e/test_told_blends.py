@@ -146,7 +146,7 @@ def test_what_was_checked_by_a_full_prefill_tells_no_time(
 
 
 def test_an_exact_plan_of_what_is_in_memory_is_told_too(client: Client, operator: Client) -> None:
-    """Where it shows in shared memory no call asks the sidecar for it; elsewhere the call tells it, and only once."""
+    """No call asks the sidecar for it where shared memory shows it; elsewhere the call tells it, and only once."""
     tokens = prompt(STEP * 6 + 3, 840)
     keep(client, RECEIVER, tokens)
     speeds(client, RECEIVER, 1e12, 1e-3)

@@ -33,7 +33,7 @@ def registered(client: Client) -> None:
 
 
 def near_count(client: Client) -> int:
-    """How many chunks of HOT are in memory: those on their way are not."""
+    """Return the number of HOT's chunks in memory: those on their way do not count."""
     found = [client.lookup(SPEC, tokens(seed)).chunks for seed in HOT]
     return sum(each.tier is Tier.DRAM for chunks in found for each in chunks)
 

@@ -24,7 +24,7 @@ def played_s(facts: LoadFacts, stock: Stock, front: int, stop: int) -> float:
 
 
 def _landed(facts: LoadFacts, stock: Stock, front: int, stop: int) -> list[float]:
-    """When each layer of these tokens has landed."""
+    """Return the times at which the layers of these tokens have landed."""
     layers, pieces = facts.layer_count, facts.pieces
     landed = [0.0] * layers
     if stop > front:

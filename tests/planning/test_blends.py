@@ -70,7 +70,7 @@ def planned(
 
 
 def played_of(loads: LoadFacts, plan: LoadPlan) -> float:
-    """What the plan's choice takes, by the other evaluator."""
+    """Return the seconds that the plan's choice takes, by the other evaluator."""
     if plan.chosen.way is Way.BLEND:
         blends = plan.candidates[len(plan.candidates) - len(loads.blends) :]
         return next(

@@ -18,7 +18,7 @@ TAG_AT = 60
 
 
 class Place:
-    """Where hints lie; stands for a directory, which has tests of its own in a real Redis."""
+    """Keeps hints; stands for a directory, which has tests of its own in a real Redis."""
 
     def __init__(self) -> None:
         self.data: bytes | None = None

@@ -141,7 +141,7 @@ class SimulatedSession(MappedSession):
 
 
 class WarmReader:
-    """What one client knows of the service's memory, and its fetches from there."""
+    """One client: it knows some of the service's memory, and fetches from there."""
 
     def __init__(self, life: Life, chance: random.Random) -> None:
         self._life = life
@@ -246,7 +246,7 @@ class WarmCopy:
                 self._judge(chunk, is_within)
 
     def _judge(self, chunk: Chunk, is_within: bool) -> None:
-        """What counts is what was stored under that name, and lies where the catalog has it."""
+        """The bytes count that were stored under that name, and lie where the catalog has it."""
         life, index = self._life, chunk.token_start // self._chain.spec.chunk_tokens
         name, place = self._chain.name(index, None), (chunk.slot, chunk.generation)
         if not (is_within or life.is_over):

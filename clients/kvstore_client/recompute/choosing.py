@@ -52,7 +52,7 @@ class Choosing:
         place = self._places(positions)
         among = place >= 0
         planes = [tuple(plane[:, among] for plane in pair) for pair in (fresh, cached)]
-        self._deviation[place[among]] = deviation_of(planes[0], planes[1], self._metric)  # type: ignore[arg-type]  # pairs
+        self._deviation[place[among]] = deviation_of(planes[0], planes[1], self._metric)  # type: ignore[arg-type]  # K and V
 
     def choose(self, layer: int) -> torch.Tensor:
         """Return the positions of the context tokens that are carried beyond this layer, out of those that entered
