@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 from collections.abc import Generator, Iterator
@@ -40,10 +41,12 @@ TRUE_STARTS = (
 ROOT = Path(__file__).resolve().parents[1]
 WARM = Warm(
     "kvstore.server.app", "kvstore_ops.commands", "kvstore_ops.options", "kvstore_ops.operators.harmless",
-    "rich.console", "rich.table", "typer._adapters",
+    "rich.console", "rich.table", "kvstore.remote.__main__", "tests.warm.commands", "tests.warm.ahead",
 )  # fmt: skip
 CLIENTS = Warm("kvstore_client", "tests.specs", "pytest", "hypothesis", "kvstore_ops.sidecar", "tests.server.raw")
 """For commands of Python that are clients of a sidecar: engines of a test in processes of their own."""
+MOTO = Warm("moto.server", "moto.s3.responses")
+"""For S3's server."""
 EXAMPLES = Warm("kvstore_client.engines.transformers", "transformers.models.llama.modeling_llama")
 """For what guides have readers run, some of it beside a model."""
 
@@ -56,8 +59,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     return (yield)
 
 
+def pytest_collection_finish() -> None:
+    """What is there now stays. Each ``gc.collect`` of a test would look through all of it, a tenth of a second long."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_unconfigure() -> None:
-    for each in (WARM, CLIENTS, EXAMPLES):
+    for each in (WARM, CLIENTS, MOTO, EXAMPLES):
         each.close()
 
 

@@ -15,6 +15,8 @@ import boto3
 import botocore
 from botocore.exceptions import BotoCoreError, ClientError
 
+from tests.conftest import MOTO
+
 START_TIMEOUT_S = 20.0
 ENDPOINT = "KVSTORE_TEST_S3_ENDPOINT"
 STRANGER = "KVSTORE_TEST_S3_STRANGER"
@@ -44,7 +46,7 @@ class S3Server:
 
     def start(self) -> None:
         """Again, after ``stop``; what it held is gone, its bucket is there."""
-        self._process = subprocess.Popen(
+        self._process = MOTO.popen(
             [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip

@@ -27,14 +27,16 @@ from kvstore.wire import METADATA_SESSION, spec_to_message
 from tests.specs import tokens_of
 
 TIMEOUT_S = 10.0
+PAUSE_S_MAX = 0.05
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     """Wait for what happens in another process."""
-    until = time.monotonic() + seconds
+    until, pause_s = time.monotonic() + seconds, 0.005
     while not condition():
         assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.01)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, PAUSE_S_MAX)  # a look often is a call: what takes long is asked for less often
 
 
 class Handoff:

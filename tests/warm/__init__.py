@@ -23,7 +23,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tests.warm.template import ORDER_BYTES_MAX
 
@@ -31,8 +31,9 @@ TEMPLATE = Path(__file__).with_name("template.py")
 ANSWER_BYTES_MAX = 64
 START_S_MAX = 120.0
 """A template that has not imported, or forked, by then hangs: the test fails, and the run goes on."""
-READ_WHEN_NEEDED = ("AWS_", "KVSTORE", "PYTEST_CURRENT_TEST")
-"""Variables that begin so are not read at imports."""
+READ_WHEN_NEEDED = ("AWS_", "KVSTORE", "MALLOC_", "PYTEST_CURRENT_TEST")
+"""Variables that begin so are not read at imports. (The C library reads its own when a process starts: a fork has the
+memory settings that its template had.)"""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _OPTIONS = tuple(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
@@ -60,7 +61,7 @@ class Warm:
         self._process: subprocess.Popen[bytes] | None = None
         self._environment: dict[str, str] = {}
         self._owner = 0
-        self.popen: type[subprocess.Popen[Any]] = type("WarmPopen", (_WarmPopen,), {"warm": self})
+        self.popen: type[subprocess.Popen[Any]] = type("WarmPopen", (WarmPopen,), {"warm": self})
 
     def run(
         self, command: list[str], *, timeout: float, given: str = "", **options: Any
@@ -83,7 +84,7 @@ class Warm:
             return False
         with self._lock:
             self._start()
-        return self._owner == os.getpid() and _at_imports(environment) == _at_imports(self._environment)
+        return self._owner == os.getpid() and at_imports(environment) == at_imports(self._environment)
 
     def order(self, order: bytes, streams: list[int]) -> int:
         """The process id of a new child. Raises RuntimeError when the template has ended."""
@@ -122,8 +123,18 @@ class Warm:
             process.wait()
 
 
-class _WarmPopen(subprocess.Popen[Any]):
-    warm: Warm
+class Starts(Protocol):
+    """What starts a process for an order, or cannot."""
+
+    def can_follow(self, environment: dict[str, str]) -> bool: ...
+
+    def order(self, order: bytes, streams: list[int]) -> int: ...
+
+
+class WarmPopen(subprocess.Popen[Any]):
+    """Has ``warm`` start what that can, and the operating system all else."""
+
+    warm: Starts
 
     def _execute_child(self, *given: Any) -> None:
         options = dict(zip(_OPTIONS, given, strict=True))
@@ -158,7 +169,8 @@ class _WarmPopen(subprocess.Popen[Any]):
         return packet if len(packet) <= ORDER_BYTES_MAX else None
 
 
-def _at_imports(environment: dict[str, str]) -> dict[str, str]:
+def at_imports(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what of an environment imports may depend on."""
     return {name: value for name, value in environment.items() if not name.startswith(READ_WHEN_NEEDED)}
 
 

@@ -5,6 +5,7 @@ Its arguments are the descriptor of its end of a socket pair, and the modules.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -12,14 +13,18 @@ import os
 import resource
 import runpy
 import socket
+import subprocess
 import sys
 import tempfile
+import threading
 import time
+import warnings
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 ORDER_BYTES_MAX = 1 << 17
 ADOPTION_INTERVAL_S = 0.0005
+SIDECAR = "kvstore_ops.cli"
 
 
 def take_orders(end: socket.socket, modules: list[str]) -> dict[str, Any] | None:
@@ -44,9 +49,7 @@ def take_orders(end: socket.socket, modules: list[str]) -> dict[str, Any] | None
             while os.getppid() == own:
                 time.sleep(ADOPTION_INTERVAL_S)
             end.close()
-            for number, stream in enumerate(streams):
-                os.dup2(stream, number)
-                os.close(stream)
+            take_streams(streams)
             order: dict[str, Any] = json.loads(packet)
             return order
         for stream in streams:
@@ -55,8 +58,38 @@ def take_orders(end: socket.socket, modules: list[str]) -> dict[str, Any] | None
         end.send(b"adopted")
 
 
+def take_streams(streams: list[int]) -> None:
+    """Make these descriptors the standard streams."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+
+
+def end_as(order: dict[str, Any]) -> NoReturn:
+    """Run the order, and end as Python ends: threads are waited for, what ``atexit`` has is called, streams are
+    flushed. The interpreter is not taken apart: that would copy all memory which the template shares."""
+    code = 0
+    try:
+        become(order)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if not isinstance(ended.code, int | None):
+            print(ended.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        raise  # Python ends by the signal itself
+    except BaseException as error:
+        code = 1
+        sys.excepthook(type(error), error, error.__traceback__)
+    threading._shutdown()  # type: ignore[attr-defined]  # as Python's own end calls it
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
 def become(order: dict[str, Any]) -> None:
-    """Run what ``python -m MODULE`` or ``python -c CODE`` runs. What it raises ends the process."""
+    """Run what ``python -m MODULE`` or ``python -c CODE`` runs, and raise what that raises."""
     if order["new_session"]:
         os.setsid()
     os.chdir(order["directory"])
@@ -68,9 +101,15 @@ def become(order: dict[str, Any]) -> None:
     kind, what, *arguments = order["arguments"]
     sys.argv = [kind, *arguments]
     main = sys.modules["__main__"] = ModuleType("__main__")
+    if what == SIDECAR and "KVSTORE__REMOTE__ADDRESS" in os.environ:
+        ahead = importlib.import_module("tests.warm.ahead")
+        subprocess.Popen = ahead.Ahead().popen  # type: ignore[misc]
     if kind == "-m":
         sys.path[0] = os.getcwd()
-        runpy._run_module_as_main(what)
+        with warnings.catch_warnings(action="ignore"):  # what the template imported may be run all the same
+            _, found, code = runpy._get_module_details(what)  # type: ignore[attr-defined]
+        sys.argv[0] = found.origin
+        runpy._run_code(code, main.__dict__, mod_name="__main__", mod_spec=found)  # type: ignore[attr-defined]
     else:
         sys.path[0] = ""
         runpy._run_code(compile(what, "<string>", "exec"), main.__dict__, mod_name="__main__")
@@ -80,4 +119,4 @@ if __name__ == "__main__":
     sys.path[0] = os.getcwd()  # as -m has it: rooms beside this file have the names of other modules
     ordered = take_orders(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
     if ordered is not None:
-        become(ordered)
+        end_as(ordered)

@@ -12,8 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from kvstore_client import connect
+from kvstore_ops.sidecar import TOKEN, Sidecar
 
+from kvstore.spec import MissReason
+from tests.server.raw import eventually
+from tests.specs import small_spec, tokens_of
 from tests.warm import Warm
 
 SAYS = """
@@ -107,3 +113,40 @@ def test_without_its_template_it_is_said(warm: Warm) -> None:
     with pytest.raises((RuntimeError, ConnectionError)):
         own.run([sys.executable, "-c", "pass"], timeout=60)
     own.close()
+
+
+ENDS = {
+    "with a word": "import sys; sys.exit('a word')",
+    "by an error": "raise ValueError('what is wrong')",
+    "by an interrupt": "raise KeyboardInterrupt",
+    "with a large status": "import sys; sys.exit(300)",
+    "with nothing": "import sys; sys.exit()",
+    "with what is called at the end": "import atexit; atexit.register(print, 'called')",
+    "with an error at the end": "import atexit; atexit.register(lambda: 1 / 0)",
+    "with a thread": "import threading; threading.Timer(0.2, print, ['waited']).start()",
+    "with a line that was not ended": "print('some', end='')",
+    "with a closed stream": "import sys; sys.stdout.close()",
+}
+
+
+@pytest.mark.parametrize("code", ENDS.values(), ids=ENDS)
+def test_it_ends_as_an_ordinary_one_does(warm: Warm, code: str) -> None:
+    command = [sys.executable, "-c", code]
+    ordinary = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    own = warm.run(command, timeout=60)
+    assert (own.returncode, own.stdout) == (ordinary.returncode, ordinary.stdout)
+    assert own.stderr.splitlines()[-1:] == ordinary.stderr.splitlines()[-1:]
+
+
+def test_a_sidecars_remote_plane_starts_warm_and_again_as_an_ordinary_process() -> None:
+    def doors() -> list[tuple[int, str]]:
+        children = [each for each in psutil.Process(running.pid).children() if each.pid not in running.mover_pids()]
+        return [(each.pid, Path(f"/proc/{each.pid}/cmdline").read_text().split("\0")[1]) for each in children]
+
+    with Sidecar("--capacity", "16 MiB", plane="remote") as running:
+        ((pid, started_as),) = doors()
+        assert started_as.endswith("template.py"), "it took a second of imports"
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: [name for _, name in doors()] == ["-m"])
+        with connect(running.address, token=TOKEN) as client:
+            eventually(lambda: client.lookup(small_spec(), tokens_of(64)).chunks[0].reason is MissReason.COLD)
