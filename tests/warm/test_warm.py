@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -17,6 +18,7 @@ import pytest
 from kvstore_client import connect
 from kvstore_ops.sidecar import TOKEN, Sidecar
 
+from kvstore.errors import Unavailable
 from kvstore.spec import MissReason
 from tests.server.raw import eventually
 from tests.specs import small_spec, tokens_of
@@ -139,14 +141,19 @@ def test_it_ends_as_an_ordinary_one_does(warm: Warm, code: str) -> None:
 
 
 def test_a_sidecars_remote_plane_starts_warm_and_again_as_an_ordinary_process() -> None:
-    def doors() -> list[tuple[int, str]]:
+    def doors() -> list[tuple[int, list[str]]]:
         children = [each for each in psutil.Process(running.pid).children() if each.pid not in running.mover_pids()]
-        return [(each.pid, Path(f"/proc/{each.pid}/cmdline").read_text().split("\0")[1]) for each in children]
+        return [(each.pid, Path(f"/proc/{each.pid}/cmdline").read_text().split("\0")[1:2]) for each in children]
 
     with Sidecar("--capacity", "16 MiB", plane="remote") as running:
-        ((pid, started_as),) = doors()
+        ((pid, (started_as,)),) = doors()
         assert started_as.endswith("template.py"), "it took a second of imports"
         os.kill(pid, signal.SIGKILL)
-        eventually(lambda: [name for _, name in doors()] == ["-m"])
-        with connect(running.address, token=TOKEN) as client:
-            eventually(lambda: client.lookup(small_spec(), tokens_of(64)).chunks[0].reason is MissReason.COLD)
+        eventually(lambda: [name for _, name in doors()] == [["-m"]])
+        eventually(lambda: is_served(running.address))
+
+
+def is_served(address: str) -> bool:
+    with contextlib.suppress(Unavailable), connect(address, token=TOKEN) as client:
+        return client.lookup(small_spec(), tokens_of(64)).chunks[0].reason is MissReason.COLD
+    return False
