@@ -10,8 +10,8 @@ from tests.sim.run import run_seed
 from tests.sim.steps import Cut, every_cut, passage
 
 IS_FULL = os.environ.get("KVSTORE_TEST_SCALE") == "full"
-SEEDS = range(0, 30, 1 if IS_FULL else 3)
-STEP, STRIDE = (1, 30) if IS_FULL else (10, 90)
+SEEDS = range(0, 30, 1 if IS_FULL else 6)
+STEP, STRIDE = (1, 30) if IS_FULL else (20, 220)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from tests.warm.template import ORDER_BYTES_MAX
+from tests.warm.template import ORDER_BYTES_MAX, end_as, take_orders
 
 TEMPLATE = Path(__file__).with_name("template.py")
 ANSWER_BYTES_MAX = 64
@@ -113,12 +113,29 @@ class Warm:
                 )  # fmt: skip
         return self._end
 
+    def begin_as_fork(self) -> None:
+        """Start the template as a fork of this process, which has imported and has one thread."""
+        with self._lock:
+            self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._end.settimeout(START_S_MAX)
+            self._owner, self._environment = os.getpid(), dict(os.environ)
+            if os.fork():
+                theirs.close()
+                return
+        self._end.close()
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115 - a fork of multiprocessing's reads nothing
+        order = take_orders(theirs, [])
+        if order is None:
+            os._exit(0)
+        end_as(order)
+
     def close(self) -> None:
         """End the template. Idempotent. Another start makes a new one."""
         with self._lock:
             end, process, self._end, self._process = self._end, self._process, None, None
-        if end is not None and process is not None:
+        if end is not None:
             end.close()
+        if process is not None:
             process.kill()  # it may import yet
             process.wait()
 
