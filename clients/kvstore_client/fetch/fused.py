@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -19,7 +19,6 @@ from kvstore.chunk import STRIP_ALIGNMENT, ChunkLayout
 from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
 from kvstore_client.arrays import Tensor, torch_module
-from kvstore_client.copying import plainly
 from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun
 
 Fused = Callable[[FaultPoints, int], Iterator[Callable[[], None]]]
@@ -71,7 +70,7 @@ class KeptViews:
             if known is not None:
                 self._known[key] = known
                 return known[1]
-        made = plainly(sources_of, run, layers, heads, dtype)
+        made = sources_of(run, layers, heads, dtype)
         with self._changing:
             if made is not None and not self._is_over:
                 self._known[key] = run.chunks, made
@@ -99,8 +98,9 @@ def copies_of(
     chunks lie irregularly; and where a chunk ends behind ``token_count``, as a confused sidecar may say. The views are
     made from strides alone, without bounds, and would reach beyond their plane. ``kept``: views of the chunks that
     earlier fetches made."""
-    pairs: list[Pairs] = []
-    make = partial(plainly, sources_of) if kept is None else kept.of
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    make = sources_of if kept is None else kept.of
     for run in runs:
         first, last = run.chunks[0], run.chunks[-1]
         if last.token_start + last.layout.token_count > token_count:
@@ -110,17 +110,10 @@ def copies_of(
             return None
         for which, views in enumerate(found):
             shape, chunk_tokens = views[0].shape, first.layout.token_count
-            targets = planes.parts(which, shape, len(run.chunks), chunk_tokens, first.token_start)
-            pairs.append(Pairs(targets, views))
-    return partial(_pairs_in_pieces, pairs)
-
-
-class Pairs(NamedTuple):
-    """Copies of each source to the target at its place, two tensors of one shape and dtype. ``targets``: returns some
-    of the targets. The thread that copies has them made, so that nobody waits until all of them are."""
-
-    targets: Callable[[slice], Iterable[Tensor]]
-    sources: Sequence[Tensor]
+            targets.extend(planes.parts(which, shape, len(run.chunks), chunk_tokens, first.token_start))
+            sources.extend(views)
+    assert len(targets) == len(sources), "a copy for each view"
+    return partial(_pairs_in_pieces, targets, sources)
 
 
 class Planes(NamedTuple):
@@ -134,16 +127,15 @@ class Planes(NamedTuple):
 
     def parts(
         self, which: int, shape: Sequence[int], count: int, chunk_tokens: int, start: int
-    ) -> Callable[[slice], Iterable[Tensor]]:  # fmt: skip
-        """Return a function that gives, of some of the planes of K or V, views of the tokens of ``count`` chunks from
-        token ``start`` on, of ``shape``."""
+    ) -> Iterable[Tensor]:  # fmt: skip
+        """Return, of each K or V, a view of the tokens of ``count`` chunks from token ``start`` on, of ``shape``."""
         if self.halves:
-            return plainly(_block_runs, self.halves[which], shape, count, chunk_tokens, start).__getitem__
+            return _block_runs(self.halves[which], shape, count, chunk_tokens, start)
         side = self.sides[which]
         looked_at = side[:1] if self.are_alike else side
         if count > 1 or start or any(plane.shape != shape for plane in looked_at):
-            return lambda some: token_runs(side[some], shape, count, chunk_tokens, start)
-        return side.__getitem__
+            return token_runs(side, shape, count, chunk_tokens, start)
+        return side
 
 
 def sources_of(run: MappedRun, layers: tuple[int, ...], heads: range, dtype: object) -> list[Sequence[Tensor]] | None:
@@ -251,24 +243,15 @@ def _run(run: Callable[[Sequence[Copy]], None], copies: Sequence[Copy], faults: 
 
 
 def _pairs_in_pieces(
-    pairs: Sequence[Pairs], faults: FaultPoints, count: int
+    targets: list[Tensor], sources: list[Tensor], faults: FaultPoints, count: int
 ) -> Iterator[Callable[[], None]]:  # fmt: skip
-    """Yield as ``pieces_of`` does."""
-    begins = [0, *accumulate(len(each.sources) for each in pairs)]
-    for piece in _cut(begins[-1], count):
-        parts = [
-            (each, slice(max(piece.start - begin, 0), piece.stop - begin))
-            for each, begin in zip(pairs, begins, strict=False)
-            if begin < piece.stop and piece.start < begin + len(each.sources)
-        ]
-        yield partial(copy_pairs, parts, faults)
+    """Yield as ``pieces_of`` does: copies of a source to the target at its place, two tensors of one shape and
+    dtype."""
+    return (partial(copy_pairs, targets[piece], sources[piece], faults) for piece in _cut(len(targets), count))
 
 
-def copy_pairs(parts: Sequence[tuple[Pairs, slice]], faults: FaultPoints) -> None:
-    """Run some of the copies in one operation, which releases the GIL."""
-    targets = [target for each, some in parts for target in each.targets(some)]
-    sources = [source for each, some in parts for source in each.sources[some]]
-    assert len(targets) == len(sources), "a copy for each view"
+def copy_pairs(targets: list[Tensor], sources: list[Tensor], faults: FaultPoints) -> None:
+    """Run copies in one operation, which releases the GIL."""
     torch_module()._foreach_copy_(targets, sources)
     faults.reach("fetch.copy.middle")
 

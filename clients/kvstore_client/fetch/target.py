@@ -11,7 +11,7 @@ from kvstore.chunk import ChunkLayout, slab_parts
 from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
 from kvstore_client.arrays import Layer, Tensor, presented
-from kvstore_client.copying import copy, copy_small, plane_run, raw, whole
+from kvstore_client.copying import copy, copy_small, plainly, plane_run, raw, whole
 from kvstore_client.fetch.fused import Fused, KeptViews, Planes, copies_of
 from kvstore_client.fetch.given import Given, given_planes
 from kvstore_client.fetch.owned import OwnedHalves, owned_layers, owned_rows
@@ -97,7 +97,7 @@ class DenseTarget:
         if wanted.verify or wanted.spec.keeps_e or not wanted.layers:
             return None
         heads = range(wanted.head_start, wanted.head_start + wanted.heads_of(wanted.layers[0]))
-        return copies_of(self._planes(), self._token_count, runs, wanted.layers, heads, kept)
+        return plainly(copies_of, self._planes(), self._token_count, runs, wanted.layers, heads, kept)
 
     def _planes(self) -> Planes:
         if self._owned is not None:
