@@ -24,10 +24,11 @@ from kvstore.seams import Workers, WorkerThreads
 from kvstore.seams.jobs import NotBegun, begun, failure_of
 from kvstore.seams.scheduler import run_for, start_thread
 from kvstore.spec import Durability
-from kvstore_client.arrays import Tensor, is_shareable, is_tensor, raw_array, torch_module
+from kvstore_client.arrays import Tensor, dtype_of, is_shareable, is_tensor, raw_array, torch_module
 from kvstore_client.tracing import within_trace
 
 COPY_THREADS = 2
+_SIGNED = {1: "int8", 2: "int16", 4: "int32"}
 Result = TypeVar("Result")
 Work = TypeVar("Work")
 Committed = tuple[Durability, int, str]
@@ -43,9 +44,8 @@ def raw(value: Tensor) -> Tensor:
     torch = torch_module()
     if torch is None:
         return raw_array(value)
-    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-    if is_tensor(value):
-        return value.view(signed[value.element_size()])
+    if isinstance(value, torch.Tensor):
+        return value.view(dtype_of(_SIGNED[value.element_size()]))
     if not value.flags.writeable or not is_shareable(value):
         value = np.array(value)
     return torch.from_numpy(value.view(f"i{value.itemsize}"))

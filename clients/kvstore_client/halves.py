@@ -37,22 +37,20 @@ def checked_planes(
 
 
 def checked_layers(
-    spec: ModelSpec,
-    layers: Sequence[int],
-    given: Sequence[Layer],
-    name: str,
-    heads: int | None,
-) -> list[list[Tensor]]:
-    """Return the planes of each layer, as ``checked_planes`` does. The planes of a model are alike: after one correct
-    layer, the next layers of the same kind need no check."""
+    spec: ModelSpec, layers: Sequence[int], given: Sequence[Layer], name: str, *, places: Sequence[int],
+    heads: int | None = None, token_count: int | None = None,
+) -> list[list[Tensor]]:  # fmt: skip
+    """Return the planes of each layer, as ``checked_planes`` does; ``places``: where in ``given`` each layer is. The
+    planes of a model are alike: after one correct layer, the next layers of the same kind need no check."""
     right: object = None
     planes: list[list[Tensor]] = []
-    for number, (layer, entry) in enumerate(zip(layers, given, strict=True)):
+    for place, layer in zip(places, layers, strict=True):
+        entry = given[place]
         kind = _kind(spec, layer, entry)
         if kind is not None and kind == right:
             planes.append(list(entry))
             continue
-        planes.append(checked_planes(spec, layer, entry, f"{name}[{number}]", None, heads))
+        planes.append(checked_planes(spec, layer, entry, f"{name}[{place}]", token_count, heads))
         right = kind
     return planes
 

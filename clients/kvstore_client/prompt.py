@@ -6,10 +6,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from operator import index
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import (
@@ -34,6 +36,8 @@ IN_CONTEXT, STANDALONE = 1, 2
 _EXACTNESS = {Exactness.EXACT: EXACT, Exactness.DERIVED: 2}
 EXACTNESSES = {number: exactness for exactness, number in _EXACTNESS.items()}
 _PROVENANCES = {IN_CONTEXT: Provenance.IN_CONTEXT, STANDALONE: Provenance.STANDALONE}
+KEPT_MAX, KEPT_BYTES_MAX = 64, 64 << 10
+"""The prompts that are kept, and how long each may be."""
 COUNT_MAX = 1024
 """The most readers of a ticket, and writers of a store."""
 NO_TOKENS: Tokens = np.empty(0, np.uint32)
@@ -157,9 +161,9 @@ class Prompt:
             raise InvalidRequest(f"exactness must be one of {', '.join(map(str, Exactness))}, not {exactness!r:.80}")
         if isinstance(tokens, PageHashes):
             return replace(_by_hashes(spec, tokens, extras, exactness), is_claimed=is_claimed)
-        array = checked_tokens(tokens, spec.vocab_size)
-        digests = chain_digests(array, spec.chunk_tokens, extras)
-        return Prompt(spec, array, digests, tuple(extras), _EXACTNESS[exactness], is_claimed=is_claimed)
+        if not extras and _may_be_kept(tokens):
+            return _kept(spec, tokens.tobytes(), tokens.dtype, exactness, is_claimed)
+        return _by_tokens(spec, tokens, tuple(extras), exactness, is_claimed=is_claimed)
 
     @staticmethod
     def known(spec: ModelSpec, digests: list[bytes], exactness: int) -> Prompt:
@@ -193,6 +197,28 @@ def check_count(count: Any, name: str) -> None:
         known = 0
     if not 1 <= known <= COUNT_MAX:
         raise InvalidRequest(f"{name} must be a whole number in 1..{COUNT_MAX}, not {count!r:.80}")
+
+
+def _may_be_kept(tokens: object) -> TypeGuard[NDArray[Any]]:
+    """Return True for a short run of whole numbers that is numpy's own array."""
+    if type(tokens) is not np.ndarray or tokens.ndim != 1:
+        return False
+    return tokens.dtype.kind in "iu" and tokens.nbytes <= KEPT_BYTES_MAX
+
+
+def _by_tokens(
+    spec: ModelSpec, tokens: Any, extras: tuple[Extra, ...], exactness: Exactness, *, is_claimed: bool
+) -> Prompt:
+    array = checked_tokens(tokens, spec.vocab_size)
+    digests = chain_digests(array, spec.chunk_tokens, extras)
+    return Prompt(spec, array, digests, extras, _EXACTNESS[exactness], is_claimed=is_claimed)
+
+
+@lru_cache(maxsize=KEPT_MAX)
+def _kept(spec: ModelSpec, data: bytes, dtype: np.dtype[Any], exactness: Exactness, is_claimed: bool) -> Prompt:
+    """Return the prompt of an array's bytes. Kept, because a prompt that was looked up is fetched next, and its checks
+    and digests are what a small fetch spends most on beside its bytes. It has a copy of the caller's tokens."""
+    return _by_tokens(spec, np.frombuffer(data, dtype), (), exactness, is_claimed=is_claimed)
 
 
 def _by_hashes(spec: ModelSpec, hashes: PageHashes, extras: Sequence[Extra], exactness: Exactness) -> Prompt:

@@ -221,6 +221,11 @@ class ModelSpec:
         again: Callable[..., ModelSpec] = refreshed
         return again(self, model)
 
+    def __hash__(self) -> int:
+        """Some fields tell most specs apart. A spec is the key of many caches, and a hash of all its layers costs more
+        than most of them save."""
+        return hash((self.model_id, self.weights_digest, self.adapter_id, self.chunk_tokens, len(self.layers)))
+
     @property
     def layer_count(self) -> int:
         return len(self.layers)

@@ -14,6 +14,8 @@ from kvstore_client.fetch.fused import Planes, copies_of
 from kvstore_client.fetch.given import given_planes
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.overlap import Span, overlapping
+from kvstore_client.prompt import Prompt
+from kvstore_client.store.tensors import Tensors
 
 from kvstore.chunk import layout_of
 from kvstore.errors import InvalidRequest
@@ -49,6 +51,43 @@ def test_a_layer_of_other_heads_is_looked_at() -> None:
     part = Wanted.of(SPEC, None, range(1), (), False)
     with pytest.raises(InvalidRequest, match=r"into\[0\]"):
         given_planes(part, into)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=[odd.name for odd in ODD])
+def test_one_odd_plane_of_a_store_is_found(odd: Odd) -> None:
+    kv: list[tuple[Any, Any]] = [
+        (tensor(SHAPE, SPEC.cache_dtype), tensor(SHAPE, SPEC.cache_dtype)) for _ in range(LAYERS)
+    ]
+    kv[-1] = (kv[-1][0], odd.make(SHAPE, SPEC.cache_dtype))
+    prompt = Prompt.of(SPEC, np.arange(SHAPE[1]), (), None)
+    if odd.as_source:
+        assert len(Tensors.of(prompt, kv, None).planes[0]) == LAYERS
+        return
+    with pytest.raises(InvalidRequest, match=rf"kv\[{LAYERS - 1}\]"):
+        Tensors.of(prompt, kv, None)
+
+
+def test_layers_of_one_stride_have_room_of_their_own() -> None:
+    heads, tokens, dim = SHAPE
+    into = [
+        tuple(tensor((heads, 32, dim), SPEC.cache_dtype)[:, : tokens - number] for _ in "KV")
+        for number in range(LAYERS)
+    ]
+    found = given_planes(WANTED, into)
+    assert found is not None
+    assert list(found.rooms) == [tokens - number for number in range(LAYERS)]
+
+
+def test_a_plane_that_reaches_over_another_one_is_found() -> None:
+    """The last plane's heads lie further apart than those of the others, and one of them over another plane."""
+    heads, tokens, dim = SHAPE
+    size = heads * tokens * dim
+    memory = tensor((4 * size,), SPEC.cache_dtype)
+    wide = memory.as_strided(SHAPE, (size, dim, 1))
+    into = [(tensor(SHAPE, SPEC.cache_dtype), tensor(SHAPE, SPEC.cache_dtype)) for _ in range(LAYERS)]
+    into[-1] = (memory[size : 2 * size].view(SHAPE), wide)
+    with pytest.raises(InvalidRequest, match="share"):
+        given_planes(WANTED, into)
 
 
 def test_views_do_not_reach_beyond_their_plane() -> None:

@@ -225,6 +225,7 @@ def test_equal_specs_have_one_canonical_form() -> None:
         rope=RopeSpec(rotary_dim=8, theta=10000.0, factors=(("factor", 2.0),)), scales=((1.0, 1.0), (1.0, 2.0))
     )
     assert whole == real
+    assert hash(whole) == hash(real)
     assert whole.canonical == real.canonical
     assert read_back(whole.canonical) == real
 

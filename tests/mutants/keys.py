@@ -25,6 +25,14 @@ MUTANTS = [
         (f"{T_KEYS}::test_extras_change_the_chunk_they_are_in_and_all_after",),
     ),
     Mutant(
+        "kept-tokens-of-another-width",
+        "clients/kvstore_client/prompt.py",
+        "np.frombuffer(data, dtype)",
+        'np.frombuffer(data, "<u4")',
+        "tokens that came in another dtype are named as other tokens",
+        ("tests/e2e/test_prompts.py::test_bytes_of_another_dtype_are_other_tokens",),
+    ),
+    Mutant(
         "extra-without-its-position",
         KEYS,
         'parts.append(struct.pack("<QI", extra.position - start, len(extra.data)) + extra.data)',

@@ -34,10 +34,18 @@ MUTANTS = [
     Mutant(
         "alike-in-other-shapes",
         GIVEN,
-        "    if not all(_is_one(map(_shape, side)) for side in sides):\n",
-        "    if False:\n",
+        "list(map(_shape, planes)).count(shape) == len(planes) == strides",
+        "len(planes) == strides",
         "a fetch into layers of unlike room ends with an error of torch's",
-        (f"{T_WARM}::test_layers_have_room_of_their_own",),
+        ("tests/e2e/test_targets.py::test_layers_of_one_stride_have_room_of_their_own",),
+    ),
+    Mutant(
+        "alike-in-other-strides",
+        GIVEN,
+        ".count(shape) == len(planes) == strides.count(strides[0])",
+        ".count(shape) == len(planes)",
+        "a layer is fetched over another one, which lies between its heads",
+        ("tests/e2e/test_targets.py::test_a_plane_that_reaches_over_another_one_is_found",),
     ),
     Mutant(
         "pages-from-the-middle-of-one",

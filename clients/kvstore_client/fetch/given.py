@@ -6,18 +6,18 @@ than the bytes of a small fetch. Where that does not prove them right, each is l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain, cycle, pairwise
-from operator import attrgetter
+from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter, sub
 from typing import NamedTuple
 
 from kvstore.errors import InvalidRequest
-from kvstore_client.arrays import Layer, Tensor, is_tensor, settle_device, torch_module
+from kvstore_client.arrays import Layer, Tensor, dtype_of, is_tensor, settle_device, torch_module
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.halves import checked_layers, checked_planes
+from kvstore_client.halves import checked_layers, plane_shapes
 from kvstore_client.overlap import ByteGeometry, check_targets
 
-_shape, _dtype, _layout, _is_cpu = map(attrgetter, ("shape", "dtype", "layout", "is_cpu"))
+_shape, _dtype, _is_cpu = map(attrgetter, ("shape", "dtype", "is_cpu"))
 
 
 class Given(NamedTuple):
@@ -50,7 +50,8 @@ def given_planes(wanted: Wanted, into: Sequence[Layer] | None) -> Given | None:
 
 
 def _each(wanted: Wanted, into: Sequence[Layer]) -> Given:
-    layers = checked_layers(wanted.spec, wanted.layers, into, "into", wanted.head_count)
+    places = range(len(into))
+    layers = checked_layers(wanted.spec, wanted.layers, into, "into", places=places, heads=wanted.head_count)
     check_targets(layers, "into")
     flat = list(chain.from_iterable(layers))
     settle_device(flat)
@@ -59,41 +60,42 @@ def _each(wanted: Wanted, into: Sequence[Layer]) -> Given:
 
 
 def _alike(wanted: Wanted, into: Sequence[Layer]) -> Given | None:
-    """Return the planes where all K, and all V, are plain CPU tensors of one shape, dtype and stride, and no two of
-    them meet. None where this does not tell that they are right. The first layer is checked for all."""
+    """Return the planes where all K, and all V, are plain CPU tensors of the right shape and dtype and of one stride,
+    and no two of them meet. None where this does not tell that they are right."""
     torch = torch_module()
     if torch is None or wanted.spec.keeps_e or len(wanted.kept) != 1:
         return None
     if not set(map(type, into)) <= {tuple, list} or set(map(len, into)) != {2}:
         return None
     flat = list(chain.from_iterable(into))
-    if set(map(type, flat)) != {torch.Tensor}:
+    if set(map(type, flat)) != {torch.Tensor} or not all(map(_is_cpu, flat)):
         return None
+    dtypes = list(map(_dtype, flat))
+    if dtypes.count(dtype_of(wanted.spec.cache_dtype)) != len(flat) or any(map(torch.Tensor.is_neg, flat)):
+        return None  # conjugates have complex items
     sides = flat[::2], flat[1::2]
-    if not all(map(_is_cpu, flat)) or not _is_one(map(_layout, flat)) or not _is_one(map(_dtype, flat)):
+    try:
+        room = flat[0].shape[1]
+        shapes = plane_shapes(wanted.spec, wanted.layers[0], room, wanted.head_count)
+        if not all(_are(side, shape) for side, shape in zip(sides, shapes, strict=True)) or not _are_apart(flat):
+            return None
+    except (RuntimeError, IndexError):  # one has no strides, no memory of its own, or one axis only
         return None
-    if not all(_is_one(map(_shape, side)) for side in sides):
-        return None
-    if any(map(torch.Tensor.is_neg, flat)):  # conjugates have complex items, which the check of the first layer finds
-        return None
-    checked_planes(wanted.spec, wanted.layers[0], into[0], "into[0]", None, wanted.head_count)
-    if not all(_is_one(map(torch.Tensor.stride, side)) for side in sides) or not _are_apart(flat):
-        return None
-    return Given(into, [flat[0].shape[1]] * len(into), True, sides)
+    return Given(into, [room] * len(into), True, sides)
 
 
-def _is_one(values: Iterable[object]) -> bool:
-    """Return True when all values, of which there is one at least, are the same. Faster than a set of them."""
-    known = list(values)
-    return known.count(known[0]) == len(known)
+def _are(planes: Sequence[Tensor], shape: tuple[int, ...]) -> bool:
+    """Return True when all planes have this shape, and all the stride of the first."""
+    strides = list(map(type(planes[0]).stride, planes))
+    return list(map(_shape, planes)).count(shape) == len(planes) == strides.count(strides[0])
 
 
 def _are_apart(flat: Sequence[Tensor]) -> bool:
-    """Return True when each of these tensors ends before the next one begins, and none has items that share memory. K
-    and V in turn; those of each side have one shape, dtype and stride."""
+    """Return True when none of these tensors has items that share memory, and each begins at least as many bytes behind
+    the one before as the larger of K and V takes. K and V in turn; those of each side have one shape, dtype and
+    stride."""
     geometries = [ByteGeometry.of(each.shape, each.stride(), each.element_size()) for each in flat[:2]]
     if any(geometry.repeats for geometry in geometries):
         return False
-    starts = map(type(flat[0]).data_ptr, flat)
-    spans = sorted(zip(starts, cycle(geometry.byte_count for geometry in geometries)))
-    return all(start + count <= after for (start, count), (after, _) in pairwise(spans))
+    starts = sorted(map(type(flat[0]).data_ptr, flat))
+    return bool(min(map(sub, starts[1:], starts)) >= max(geometry.byte_count for geometry in geometries))

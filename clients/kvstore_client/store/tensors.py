@@ -14,7 +14,7 @@ from kvstore_client.arrays import Layer, Tensor, checked, settle_device, torch_m
 from kvstore_client.copying import copy, plainly, plane_run, raw
 from kvstore_client.derived import check_exact
 from kvstore_client.fetch.fused import PlaneGeometry, plane_geometry, strip_views, token_runs
-from kvstore_client.halves import checked_planes
+from kvstore_client.halves import checked_layers
 from kvstore_client.planes.store import Unit
 from kvstore_client.prompt import EXACT, Prompt
 
@@ -44,12 +44,12 @@ class Tensors:
         if hidden and spec.keeps_e:
             raise InvalidRequest("hidden: this spec keeps E of every layer as its cache (keeps_e): leave it out")
         is_claimed = prompt.is_claimed or prompt.exactness != EXACT
-        planes: list[list[tuple[Tensor, ...]]] = [[]]
-        for index in spec.slab_layers:
-            given = checked_planes(spec, index, kv[index], f"kv[{index}]", token_count)
-            if not is_claimed:
-                check_exact(given, f"kv[{index}]")
-            planes[0].append(tuple(map(raw, given)))
+        layers = spec.slab_layers
+        given = checked_layers(spec, layers, kv, "kv", places=layers, token_count=token_count)
+        if not is_claimed:
+            for index, each in zip(layers, given, strict=True):
+                check_exact(each, f"kv[{index}]")
+        planes: list[list[tuple[Tensor, ...]]] = [[tuple(map(raw, each)) for each in given]]
         if hidden is not None and not isinstance(hidden, Mapping):
             raise InvalidRequest(f"hidden must be {{layer: [tokens, hidden]}}, not {type(hidden).__name__}")
         for layer_index in hidden or ():

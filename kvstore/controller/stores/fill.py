@@ -60,7 +60,8 @@ class Fills:
         claimed: list[tuple[Entry, int, int]] = []
         try:
             for each in fills:
-                jobs += [(entry, one, one.job) for entry, one in self._moves(session, reservation, each, claimed)]
+                moves = self._moves(session, reservation, each, claimed, len(fills))
+                jobs += [(entry, one, one.job) for entry, one in moves]
         except BaseException:
             for entry, first, count in claimed:
                 entry.claimed[first : first + count] = False
@@ -85,8 +86,9 @@ class Fills:
             reservation.idle.set()
 
     def _moves(
-        self, session: Session, reservation: Reservation, fill: Fill, claimed: list[tuple[Entry, int, int]]
-    ) -> list[tuple[Entry, Move]]:
+        self, session: Session, reservation: Reservation, fill: Fill, claimed: list[tuple[Entry, int, int]],
+        fill_count: int,
+    ) -> list[tuple[Entry, Move]]:  # fmt: skip
         if not 0 <= fill.chunk < len(reservation.entries):
             raise InvalidRequest(f"the reservation has no chunk {fill.chunk}")
         entry = reservation.entries[fill.chunk]
@@ -103,4 +105,5 @@ class Fills:
         source = session.staging(fill.staging_id).run(fill.staging_offset, end - base)
         entry.claimed[fill.strip_first : stop] = True
         claimed.append((entry, fill.strip_first, fill.strip_count))
-        return [(entry, each) for each in moves_of(layout, header, placement, fill.strip_first, stop, source)]
+        moves = moves_of(layout, header, placement, fill.strip_first, stop, source, fill_count)
+        return [(entry, each) for each in moves]

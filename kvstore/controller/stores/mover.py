@@ -14,8 +14,9 @@ from kvstore.chunk.checksum import CHECKSUM_BYTES
 from kvstore.errors import Internal, KVStoreError
 from kvstore.seams.memory import Bytes
 
-JOB_BYTES = 8 << 20
-"""Large enough that handing a job over costs little beside it; small enough that movers share a chunk."""
+JOB_BYTES_MIN, JOB_BYTES_MAX, JOBS = 8 << 20, 32 << 20, 8
+"""Handing a job over costs the service's loop as much as a mover needs for a MB: the bytes that came together are cut
+into about JOBS jobs. None is so small that the handing over counts, or so large that a mover is busy for long."""
 MoveJob = tuple[StripRun, Bytes, Bytes]
 
 
@@ -54,11 +55,13 @@ class Move:
 
 
 def moves_of(
-    layout: ChunkLayout, header: ChunkHeader, placement: Placement, first: int, stop: int, source: Bytes
-) -> Iterator[Move]:
-    """Cut the strips ``first .. stop`` into moves, at the ends of extents and at about JOB_BYTES. ``source`` begins
-    with the first strip's bytes."""
+    layout: ChunkLayout, header: ChunkHeader, placement: Placement, first: int, stop: int, source: Bytes,
+    fill_count: int = 1,
+) -> Iterator[Move]:  # fmt: skip
+    """Cut the strips ``first .. stop`` into moves, at the ends of extents and at about as many bytes as a job should
+    have. ``source``: exactly the strips' bytes. ``fill_count``: how many such runs of strips came together."""
     base = int(layout.strip_offsets[first])
+    job_bytes = min(JOB_BYTES_MAX, max(JOB_BYTES_MIN, source.size * fill_count // JOBS))
     for span in placement.spans:
         start = 0
         size = 0
@@ -75,7 +78,7 @@ def moves_of(
                 tail_at = start + end - slab.offset
                 size = tail_at - head_at
                 following = piece + 1 < span.piece_stop and high < stop
-                if size >= JOB_BYTES or not following:
+                if size >= job_bytes or not following:
                     at = int(layout.strip_offsets[head]) - base
                     yield Move(layout, header, head, high, source[at : at + size], span.data[head_at:tail_at])
                     size = 0
