@@ -63,6 +63,10 @@ class S3Proxy:
         self._held, self._heard = method, threading.Event()
         return self._heard
 
+    @property
+    def is_stalled(self) -> bool:
+        return Switch.STALLED in self._switches
+
     async def _listen(self) -> int:
         self._session = aiohttp.ClientSession(auto_decompress=False)
         app = web.Application(client_max_size=BODY_BYTES_MAX)
