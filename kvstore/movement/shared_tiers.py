@@ -52,6 +52,7 @@ class SharedSource:
         shared_tiers: SharedTiers,
     ) -> None:
         self.name, self.kind, self.rank = shared.tier.name, shared.tier.kind, shared.rank
+        self.piece_bytes_max = shared.piece_bytes_max
         self._shared = shared
         self._row = row
         self._chunk = chunk
