@@ -20,11 +20,11 @@ from kvstore.chunk import ChunkHeader, ChunkLayout, Run, pack_header, raw_header
 from kvstore.errors import DataLoss, KVStoreError, Unavailable
 from kvstore.movement.meters import TierMeters
 from kvstore.movement.names import ChunkNames
+from kvstore.movement.pieces import later_pieces, piece_bytes_of, pieces_in_order
 from kvstore.movement.removal import Removal
 from kvstore.movement.room import Room
 from kvstore.movement.shared_tiers import SharedTiers
 from kvstore.movement.sources import WENT, ChunkSource, LocalSource
-from kvstore.planning.loading.facts import PIECE_BYTES
 from kvstore.seams import FaultPoints, Workers
 from kvstore.seams.jobs import done
 from kvstore.seams.memory import Bytes
@@ -47,7 +47,8 @@ RoomFor = Callable[[tuple[int, ...]], Placement | None]
 @dataclass(eq=False)
 class Loading:
     """A chunk on its way to memory. ``landed`` is the bitmap of slabs that have arrived and are verified; ``first`` are
-    the layers that a reader waits for (none: all alike); ``lost`` says why the load failed."""
+    the layers that a reader waits for (none: all alike), ``pieces`` its reads in order; ``lost`` says why the load
+    failed."""
 
     row: int
     source: ChunkSource
@@ -57,6 +58,7 @@ class Loading:
     lost: MissReason = MissReason.NONE
     is_done: bool = False
     first: frozenset[int] = frozenset()
+    pieces: Sequence[range] = ()
     listeners: dict[asyncio.Event, None] = field(default_factory=dict)
     """Events of the waiting readers, set in the order in which the readers came."""
 
@@ -196,17 +198,18 @@ class Loads:
                 chunks.append((loading, stored))  # from here on it is closed in any case
                 if stored.header.encoding == "raw":
                     self._put_header(loading, pack_header(stored.header, loading.layout))
-                group.create_task(self._read(loading, stored, _groups(loading)[0]))  # while others are being opened
+                group.create_task(self._read(loading, stored, loading.pieces[0]))  # while others are being opened
 
         try:
+            self._cut(batch)
             async with asyncio.TaskGroup() as group:
                 async with asyncio.TaskGroup() as tasks:  # when it ends no open is pending, in any case
                     for each in batch:
                         tasks.create_task(begin(each))
                 order = {each: number for number, each in enumerate(batch)}
                 chunks.sort(key=lambda opened: order[opened[0]])
-                for each, stored, slabs in _by_layer(chunks):
-                    group.create_task(self._read(each, stored, slabs))
+                for position, slabs in later_pieces([each.pieces for each, _ in chunks]):
+                    group.create_task(self._read(*chunks[position], slabs))
             for each, stored in chunks:
                 if not each.lost:
                     try:
@@ -220,6 +223,12 @@ class Loads:
                 stored.close()
             for each in batch:
                 self._end(each)
+
+    def _cut(self, batch: list[Loading]) -> None:
+        load_bytes = sum(each.placement.byte_count for each in batch)
+        for each in batch:
+            piece_bytes = piece_bytes_of(load_bytes, each.source.piece_bytes_max)
+            each.pieces = pieces_in_order(each.layout, each.first, piece_bytes)
 
     async def _open(self, loading: Loading) -> StoredChunk | None:
         try:
@@ -359,39 +368,9 @@ class Loads:
         loading.changed()
 
 
-def _by_layer(
-    chunks: Sequence[tuple[Loading, StoredChunk]],
-) -> Iterator[tuple[Loading, StoredChunk, range]]:
-    """Yield the reads of a batch after the first read of each chunk. The layers that readers wait for come first, for
-    every chunk; then the others, in order, so that a reader can begin with the first."""
-    groups = [_groups(each) for each, _ in chunks]
-    for position in range(1, max(map(len, groups), default=0)):
-        for (each, stored), mine in zip(chunks, groups, strict=True):
-            if position < len(mine):
-                yield each, stored, mine[position]
-
-
-def _groups(loading: Loading) -> list[range]:
-    """Return the runs of slabs of a chunk that are read together, the wanted ones first."""
-    slabs = loading.layout.slabs
-    wanted = [slab for slab, entry in enumerate(slabs) if not loading.first or entry.layer in loading.first]
-    others = [slab for slab in range(len(slabs)) if slab not in set(wanted)]
-    groups: list[range] = []
-    for part in (wanted, others):
-        size = 0
-        for number, slab in enumerate(part):
-            size += slabs[slab].byte_count
-            if number and slab == part[number - 1] + 1 and size <= PIECE_BYTES:
-                groups[-1] = range(groups[-1].start, slab + 1)
-            else:
-                groups.append(range(slab, slab + 1))
-                size = slabs[slab].byte_count
-    return groups
-
-
 def _ahead(loading: Loading) -> Sequence[Bytes]:
     """Return the memory that the first read of a chunk fills, where that read begins with the first slab; else none."""
-    first = _groups(loading)[0]
+    first = loading.pieces[0]
     return () if first.start else loading.placement.pieces[1 : 1 + first.stop]
 
 

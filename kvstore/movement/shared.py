@@ -52,6 +52,7 @@ class SharedCopies:
     def __init__(self, use: SharedUse, catalog: Catalog, clock: Clock, counters: Counters, rank: int) -> None:
         self.tier = use.tier
         self.lookup_s_max = use.lookup_s_max
+        self.piece_bytes_max = use.piece_bytes_max
         self.write_policy = WritePolicy(use.write)
         self.rank = rank
         self.clock = clock

@@ -52,6 +52,7 @@ class SharedSource:
         shared_tiers: SharedTiers,
     ) -> None:
         self.name, self.kind, self.rank = shared.tier.name, shared.tier.kind, shared.rank
+        self.piece_bytes_max = shared.piece_bytes_max
         self._shared = shared
         self._row = row
         self._chunk = chunk
@@ -208,8 +209,9 @@ class SharedTiers:
         self, spaces: Sequence[Namespace], digests: Sequence[bytes], parts: Sequence[Sequence[bytes]]
     ) -> list[ChunkHint]:
         """Return the leading chunks of one chain that the hints say are there. ``parts``: the keys, part by part."""
-        places = map(self._places, spaces, repeat(digests), parts)
-        return list(map(ChunkHint, zip(*places, strict=False)))
+        found = list(zip(*map(self._places, spaces, repeat(digests), parts), strict=False))
+        hints = {places: ChunkHint(places) for places in set(found)}
+        return [hints[places] for places in found]
 
     def _places(
         self, space: Namespace, digests: Sequence[bytes], keys: Sequence[bytes]
@@ -317,8 +319,9 @@ class SharedTiers:
         return not hint.is_there and hint.shared is not None and hint.shared.rank < shared.rank
 
     def _remember(self, keys: Collection[bytes], hint: KeyHint) -> None:
-        for key in keys:
-            self._hints.pop(key, None)  # the newest hints are the last
+        if not self._hints.keys().isdisjoint(keys):
+            for key in keys:
+                self._hints.pop(key, None)  # the newest hints are the last
         self._hints.update(dict.fromkeys(keys, hint))
         while len(self._hints) > HINT_COUNT_MAX:
             self._hints.popitem(last=False)

@@ -36,6 +36,10 @@ class ChunkSource(Protocol):
     def patience_s(self) -> float | None:
         """Seconds that a reader waits for one answer of the tier; None: as long as the reader likes."""
 
+    @property
+    def piece_bytes_max(self) -> int:
+        """See ``SharedUse``; 0 for a local tier."""
+
     async def open(self, ahead: Sequence[Bytes]) -> StoredChunk | None:
         """Open the chunk; None when it is not there any more. ``ahead``: see ``SharedTier.open``. Raises the tier's
         errors."""
@@ -59,6 +63,7 @@ class LocalSource:
     """A copy that the catalog knows. A copy that fails its check is given up."""
 
     patience_s = None
+    piece_bytes_max = 0
 
     def __init__(self, copies: Copies, row: int, chunk: ChunkName, rank: int, removal: Removal) -> None:
         self.name, self.kind, self.rank = copies.tier.name, copies.kind, rank

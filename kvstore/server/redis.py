@@ -18,7 +18,8 @@ def build_redis(settings: Settings, world: World, owner: TierOwner) -> SharedUse
     redis = settings.tiers.redis
     if not redis.is_on:
         return None
-    from kvstore.tiers.redis.tier import RedisTier  # redis-py costs memory and time: only where it is used
+    from kvstore.tiers.redis.reads import JOB_BYTES_MAX  # redis-py costs memory and time: only where it is used
+    from kvstore.tiers.redis.tier import RedisTier
 
     trust = trust_of("redis", redis.envelope, owner)
     own = None
@@ -33,7 +34,8 @@ def build_redis(settings: Settings, world: World, owner: TierOwner) -> SharedUse
         writers=world.movers.lane("redis-write", redis.writer_count, nice=MOVER_NICE),
     )  # fmt: skip
     tier.begin()
-    return SharedUse(tier=tier, lookup_s_max=redis.lookup_s_max, write=WritePolicy(redis.write))
+    write = WritePolicy(redis.write)
+    return SharedUse(tier=tier, lookup_s_max=redis.lookup_s_max, write=write, piece_bytes_max=JOB_BYTES_MAX)
 
 
 def open_directory(settings: Settings, world: World, owner: str) -> NodeDirectory | None:

@@ -363,11 +363,14 @@ class WritePolicy(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedUse:
-    """A shared tier, and how this node uses it: a lookup waits at most ``lookup_s_max`` seconds for the tier."""
+    """A shared tier, and how this node uses it: a lookup waits at most ``lookup_s_max`` seconds for the tier. A read of
+    many bytes may have pieces of up to ``piece_bytes_max``; 0: the tier gains nothing by pieces that are larger than
+    any tier's."""
 
     tier: SharedTier
     lookup_s_max: float
     write: WritePolicy = WritePolicy.BACK
+    piece_bytes_max: int = 0
 
 
 class NotOurs(Unavailable):

@@ -21,6 +21,14 @@ T_QUESTIONS = "tests/tiers/shared/test_questions.py"
 
 MUTANTS = [
     Mutant(
+        "large-pieces-of-small-loads",
+        "kvstore/movement/pieces.py",
+        "    return max(PIECE_BYTES, min(piece_bytes_max, load_bytes // PIECE_COUNT_MIN))\n",
+        "    return max(PIECE_BYTES, piece_bytes_max)\n",
+        "a reader of one chunk waits for half of it before it can begin",
+        ("tests/movement/test_pieces.py::test_pieces_are_large_where_the_tier_gains_by_it_and_the_load_has_many",),
+    ),
+    Mutant(
         "a-bound-for-each-tier-that-stands-still",
         SHARED_TIERS,
         "        await self._ask_all(self._unheard(wanted), self._clock.monotonic() + min(timeout_s / 2, bound_s))\n",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvstore.chunk import envelope, sealed_file
-from kvstore.movement import loads
+from kvstore.movement import pieces
 from kvstore.simulated import SeededRandom, SimulatedDisk, simulate
 from kvstore.simulated.disk import DiskStopped
 from kvstore.spec import ENVELOPES
@@ -190,7 +190,7 @@ class _Listener(logging.Handler):
 def surroundings(trace: Trace, setup: Setup) -> Iterator[None]:
     """Constants of the service that a small simulation must draw too; its log goes nowhere."""
     log, listener = logging.getLogger("kvstore"), _Listener(trace)
-    before, loads.PIECE_BYTES = loads.PIECE_BYTES, setup.group_bytes
+    before, pieces.PIECE_BYTES = pieces.PIECE_BYTES, setup.group_bytes
     count_max, newest.COUNT_MAX = newest.COUNT_MAX, setup.newest_count_max
     randoms = envelope._random, sealed_file._random, plain._random
     envelope._random = sealed_file._random = plain._random = SeededRandom(0)
@@ -199,7 +199,7 @@ def surroundings(trace: Trace, setup: Setup) -> Iterator[None]:
     try:
         yield
     finally:
-        loads.PIECE_BYTES = before
+        pieces.PIECE_BYTES = before
         newest.COUNT_MAX = count_max
         envelope._random, sealed_file._random, plain._random = randoms
         log.propagate = propagates

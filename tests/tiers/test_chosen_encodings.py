@@ -28,6 +28,8 @@ LAYOUTS = {
 }
 """Two models, by whether their chunks are noise, which no encoding makes smaller."""
 SLOW_BYTES_PER_S = 2e6
+BUCKET_BYTES_PER_S = 8e6
+"""Slow enough that a write takes longer than a question, whatever else the machine does."""
 COUNT = FIRST_COUNT + 3
 
 
@@ -37,7 +39,7 @@ def of_model(number: int, *, is_noise: bool) -> Chunk:
 
 @asynccontextmanager
 async def tier_at(name: str, home: Path) -> AsyncIterator[Any]:
-    """A tier that chooses: Redis behind a slow line, or a bucket where each byte is dear."""
+    """A tier that chooses, behind a slow line: Redis, or a bucket where each byte is dear."""
     if name == "redis":
         with RedisServer() as server, Proxy(server.path) as line:
             line.bytes_per_s = SLOW_BYTES_PER_S
@@ -45,12 +47,17 @@ async def tier_at(name: str, home: Path) -> AsyncIterator[Any]:
                 yield tier
         return
     stand = S3Stand(home)
-    tier = tier_of(replace(stand.settings, encoding="auto", range_bytes=4 << 20, paid_bytes_per_s=1))
-    try:
-        yield tier
-    finally:
-        await tier.close()
-        stand.switches.close()
+    port = int(stand.switches.url.rpartition(":")[2])
+    with Proxy(("127.0.0.1", port)) as line:
+        line.bytes_per_s = BUCKET_BYTES_PER_S
+        at = f"http://127.0.0.1:{line.address[1]}"
+        dear = replace(stand.settings, endpoint_url=at, encoding="auto", range_bytes=4 << 20, paid_bytes_per_s=1)
+        tier = tier_of(dear)
+        try:
+            yield tier
+        finally:
+            await tier.close()
+            stand.switches.close()
 
 
 @pytest.mark.parametrize(

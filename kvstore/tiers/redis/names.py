@@ -33,8 +33,8 @@ class ChunkKeys:
 
     def chunks(self, storage_keys: Iterable[bytes]) -> list[bytes]:
         """Return the key of each of these chunks."""
-        front = b"%b:v1:c:{" % self.prefix.encode()
-        return [b"%b%b}" % (front, hexlify(key)) for key in storage_keys]
+        key = b"%b:v1:c:{%%b}" % self.prefix.encode().replace(b"%", b"%%")
+        return [key % each for each in map(hexlify, storage_keys)]
 
     def claim(self, storage_key: bytes, tier: str) -> bytes:
         """Return the key of the claim with which a node says that it is about to write the chunk to a tier."""

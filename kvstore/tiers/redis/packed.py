@@ -12,7 +12,8 @@ from typing import Any
 def command_bytes(words: Sequence[object]) -> bytes:
     """Return a command as the server reads it."""
     parts = [each if isinstance(each, bytes) else str(each).encode() for each in words]
-    return b"*%d\r\n%b" % (len(parts), b"".join([b"$%d\r\n%b\r\n" % (len(each), each) for each in parts]))
+    fronts = {size: b"$%d\r\n" % size for size in set(map(len, parts))}  # most words are keys of one length
+    return b"*%d\r\n%b\r\n" % (len(parts), b"\r\n".join([fronts[len(each)] + each for each in parts]))
 
 
 async def run_packed(client: Any, words: Sequence[object]) -> Any:

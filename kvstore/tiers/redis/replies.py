@@ -15,8 +15,8 @@ _WRITE_REFUSALS = frozenset({"NOPERM", "READONLY", "MISCONF", "NOREPLICAS"})
 _IN_SCRIPT = re.compile(
     "-(NOPERM|READONLY|MISCONF|NOREPLICAS|OOM) |ACL failure in script|user executing the script can't"
 )
-"""The refusal of a command in a script: the server puts it into the text of another error. Redis 6 names no code where
-the user lacks a right."""
+"""The refusal of a command in a script: the server puts it into the text of another error. Where the user lacks a right
+Redis 6 and 7 name no code, and Redis 7 begins with these words."""
 _REMEDIES = {
     "NOAUTH": "it wants a password: set tiers.redis.password_file, and tiers.redis.username where there are users",
     "WRONGPASS": "it does not take this password: put the right one into tiers.redis.password_file, or change "
@@ -41,7 +41,7 @@ def refusal(text: str, where: str) -> KVStoreError:
     """Return the typed error of an error reply. ``text`` is the reply without its "-"; ``where`` names the server."""
     text = text.partition(", with args")[0]  # a server that does not know AUTH repeats the password
     code, _, rest = text.partition(" ")
-    if code in ("ERR", "Error") and (inner := _IN_SCRIPT.search(rest)):  # redis-py leaves ERR away
+    if code not in _REMEDIES and (inner := _IN_SCRIPT.search(text)):  # redis-py leaves ERR away
         code = inner[1] or "NOPERM"
     if code == "WRONGTYPE":
         return DataLoss("something else lies where a chunk should", reason="type")

@@ -59,10 +59,12 @@ def test_while_tiers_stall_clients_have_their_answers(one: Client, two: Client, 
 
 
 def test_a_client_in_a_hurry_gets_what_the_node_has(nodes: Nodes, one: Client, two: Client, shared: Shared) -> None:
-    """It waits for less than lookups may wait for a shared tier."""
+    """It waits for less than lookups may wait for a shared tier. Both stand still: the second is asked as soon as the
+    first has been silent for long."""
     seed = given(one)
     assert two.store(SPEC, tokens(seed, STEP), cache(seed, STEP)).wait(10.0) is Durability.LOCAL
-    shared.switches("redis").turn_on(Switch.STALLED)
+    for name in ("redis", "s3"):
+        shared.switches(name).turn_on(Switch.STALLED)
     for address in (nodes.two.socket_address, nodes.two.address):
         with connect(address, timeout_s=LOOKUP_S / 2) as client:
             assert get(client, seed)[0] == STEP

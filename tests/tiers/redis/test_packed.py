@@ -11,6 +11,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError
 
+from kvstore.tiers.redis.names import ChunkKeys
 from kvstore.tiers.redis.packed import run_packed
 from tests.fakes.redis_server import RedisServer
 
@@ -56,3 +57,10 @@ async def test_a_reply_that_nobody_waits_for_any_more_is_nobody_elses(server: Re
     await asyncio.sleep(0.3)
     assert await run_packed(client, ("ECHO", b"mine")) == b"mine"
     await client.aclose()
+
+
+def test_keys_name_the_prefix_and_the_chunk_whatever_the_prefix_has() -> None:
+    for prefix in ("kvstore", "100%d:%b%%"):
+        assert ChunkKeys(prefix).chunks([b"\0\xff", b"ab"]) == [
+            f"{prefix}:v1:c:{{{each}}}".encode() for each in ("00ff", "6162")
+        ]

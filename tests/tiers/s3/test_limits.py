@@ -19,8 +19,10 @@ from kvstore.tiers.s3.allowance import DAY_S, Allowance
 from tests.contracts.chunks import LARGE, SMALL, chunk
 from tests.contracts.shared.s3_stand import S3Stand, tier_of
 from tests.contracts.shared.stands import TIMEOUT_S, found, write
+from tests.fakes.switches import POLL_S
 
 STALL_S = 1.0
+HEARD_S_MAX = 20.0
 
 
 @pytest.mark.parametrize("limit", ["day_bytes_max", "day_request_count_max"])
@@ -185,6 +187,9 @@ def test_a_job_has_time_for_its_bytes(
         if way != "read":
             stand.switches.hears("PUT" if way == "write" else "GET")
         moving = asyncio.ensure_future(moved())
+        async with asyncio.timeout(HEARD_S_MAX):
+            while not stand.switches.is_stalled and not moving.done():  # noqa: ASYNC110 - another thread stalls it
+                await asyncio.sleep(POLL_S)
         await asyncio.wait([moving], timeout=STALL_S)
         stand.switches.turn_off()
         if is_slow_line:

@@ -96,8 +96,10 @@ def test_what_is_damaged_is_replaced_and_what_is_right_adopted(stand: S3Stand) -
             gets(stand)
             await write(stand.other, other)
             assert there(stand, what) == bytes_of(other)
+            put_count = sum(method == "PUT" for method, _, _ in stand.switches.asked)  # Ceph's refuses the first
             if len(damaged) > SMALL.header_bytes:
-                assert len(gets(stand)) == 1, "its header and its length tell: no body is read"
+                head = f"bytes=0-{SMALL.header_bytes - 1}"
+                assert gets(stand) == [head] * put_count, "its header and its length tell: no body is read"
 
     stand.run(scenario)
 

@@ -145,21 +145,22 @@ def test_a_bucket_of_another_region_is_found_where_the_answer_names_it(stand: S3
 
 
 def test_credentials_that_expire_while_many_read_cost_nobody_a_chunk(
-    stand: S3Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stand: S3Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_users: list[tuple[str, str]]
 ) -> None:
     """The file has new ones by then. Who meets the old ones at once with others takes no client from them."""
     monkeypatch.setattr(connection, "RENEW_S_MIN", 0.0)
-    settings = as_user(stand, tmp_path, "old", "secret")
+    old, new = two_users
+    settings = as_user(stand, tmp_path, *old)
 
     async def scenario() -> None:
         tier = tier_of(settings)
         for number in range(8):
             await write(tier, chunk(number))
-        as_user(stand, tmp_path, "new", "secret")
-        stand.switches.expired = "old"
+        as_user(stand, tmp_path, *new)
+        stand.switches.expired = old[0]
         assert all(await asyncio.gather(*(found(tier, chunk(number)) for number in range(8))))
         assert all(await tier.probe([chunk(number).header.storage_key for number in range(8)], 10.0))
-        stand.switches.expired = "new"
+        stand.switches.expired = new[0]
         monkeypatch.setattr(connection, "RENEW_S_MIN", 60.0)
         stand.switches.asked.clear()
         for number in range(4):
@@ -189,6 +190,7 @@ def test_a_server_that_sends_everybody_elsewhere_is_not_asked_on_and_on(stand: S
 
 def as_user(stand: S3Stand, place: Path, access_key: str, secret_key: str) -> S3Settings:
     """By a profile of a file, which comes before the environment."""
+    place.mkdir(exist_ok=True)
     file = place / "credentials"
     file.write_text(f"[of-a-test]\naws_access_key_id = {access_key}\naws_secret_access_key = {secret_key}\n")
     return replace(stand.settings, credentials_file=str(file), profile="of-a-test")
@@ -210,6 +212,19 @@ def allow(stand: S3Stand, *actions: str) -> None:
             "Action": [f"s3:{each}" for each in actions], "Resource": [bucket, f"{bucket}/*"]}  # fmt: skip
     policy = json.dumps({"Version": "2012-10-17", "Statement": [rule]})
     stand.server.client.put_bucket_policy(Bucket=stand.server.bucket, Policy=policy)
+
+
+@pytest.fixture
+def two_users(stand: S3Stand) -> Iterator[list[tuple[str, str]]]:
+    """Keys of two users who may read the bucket, and the first may write. Where a server asks nobody who somebody is,
+    any do."""
+    if STRANGER not in os.environ:
+        yield [("old", "secret"), ("new", "secret")]
+        return
+    allow(stand, "GetObject", "ListBucket")
+    access_key, _, secret_key = os.environ[STRANGER].partition(":")
+    yield [(os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]), (access_key, secret_key)]
+    stand.server.client.delete_bucket_policy(Bucket=stand.server.bucket)
 
 
 def test_a_bucket_of_somebody_else_is_a_miss_and_takes_nothing(stand: S3Stand, stranger: S3Settings) -> None:
@@ -274,7 +289,7 @@ def test_keys_that_the_server_does_not_know_are_named(stand: S3Stand, tmp_path: 
     for access_key, word in (("nobodys-key", "tiers.s3.credentials_file"), (right, "secret key is wrong")):
 
         async def scenario(access_key: str = access_key, word: str = word) -> None:
-            tier = tier_of(as_user(stand, tmp_path, access_key, "not-the-secret"))
+            tier = tier_of(as_user(stand, tmp_path / access_key, access_key, "not-the-secret"))
             for error in await said(tier.open(chunk(1).name), write(tier, chunk(1)), there(tier, chunk(1))):
                 assert isinstance(error, Unavailable)
                 assert word in error.message
