@@ -39,10 +39,12 @@ def said(runner: Any, tokens: torch.Tensor, answer: torch.Tensor, runs: Sequence
     return torch.cat((first.logits, rest.logits)), first.share
 
 
-def greedy(runner: Any, tokens: torch.Tensor, count: int, last: Sequence[int] = ()) -> tuple[torch.Tensor, Any]:
+def greedy(
+    runner: Any, tokens: torch.Tensor, count: int, last: Sequence[int] = (), runs: Sequence[Run] = ()
+) -> tuple[torch.Tensor, Any]:
     """Return the greedy answer after a full prefill, and the logits of each of its tokens. It has at most ``count``
-    tokens, and ends with the first token out of ``last``."""
-    done = recompute(runner, tokens, [], Recompute.full(runner.spec.layer_count))
+    tokens, and ends with the first token out of ``last``. ``runs``: what is known of the prefill already; exact."""
+    done = recompute(runner, tokens, runs, Recompute.full(runner.spec.layer_count))
     logits = [done.logits]
     found = [int(done.logits[-1].argmax())]
     while len(found) < count and found[-1] not in last:
