@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kvstore_client.recompute import GivenKV, Run, recompute
+from kvstore_client.recompute import GivenKV, Recomputed, Run, recompute
 
 from kvstore.planning import Recompute
 
@@ -30,7 +30,11 @@ class Agreement:
 
 def said(runner: Any, tokens: torch.Tensor, answer: torch.Tensor, runs: Sequence[Run], setting: Recompute) -> Any:
     """Return the logits [answer tokens, vocab_size] for each token of the answer, given the tokens before it, and f."""
-    first = recompute(runner, tokens, runs, setting)
+    return said_after(runner, tokens, answer, recompute(runner, tokens, runs, setting))
+
+
+def said_after(runner: Any, tokens: torch.Tensor, answer: torch.Tensor, first: Recomputed) -> Any:
+    """Return as ``said`` does, of a prompt that is computed already."""
     if len(answer) == 1:
         return first.logits, first.share
     longer = torch.cat((tokens, answer[:-1]))

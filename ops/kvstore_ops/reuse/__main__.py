@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import sys
 from pathlib import Path
 
@@ -11,30 +11,26 @@ from kvstore.errors import KVStoreError
 from kvstore_ops.options import exit_code_of
 
 
-def default_path() -> Path:
-    """Return the file of the answers in the user's cache directory."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache) / "kvstore" / "reuse" / "answers.jsonl"
-
-
 def main() -> int:
     """Ask what has not been asked. Return 0 when nothing is left."""
     parser = argparse.ArgumentParser(prog="python -m kvstore_ops.reuse", description=__doc__)
-    parser.add_argument("--out", type=Path, default=default_path(), help="the run's file; default: %(default)s")
+    parser.add_argument("--sibling", action="store_true", help="ask the sibling, over the pretrained model's caches")
+    parser.add_argument("--out", type=Path, help="the run's file; default: in the user's cache directory")
     parser.add_argument("--fresh", action="store_true", help="begin anew")
+    parser.add_argument("--times", action="store_true", help="ask nothing: time the rows, and show what the file has")
     given = parser.parse_args()
-    from kvstore_ops.reuse.answers import answered, run_file
-    from kvstore_ops.reuse.settings import rounds_of
-    from kvstore_ops.reuse.subject import Caches, Subject
-    from kvstore_ops.testbed.trial import one_thread
+    from kvstore_ops.reuse.whole import ask_all, file_of, measured
 
+    name = "reuse-sibling" if given.sibling else "reuse"
+    path = given.out or file_of(name)
     try:
-        subject = Subject("full")
-        rounds = rounds_of(subject.scale, subject.runner.spec.layer_count)
-        with one_thread(), run_file(given.out, subject, rounds, fresh=given.fresh) as file:
-            answered(subject, rounds, Caches(subject.runner), file)
+        if given.times:
+            result = measured(name, "full", is_sibling=given.sibling, path=path, asks=False)
+            print(json.dumps(result.as_dict()))
+        else:
+            ask_all(name, is_sibling=given.sibling, path=path, fresh=given.fresh)
     except KVStoreError as error:
-        print(f"kvstore: {error}", file=sys.stderr)
+        print(f"kvstore: {error.message}", file=sys.stderr)
         return exit_code_of(error)
     return 0
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
+from kvstore_client.recompute import recompute
 
 from kvstore.errors import InvalidRequest
 from kvstore_ops.bench.result import note
 from kvstore_ops.pretrained.questions import Question
-from kvstore_ops.profiling.answers import Agreement, agreement, greedy, said
+from kvstore_ops.profiling.answers import Agreement, agreement, greedy, said_after
 from kvstore_ops.profiling.run_file import RunFile
 from kvstore_ops.reuse.settings import Asked
 from kvstore_ops.reuse.subject import Caches, Subject
@@ -31,12 +33,31 @@ class Answers:
     right: dict[int, bool] = field(default_factory=dict)
     kept: dict[Asked, dict[int, Agreement]] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, rounds: list[list[Asked]]) -> Answers:
+        return cls({}, {row: {} for rows in rounds for row in rows})
+
+    def judged(self, row: Asked, half: int, asked_count: int) -> dict[str, float]:
+        """Return a row's figures on one half of the contexts, 0 or 1: of full prefill's right answers the share that is
+        kept, the number of these answers, and tokens and KL of all answers. ``asked_count``: prompts of each context."""
+        found = {index: each for index, each in self.kept[row].items() if index // asked_count % 2 == half}
+        kept = [each.is_kept for index, each in found.items() if self.right[index]]
+        return {
+            "kept": statistics.mean(kept) if kept else 0.0,
+            "answers": len(kept),
+            "tokens": statistics.mean(each.tokens for each in found.values()) if found else 0.0,
+            "kl": statistics.mean(each.kl for each in found.values()) if found else math.inf,
+        }
+
+    def share(self, row: Asked) -> float:
+        return float(statistics.mean(each.share for each in self.kept[row].values()))
+
 
 def answered(subject: Subject, rounds: list[list[Asked]], caches: Caches, file: RunFile | None = None) -> Answers:
     """Ask every prompt with every row, round by round. ``file``: what it has is not asked again, and what is found is kept
     there."""
-    found = Answers({}, {row: {} for rows in rounds for row in rows})
-    known = _known(file, rounds, found) if file else set()
+    found = Answers.of(rounds)
+    known = take(file, rounds, found) if file else set()
     every = [(number, index) for number in range(len(rounds)) for index in range(len(subject.prompts))]
     left = [each for each in every if each not in known]
     began_s = time.monotonic()
@@ -62,8 +83,13 @@ def ask(subject: Subject, caches: Caches, question: Question, rows: list[Asked])
     count = len(asked) + 2 * bool(subject.last)
     answer, known = greedy(runner, tokens, count, subject.last, caches.whole(question))
     agreements = []
+    looked: dict[tuple[str, str], torch.Tensor | None] = {}
     for row in rows:
-        lossy, share = said(runner, tokens, answer, list(caches.runs(question, row)), row.setting)
+        runs, alike = list(caches.runs(question, row)), (row.origin, row.setting.selector)
+        attention = looked.get(alike) if row.setting.looks_ahead else None
+        first = recompute(runner, tokens, runs, row.setting, attention=attention)
+        looked[alike] = first.attention
+        lossy, share = said_after(runner, tokens, answer, first)
         agreements.append(agreement(known, lossy, answer, share))
     return tuple(answer.tolist()[: len(asked)]) == asked, agreements
 
@@ -79,7 +105,7 @@ def run_file(path: Path, subject: Subject, rounds: list[list[Asked]], *, fresh: 
         yield file
 
 
-def _known(file: RunFile, rounds: list[list[Asked]], found: Answers) -> set[tuple[int, int]]:
+def take(file: RunFile, rounds: list[list[Asked]], found: Answers) -> set[tuple[int, int]]:
     """Take what the file has. Returns its (round, prompt)."""
     known = set()
     for number, line in enumerate(file.found, start=2):

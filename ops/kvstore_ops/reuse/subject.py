@@ -4,44 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 from kvstore_client.recompute import GivenKV, Run, recompute
 
 from kvstore.planning import Recompute
-from kvstore_ops.pretrained import Absent, pretrained
-from kvstore_ops.pretrained.questions import Question, questions
+from kvstore_ops.pretrained import Absent, pretrained, sibling
+from kvstore_ops.pretrained.questions import FORM, Question, questions
 from kvstore_ops.reuse.settings import Asked
 
-CONTEXTS = {"full": 50, "quick": 1, "tiny": 8}
-ASKED = {"full": 4, "quick": 2, "tiny": 1}
+CONTEXTS = {"full": 26, "quick": 1, "tiny": 8}
+ASKED = {"full": 8, "quick": 2, "tiny": 1}
 """Prompts of each context: they differ in the question."""
 SIZES = {"full": [(8, 128)], "quick": [(8, 96)]}
 """(documents of a prompt, tokens of each): with preamble and question about 1,100 tokens."""
 SEED = 20261123
+BASE = "l6-s2"
+"""The testbed's model, where the pretrained one is missing."""
 DTYPE = "float32"
 """The model computes in fp32, from weights that were saved in bf16: processors without bf16 products take six times as
 long in bf16, and no other answers come of it but those of a finer rounding."""
 
 
 class Subject:
-    """A model with prompts. ``why``: why it is not the pretrained model. ``last``: tokens that end an answer."""
+    """A model with prompts. ``why``: why it is not the pretrained model. ``last``: tokens that end an answer. ``sender``:
+    the sibling model whose caches it reuses; None: it reuses its own."""
 
-    def __init__(self, scale: str) -> None:
-        place = pretrained()
-        self.why = "tiny" if scale == "tiny" else str(place) if isinstance(place, Absent) else ""
+    def __init__(self, scale: str, *, is_sibling: bool = False) -> None:
+        base, tuned = pretrained(), sibling() if is_sibling else None
+        absent = next((each for each in (base, tuned) if isinstance(each, Absent)), None)
+        self.why = "tiny" if scale == "tiny" else str(absent or "")
         self.scale = scale if not self.why else "tiny"
         self.last: list[int] = []
         self.runner: Any
+        self.sender: Any = None
         if self.why:
-            self.runner, self.prompts = _trained(CONTEXTS["tiny"])
+            self.runner, self.prompts = _trained(CONTEXTS["tiny"], "l6-s2-plus11" if is_sibling else BASE)
+            self.sender = _trained(0, BASE)[0] if is_sibling else None
             return
         from kvstore_ops.profiling.own import local_model
 
-        assert not isinstance(place, Absent), "it is there, or there is a reason"
-        self.runner, tokenizer = local_model(place, DTYPE)
-        self.prompts = list(questions(tokenizer, CONTEXTS[scale], SIZES[scale], SEED, ASKED[scale]))
+        assert isinstance(base, Path), "it is there, or there is a reason"
+        self.runner, tokenizer = local_model(base, DTYPE)
+        form = FORM
+        if isinstance(tuned, Path):
+            from kvstore_ops.pretrained.tuning import FORM as SAYS
+
+            form = SAYS
+            self.sender, self.runner = self.runner, local_model(tuned, DTYPE)[0]
+        self.prompts = list(questions(tokenizer, CONTEXTS[scale], SIZES[scale], SEED, ASKED[scale], form))
         self.last = [self.prompts[0].answer[-1], int(tokenizer.eos_token_id)]
 
     @property
@@ -50,8 +63,8 @@ class Subject:
         return blake3(repr([(each.tokens, each.answer) for each in self.prompts]).encode()).hexdigest()
 
 
-def _trained(count: int) -> tuple[Any, list[Question]]:
-    """Return the testbed's model, and its contexts with one question each."""
+def _trained(count: int, name: str) -> tuple[Any, list[Question]]:
+    """Return a model of the testbed, and contexts with one question each."""
     import torch
     from kvstore_client.engines.transformers_runner import TransformersRunner
 
@@ -59,7 +72,6 @@ def _trained(count: int) -> tuple[Any, list[Question]]:
     from kvstore_ops.testbed import contexts, evaluation, load, recipe
     from kvstore_ops.testbed.evaluate import expected
 
-    name = "l6-s2"
     found = contexts(evaluation(), count)
     bounds = found.boundaries
     wanted = expected(found, recipe(name).answers)
@@ -71,35 +83,48 @@ def _trained(count: int) -> tuple[Any, list[Question]]:
 
 
 class Caches:
-    """The caches of one prompt's context at a time: the next context's take their place."""
+    """The caches of one prompt's context at a time: the next context's take their place. ``layers``: whose E is kept of a
+    sibling's cache."""
 
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
-        self._made: dict[tuple[int, ...], Any] = {}
+    def __init__(self, subject: Subject, rows: list[Asked]) -> None:
+        self._runner, self._sender = subject.runner, subject.sender
+        self._layers = tuple(sorted({row.setting.first_layer for row in rows if row.setting.needs_hidden}))
+        self._made: dict[Any, Any] = {}
         self._of: Any = None
 
     def whole(self, question: Question) -> list[Run]:
         """Return the model's own cache of everything before the suffix."""
-        self._begin(question)
         context = question.tokens[: -len(question.suffix)]
-        return [Run(0, len(context), GivenKV(self._computed(context).kv), is_exact=True)]
+        return [Run(0, len(context), GivenKV(self._computed(question, context).kv), is_exact=True)]
 
-    def runs(self, question: Question, asked: Asked) -> Iterator[Run]:
+    def theirs(self, question: Question) -> Any:
+        """Return the sibling's cache of everything before the suffix."""
+        return self._computed(question, question.tokens[: -len(question.suffix)], is_theirs=True)
+
+    def document(self, question: Question, document: tuple[int, ...], preamble: tuple[int, ...]) -> Any:
+        """Return a document's cache, computed alone or behind the preamble."""
+        made, before = self._computed(question, [*preamble, *document]), len(preamble)
+        return [(k[:, before:], v[:, before:]) for k, v in made.kv]
+
+    def runs(self, question: Question, row: Asked) -> Iterator[Run]:
         """Yield the runs that a row reuses."""
-        self._begin(question)
-        before = question.preamble if asked.origin == "preamble" else ()
+        if row.origin == "sibling":
+            made, setting = self.theirs(question), row.setting
+            hidden = made.hidden[setting.first_layer] if setting.needs_hidden else None
+            yield Run(0, made.kv[0][0].shape[1], GivenKV(made.kv, hidden), 0, self._sender.spec)
+            return
+        preamble = question.preamble if row.origin == "preamble" else ()
         for document, (start, stop) in zip(question.documents, question.segments, strict=True):
-            made = self._computed([*before, *document])
-            kv = [(k[:, len(before) :], v[:, len(before) :]) for k, v in made.kv]
-            yield Run(start, stop - start, GivenKV(kv), len(before), is_exact=start == len(before))
+            kv = self.document(question, document, preamble)
+            yield Run(start, stop - start, GivenKV(kv), len(preamble), is_exact=start == len(preamble))
 
-    def _begin(self, question: Question) -> None:
+    def _computed(self, question: Question, tokens: list[int], *, is_theirs: bool = False) -> Any:
         of = (question.preamble, question.documents)
         if self._of != of:
             self._of, self._made = of, {}
-
-    def _computed(self, tokens: list[int]) -> Any:
-        key = tuple(tokens)
+        key = (is_theirs, *tokens)
         if key not in self._made:
-            self._made[key] = recompute(self._runner, tokens, [], Recompute.full(self._runner.spec.layer_count))
+            runner, layers = (self._sender, self._layers) if is_theirs else (self._runner, ())
+            everything = Recompute.full(runner.spec.layer_count)
+            self._made[key] = recompute(runner, tokens, [], everything, hidden_layers=layers)
         return self._made[key]
