@@ -1,6 +1,6 @@
 """reuse-sibling: as the benchmark reuse, of a sibling that was fine-tuned from the pretrained model. It reuses the
 pretrained model's cache of the same prompt, and is compared with its own full prefill. ``python -m
-kvstore_ops.pretrained sibling`` makes it; where it is missing, and at the scale tiny, siblings of the testbed answer."""
+kvstore_ops.pretrained sibling`` makes it; where it is missing, and at the scale tiny, the testbed's siblings answer."""
 
 from __future__ import annotations
 

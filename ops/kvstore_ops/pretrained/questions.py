@@ -102,8 +102,8 @@ def questions(
     form: str = FORM,
 ) -> Iterator[Question]:
     """Yield the prompts of ``count`` contexts. ``sizes``: (documents, tokens per document) of the contexts, in turn; at
-    most eight documents. ``asked_count``: number of consecutive prompts with the same documents, each about another. ``form``: of the
-    right answer."""
+    most eight documents. ``asked_count``: number of consecutive prompts with the same documents, each about another.
+    ``form``: of the right answer."""
     draw = random.Random(seed)  # noqa: S311 - the same questions each time
     encode = _encoder(tokenizer)
     texts = [found for _, page in sorted(topics.topics.items()) if len(found := encode(page)) > 600]

@@ -50,8 +50,8 @@ class Adapted(nn.Module):
 
 
 def tune(model: Any, prompts: Sequence[Question], report: Callable[[int, float], None], rate: float = RATE) -> None:
-    """Fine-tune a model in place, a step for each prompt, on its answer's tokens. ``report`` gets the number of steps and
-    the loss of the last."""
+    """Fine-tune a model in place, a step for each prompt, on its answer's tokens. ``report`` gets the number of steps
+    and the loss of the last."""
     adapted = _adapt(model)
     parameters = [each for _, _, layer in adapted for each in (layer.down, layer.up)]
     optimiser = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)

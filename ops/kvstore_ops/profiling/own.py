@@ -50,7 +50,8 @@ class _Asked:
 
 def local_model(directory: Path, dtype: str = "auto") -> tuple[TransformersRunner, Any]:
     """Load a model from a directory as transformers saves it, and its tokenizer; None when there is none. ``dtype``:
-    "auto" is the one that it was saved in. Only safetensors are read, and no code of the directory is run. Raises: InvalidRequest."""
+    "auto" is the one that it was saved in. Only safetensors are read, and no code of the directory is run. Raises:
+    InvalidRequest."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not (directory / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""The file of a long run: what was found, a JSON line each, written at once, so that a killed run goes on where it was."""
+"""The file of a long run: its findings, a line each, written at once, so that a killed run goes on where it was."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvstore.planning.profile import parsed
 class RunFile:
     """An append-only file of JSON lines. The first line describes the run; a finished run ends with a mark.
 
-    ``found``: the lines of the unfinished run that goes on; empty for a new run. ``started_s``: when that run began, wall
-    time in seconds. A line that was cut off by a kill is dropped. The file is locked, so that one run uses it at a time.
-    The file of a finished run is emptied, so that a new run measures everything again. Raises: InvalidRequest for another
-    run's file, Exhausted while another process measures.
+    ``found``: the lines of the unfinished run that goes on; empty for a new run. ``started_s``: when that run began,
+    wall time in seconds. A line that was cut off by a kill is dropped. The file is locked, so that one run uses it at a
+    time. The file of a finished run is emptied, so that a new run measures everything again. Raises: InvalidRequest for
+    another run's file, Exhausted while another process measures.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], started_s: int, *, fresh: bool = False) -> None:

@@ -39,7 +39,7 @@ class Answers:
 
     def judged(self, row: Asked, half: int, asked_count: int) -> dict[str, float]:
         """Return a row's figures on one half of the contexts, 0 or 1: of full prefill's right answers the share that is
-        kept, the number of these answers, and tokens and KL of all answers. ``asked_count``: prompts of each context."""
+        kept, the number of these answers, and tokens and KL of all. ``asked_count``: prompts of each context."""
         found = {index: each for index, each in self.kept[row].items() if index // asked_count % 2 == half}
         kept = [each.is_kept for index, each in found.items() if self.right[index]]
         return {
@@ -54,8 +54,8 @@ class Answers:
 
 
 def answered(subject: Subject, rounds: list[list[Asked]], caches: Caches, file: RunFile | None = None) -> Answers:
-    """Ask every prompt with every row, round by round. ``file``: what it has is not asked again, and what is found is kept
-    there."""
+    """Ask every prompt with every row, round by round. ``file``: what it has is not asked again, and what is found is
+    kept there."""
     found = Answers.of(rounds)
     known = take(file, rounds, found) if file else set()
     every = [(number, index) for number in range(len(rounds)) for index in range(len(subject.prompts))]

@@ -21,16 +21,16 @@ ASKED = {"full": 8, "quick": 2, "tiny": 1}
 SIZES = {"full": [(8, 128)], "quick": [(8, 96)]}
 """(documents of a prompt, tokens of each): with preamble and question about 1,100 tokens."""
 SEED = 20261123
-BASE = "l6-s2"
-"""The testbed's model, where the pretrained one is missing."""
+BASE, SIBLING = "l6-s2", "l6-s2-plus11"
+"""The testbed's models, where the pretrained ones are missing."""
 DTYPE = "float32"
 """The model computes in fp32, from weights that were saved in bf16: processors without bf16 products take six times as
 long in bf16, and no other answers come of it but those of a finer rounding."""
 
 
 class Subject:
-    """A model with prompts. ``why``: why it is not the pretrained model. ``last``: tokens that end an answer. ``sender``:
-    the sibling model whose caches it reuses; None: it reuses its own."""
+    """A model with prompts. ``why``: why it is not the pretrained model. ``last``: tokens that end an answer.
+    ``sender``: the sibling model whose caches it reuses; None: it reuses its own."""
 
     def __init__(self, scale: str, *, is_sibling: bool = False) -> None:
         base, tuned = pretrained(), sibling() if is_sibling else None
@@ -41,8 +41,9 @@ class Subject:
         self.runner: Any
         self.sender: Any = None
         if self.why:
-            self.runner, self.prompts = _trained(CONTEXTS["tiny"], "l6-s2-plus11" if is_sibling else BASE)
-            self.sender = _trained(0, BASE)[0] if is_sibling else None
+            name = SIBLING if is_sibling else BASE
+            self.runner, self.prompts = _testbed(name), _contexts(CONTEXTS["tiny"], name)
+            self.sender = _testbed(BASE) if is_sibling else None
             return
         from kvstore_ops.profiling.own import local_model
 
@@ -63,28 +64,34 @@ class Subject:
         return blake3(repr([(each.tokens, each.answer) for each in self.prompts]).encode()).hexdigest()
 
 
-def _trained(count: int, name: str) -> tuple[Any, list[Question]]:
-    """Return a model of the testbed, and contexts with one question each."""
+def _testbed(name: str) -> Any:
+    """Return the runner of a model of the testbed."""
     import torch
     from kvstore_client.engines.transformers_runner import TransformersRunner
 
     from kvstore_ops.profiling.subject import spec_of
-    from kvstore_ops.testbed import contexts, evaluation, load, recipe
+    from kvstore_ops.testbed import load
+
+    return TransformersRunner(load(name, torch.float32)[0], spec=spec_of(name))
+
+
+def _contexts(count: int, name: str) -> list[Question]:
+    """Return contexts of the testbed with one question each, and the answers of one of its models."""
+    from kvstore_ops.testbed import contexts, evaluation, recipe
     from kvstore_ops.testbed.evaluate import expected
 
     found = contexts(evaluation(), count)
-    bounds = found.boundaries
     wanted = expected(found, recipe(name).answers)
     prompts = []
     for tokens, suffix, answers in zip(found.context.tolist(), found.suffix.tolist(), wanted.tolist(), strict=True):
-        documents = tuple(tuple(tokens[a:b]) for a, b in pairwise(bounds))
+        documents = tuple(tuple(tokens[a:b]) for a, b in pairwise(found.boundaries))
         prompts.append(Question((), documents, tuple(suffix[:2]), (answers[0],)))
-    return TransformersRunner(load(name, torch.float32)[0], spec=spec_of(name)), prompts
+    return prompts
 
 
 class Caches:
-    """The caches of one prompt's context at a time: the next context's take their place. ``layers``: whose E is kept of a
-    sibling's cache."""
+    """The caches of one prompt's context at a time: the next context's take their place. ``layers``: whose E is kept
+    of a sibling's cache."""
 
     def __init__(self, subject: Subject, rows: list[Asked]) -> None:
         self._runner, self._sender = subject.runner, subject.sender

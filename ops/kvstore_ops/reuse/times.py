@@ -1,4 +1,4 @@
-"""Times: the first token of one prompt, by a full prefill in one pass and by every row through the sidecar, in turns."""
+"""Times: the first token of one prompt, by a full prefill in one pass and by each row through the sidecar, in turns."""
 
 from __future__ import annotations
 
