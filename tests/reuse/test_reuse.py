@@ -1,4 +1,4 @@
-"""The benchmark reuse: a killed run goes on where it was, and one half of the contexts judges the choice of the other."""
+"""The benchmark reuse: a killed run goes on where it was, and half of the contexts judges what the others chose."""
 
 from __future__ import annotations
 
