@@ -98,6 +98,11 @@ class _Pass:
         self._loaded = frozenset(setting.loaded_layers(self._layer_count))
         self._landed: set[int] = set()
         self._turns = [_turn(runner, run, tokens.device) for run in runs]
+        if attention is not None and attention.shape != self._split.context.shape:
+            raise InvalidRequest(
+                f"attention is of {tuple(attention.shape)} tokens, and {len(self._split.context)} of the reused tokens "
+                "are not exact: give a result's attention with the tokens and runs that it is of"
+            )
         self._attention = attention
         self._choosing = Choosing(setting, self._split, self._layer_count, attention)
         self._is_context = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
