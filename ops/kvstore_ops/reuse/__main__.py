@@ -19,16 +19,17 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="begin anew")
     parser.add_argument("--times", action="store_true", help="ask nothing: time the rows, and show what the file has")
     given = parser.parse_args()
-    from kvstore_ops.reuse.whole import ask_all, file_of, measured
+    from kvstore_ops.reuse.whole import Whole
+    from kvstore_ops.testbed.trial import one_thread
 
     name = "reuse-sibling" if given.sibling else "reuse"
-    path = given.out or file_of(name)
     try:
-        if given.times:
-            result = measured(name, "full", is_sibling=given.sibling, path=path, asks=False)
-            print(json.dumps(result.as_dict()))
-        else:
-            ask_all(name, is_sibling=given.sibling, path=path, fresh=given.fresh)
+        with one_thread():
+            whole = Whole(name, "full", is_sibling=given.sibling, path=given.out)
+            if given.times:
+                print(json.dumps(whole.table(asks=False).as_dict()))
+            else:
+                whole.ask(fresh=given.fresh)
     except KVStoreError as error:
         print(f"kvstore: {error.message}", file=sys.stderr)
         return exit_code_of(error)

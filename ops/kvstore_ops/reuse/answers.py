@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -94,15 +92,13 @@ def ask(subject: Subject, caches: Caches, question: Question, rows: list[Asked])
     return tuple(answer.tolist()[: len(asked)]) == asked, agreements
 
 
-@contextmanager
-def run_file(path: Path, subject: Subject, rounds: list[list[Asked]], *, fresh: bool = False) -> Iterator[RunFile]:
-    """Open the run's file, for these prompts and rows of this model."""
+def run_file(path: Path, subject: Subject, rounds: list[list[Asked]], *, fresh: bool = False) -> RunFile:
+    """Return the run's file, for these prompts and rows of this model."""
     header = {
         "format": FORMAT, "version": VERSION, "model": subject.runner.spec.weights_digest, "prompts": subject.digest,
         "rounds": [[row.name for row in rows] for rows in rounds],
     }  # fmt: skip
-    with RunFile(path, header, int(time.time()), fresh=fresh) as file:
-        yield file
+    return RunFile(path, header, int(time.time()), fresh=fresh)
 
 
 def take(file: RunFile, rounds: list[list[Asked]], found: Answers) -> set[tuple[int, int]]:
