@@ -13,6 +13,8 @@ from kvstore_ops.reuse.answers import Answers, answered, run_file
 from kvstore_ops.reuse.settings import Asked, rounds_of
 from kvstore_ops.reuse.subject import Caches, Subject
 from kvstore_ops.reuse.table import Line, chosen
+from kvstore_ops.reuse.times import Turns
+from kvstore_ops.reuse.times import run_file as times_file
 
 from kvstore.errors import InvalidRequest
 from kvstore.planning import Recompute
@@ -88,3 +90,20 @@ def test_without_the_pretrained_model_the_testbeds_answer(bench) -> None:
     assert found.conditions["why_not_pretrained"]
     assert len({row["answers"] for row in found.conditions["rows"]}) == 1
     assert found.conditions["rows"][0]["kept"] < max(row["kept"] for row in found.conditions["rows"])
+
+
+def test_turns_that_are_in_the_file_count(subject: Subject, tmp_path: Path) -> None:
+    rows = [ROW, Asked("alone", Recompute.reuse())]
+    with times_file(tmp_path / "times.jsonl", subject, rows) as file:
+        file.add({"seconds": [4.0, 6.0, 2.0, 1.0]})
+        file.add({"seconds": [6.0, 6.0, 2.0, 3.0]})
+    with times_file(tmp_path / "times.jsonl", subject, rows) as file:
+        turns = Turns(rows, file)
+        assert len(turns) == 2
+        assert turns.ratios() == {rows[0]: [2.5, 3.0], rows[1]: [5.0, 2.0]}  # a full prefill before and one behind
+        file.add({"seconds": [6.0, 6.0, 2.0]})
+    with (
+        times_file(tmp_path / "times.jsonl", subject, rows) as file,
+        pytest.raises(InvalidRequest, match="line 4: not a"),
+    ):
+        Turns(rows, file)

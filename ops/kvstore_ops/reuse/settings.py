@@ -36,8 +36,8 @@ def rounds_of(scale: str, layer_count: int, *, is_sibling: bool = False) -> list
     run that is cut short has whole rows."""
     reuse = Recompute.reuse()
     if is_sibling:
-        first, group = layer_count // 4, layer_count // 4
-        groups = [Recompute.droidspeak(first, first + group - 1), Recompute.droidspeak(first, layer_count - 1)]
+        begin = layer_count // 4
+        groups = [Recompute.droidspeak(begin, 2 * begin - 1), Recompute.droidspeak(begin, layer_count - 1)]
         return [_asked("sibling", reuse, *_by(PEAK, 0.1, 0.3), *groups)]
     if scale == "tiny":
         return [_asked("alone", reuse, *_by(ATTENTION, 0.2))]
