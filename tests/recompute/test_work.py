@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kvstore_client.engines.transformers import TransformersRunner
-from kvstore_client.recompute import GivenKV, Run, check_sender, recompute
+from kvstore_client.recompute import GivenKV, Recomputed, Run, check_sender, recompute
 from kvstore_kernels import Rotation
 
 from kvstore.errors import InvalidRequest, Unavailable
@@ -91,6 +91,27 @@ def test_asking_the_suffix_first_goes_on_where_the_group_begins() -> None:
     assert work(Recompute(2, 1, 0.2, "product"), sibling=True) == [
         *ahead, ("project", 2, 55), ("finish", 2, 21), ("project", 3, 21), ("finish", 3, 1)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("first_layer", [0, 1])
+def test_a_look_ahead_can_be_shared(first_layer: int) -> None:
+    scene = documents("llama")
+    first, setting = (Recompute(first_layer, first_layer - 1, ratio, "suffix_peak") for ratio in (0.2, 0.4))
+    runs = scene.runs(first_layer)
+    looked = recompute(scene.runner, scene.tokens, runs, first).attention
+    alone, shared = (recompute(scene.runner, scene.tokens, runs, setting, attention=each) for each in (None, looked))
+    tolerance = 1e-5 if first_layer else 0.0  # the look ahead adds up the attention of earlier layers in another order
+    for one, other in ((alone.logits, shared.logits), *zip(_planes(alone), _planes(shared), strict=True)):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    assert alone.share == shared.share
+    assert len(alone.timeline.layers) == 2 * LAYERS - first_layer
+    assert len(shared.timeline.layers) == LAYERS  # nothing was looked at again
+    with pytest.raises(InvalidRequest, match=r"attention is of \(3,\) tokens"):
+        recompute(scene.runner, scene.tokens, runs, setting, attention=looked[:3])
+
+
+def _planes(found: Recomputed) -> list[torch.Tensor]:
+    return [plane for pair in found.kv for plane in pair]
 
 
 def test_a_prompt_that_is_longer_than_a_step_is_computed_in_steps() -> None:

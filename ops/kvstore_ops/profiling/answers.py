@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kvstore_client.recompute import GivenKV, Run, recompute
+from kvstore_client.recompute import GivenKV, Recomputed, Run, recompute
 
 from kvstore.planning import Recompute
 
@@ -30,7 +30,11 @@ class Agreement:
 
 def said(runner: Any, tokens: torch.Tensor, answer: torch.Tensor, runs: Sequence[Run], setting: Recompute) -> Any:
     """Return the logits [answer tokens, vocab_size] for each token of the answer, given the tokens before it, and f."""
-    first = recompute(runner, tokens, runs, setting)
+    return said_after(runner, tokens, answer, recompute(runner, tokens, runs, setting))
+
+
+def said_after(runner: Any, tokens: torch.Tensor, answer: torch.Tensor, first: Recomputed) -> Any:
+    """Return as ``said`` does, of a prompt that is computed already."""
     if len(answer) == 1:
         return first.logits, first.share
     longer = torch.cat((tokens, answer[:-1]))
@@ -39,10 +43,12 @@ def said(runner: Any, tokens: torch.Tensor, answer: torch.Tensor, runs: Sequence
     return torch.cat((first.logits, rest.logits)), first.share
 
 
-def greedy(runner: Any, tokens: torch.Tensor, count: int, last: Sequence[int] = ()) -> tuple[torch.Tensor, Any]:
+def greedy(
+    runner: Any, tokens: torch.Tensor, count: int, last: Sequence[int] = (), runs: Sequence[Run] = ()
+) -> tuple[torch.Tensor, Any]:
     """Return the greedy answer after a full prefill, and the logits of each of its tokens. It has at most ``count``
-    tokens, and ends with the first token out of ``last``."""
-    done = recompute(runner, tokens, [], Recompute.full(runner.spec.layer_count))
+    tokens, and ends with the first token out of ``last``. ``runs``: what is known of the prefill already; exact."""
+    done = recompute(runner, tokens, runs, Recompute.full(runner.spec.layer_count))
     logits = [done.logits]
     found = [int(done.logits[-1].argmax())]
     while len(found) < count and found[-1] not in last:

@@ -48,9 +48,10 @@ class _Asked:
     logits: torch.Tensor
 
 
-def local_model(directory: Path) -> tuple[TransformersRunner, Any]:
-    """Load a model from a directory as transformers saves it, in its saved dtype, and its tokenizer; None when there is
-    none. Only safetensors are read, and no code of the directory is run. Raises: InvalidRequest."""
+def local_model(directory: Path, dtype: str = "auto") -> tuple[TransformersRunner, Any]:
+    """Load a model from a directory as transformers saves it, and its tokenizer; None when there is none. ``dtype``:
+    "auto" is the one that it was saved in. Only safetensors are read, and no code of the directory is run. Raises:
+    InvalidRequest."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not (directory / "config.json").is_file():
@@ -59,7 +60,7 @@ def local_model(directory: Path) -> tuple[TransformersRunner, Any]:
         )
     safe = {"local_files_only": True, "trust_remote_code": False}
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", use_safetensors=True, **safe).eval()
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, use_safetensors=True, **safe).eval()
         has_tokenizer = any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
         tokenizer = AutoTokenizer.from_pretrained(directory, **safe) if has_tokenizer else None
     except (OSError, ValueError) as error:

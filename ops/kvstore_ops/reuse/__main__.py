@@ -1,0 +1,40 @@
+"""``python -m kvstore_ops.reuse``: ask the pretrained model all prompts of the benchmark reuse, or go on with that."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from kvstore.errors import KVStoreError
+from kvstore_ops.options import exit_code_of
+
+
+def main() -> int:
+    """Ask what has not been asked. Return 0 when nothing is left."""
+    parser = argparse.ArgumentParser(prog="python -m kvstore_ops.reuse", description=__doc__)
+    parser.add_argument("--sibling", action="store_true", help="ask the sibling, over the pretrained model's caches")
+    parser.add_argument("--out", type=Path, help="the run's file; default: in the user's cache directory")
+    parser.add_argument("--fresh", action="store_true", help="begin anew")
+    parser.add_argument("--times", action="store_true", help="ask nothing: time the rows, and show what the file has")
+    given = parser.parse_args()
+    from kvstore_ops.reuse.whole import Whole
+    from kvstore_ops.testbed.trial import one_thread
+
+    name = "reuse-sibling" if given.sibling else "reuse"
+    try:
+        with one_thread():
+            whole = Whole(name, "full", is_sibling=given.sibling, path=given.out)
+            if given.times:
+                print(json.dumps(whole.table(asks=False).as_dict()))
+            else:
+                whole.ask(fresh=given.fresh)
+    except KVStoreError as error:
+        print(f"kvstore: {error.message}", file=sys.stderr)
+        return exit_code_of(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

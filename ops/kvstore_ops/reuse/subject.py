@@ -1,0 +1,137 @@
+"""The model that answers, the caches that it reuses, and its prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+from kvstore_client.recompute import GivenKV, Run, recompute
+
+from kvstore.planning import Recompute
+from kvstore_ops.pretrained import Absent, pretrained, sibling
+from kvstore_ops.pretrained.questions import FORM, Question, questions
+from kvstore_ops.reuse.settings import Asked
+
+CONTEXTS = {"full": 26, "quick": 1, "tiny": 8}
+ASKED = {"full": 8, "quick": 2, "tiny": 1}
+"""Prompts of each context: they differ in the question."""
+SIZES = {"full": [(8, 128)], "quick": [(8, 96)]}
+"""(documents of a prompt, tokens of each): with preamble and question about 1,100 tokens."""
+SEED = 20261123
+BASE, SIBLING = "l6-s2", "l6-s2-plus11"
+"""The testbed's models, where the pretrained ones are missing."""
+DTYPE = "float32"
+"""The model computes in fp32, from weights that were saved in bf16: processors without bf16 products take six times as
+long in bf16, and no other answers come of it but those of a finer rounding."""
+
+
+class Subject:
+    """A model with prompts. ``why``: why it is not the pretrained model. ``last``: tokens that end an answer.
+    ``sender``: the sibling model whose caches it reuses; None: it reuses its own."""
+
+    def __init__(self, scale: str, *, is_sibling: bool = False) -> None:
+        base, tuned = pretrained(), sibling() if is_sibling else None
+        absent = next((each for each in (base, tuned) if isinstance(each, Absent)), None)
+        self.why = "tiny" if scale == "tiny" else str(absent or "")
+        self.scale = scale if not self.why else "tiny"
+        self.last: list[int] = []
+        self.runner: Any
+        self.sender: Any = None
+        if self.why:
+            name = SIBLING if is_sibling else BASE
+            self.runner, self.prompts = _testbed(name), _contexts(CONTEXTS["tiny"], name)
+            self.sender = _testbed(BASE) if is_sibling else None
+            return
+        from kvstore_ops.profiling.own import local_model
+
+        assert isinstance(base, Path), "it is there, or there is a reason"
+        self.runner, tokenizer = local_model(base, DTYPE)
+        form = FORM
+        if isinstance(tuned, Path):
+            from kvstore_ops.pretrained.tuning import FORM as SAYS
+
+            form = SAYS
+            self.sender, self.runner = self.runner, local_model(tuned, DTYPE)[0]
+        self.prompts = list(questions(tokenizer, CONTEXTS[scale], SIZES[scale], SEED, ASKED[scale], form))
+        self.last = [self.prompts[0].answer[-1], int(tokenizer.eos_token_id)]
+
+    @property
+    def digest(self) -> str:
+        """The digest of all prompts, for a run's file."""
+        return blake3(repr([(each.tokens, each.answer) for each in self.prompts]).encode()).hexdigest()
+
+
+def _testbed(name: str) -> Any:
+    """Return the runner of a model of the testbed."""
+    import torch
+    from kvstore_client.engines.transformers_runner import TransformersRunner
+
+    from kvstore_ops.profiling.subject import spec_of
+    from kvstore_ops.testbed import load
+
+    return TransformersRunner(load(name, torch.float32)[0], spec=spec_of(name))
+
+
+def _contexts(count: int, name: str) -> list[Question]:
+    """Return contexts of the testbed with one question each, and the answers of one of its models."""
+    from kvstore_ops.testbed import contexts, evaluation, recipe
+    from kvstore_ops.testbed.evaluate import expected
+
+    found = contexts(evaluation(), count)
+    wanted = expected(found, recipe(name).answers)
+    prompts = []
+    for tokens, suffix, answers in zip(found.context.tolist(), found.suffix.tolist(), wanted.tolist(), strict=True):
+        documents = tuple(tuple(tokens[a:b]) for a, b in pairwise(found.boundaries))
+        prompts.append(Question((), documents, tuple(suffix[:2]), (answers[0],)))
+    return prompts
+
+
+class Caches:
+    """The caches of one prompt's context at a time: the next context's take their place. ``layers``: whose E is kept
+    of a sibling's cache."""
+
+    def __init__(self, subject: Subject, rows: list[Asked]) -> None:
+        self._runner, self._sender = subject.runner, subject.sender
+        self._layers = tuple(sorted({row.setting.first_layer for row in rows if row.setting.needs_hidden}))
+        self._made: dict[Any, Any] = {}
+        self._of: Any = None
+
+    def whole(self, question: Question) -> list[Run]:
+        """Return the model's own cache of everything before the suffix."""
+        context = question.tokens[: -len(question.suffix)]
+        return [Run(0, len(context), GivenKV(self._computed(question, context).kv), is_exact=True)]
+
+    def theirs(self, question: Question) -> Any:
+        """Return the sibling's cache of everything before the suffix."""
+        return self._computed(question, question.tokens[: -len(question.suffix)], is_theirs=True)
+
+    def document(self, question: Question, document: tuple[int, ...], preamble: tuple[int, ...]) -> Any:
+        """Return a document's cache, computed alone or behind the preamble."""
+        made, before = self._computed(question, [*preamble, *document]), len(preamble)
+        return [(k[:, before:], v[:, before:]) for k, v in made.kv]
+
+    def runs(self, question: Question, row: Asked) -> Iterator[Run]:
+        """Yield the runs that a row reuses."""
+        if row.origin == "sibling":
+            made, setting = self.theirs(question), row.setting
+            hidden = made.hidden[setting.first_layer] if setting.needs_hidden else None
+            yield Run(0, made.kv[0][0].shape[1], GivenKV(made.kv, hidden), 0, self._sender.spec)
+            return
+        preamble = question.preamble if row.origin == "preamble" else ()
+        for document, (start, stop) in zip(question.documents, question.segments, strict=True):
+            kv = self.document(question, document, preamble)
+            yield Run(start, stop - start, GivenKV(kv), len(preamble), is_exact=start == len(preamble))
+
+    def _computed(self, question: Question, tokens: list[int], *, is_theirs: bool = False) -> Any:
+        of = (question.preamble, question.documents)
+        if self._of != of:
+            self._of, self._made = of, {}
+        key = (is_theirs, *tokens)
+        if key not in self._made:
+            runner, layers = (self._sender, self._layers) if is_theirs else (self._runner, ())
+            everything = Recompute.full(runner.spec.layer_count)
+            self._made[key] = recompute(runner, tokens, [], everything, hidden_layers=layers)
+        return self._made[key]

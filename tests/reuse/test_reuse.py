@@ -1,0 +1,109 @@
+"""The benchmark reuse: a killed run goes on where it was, and half of the contexts judges what the others chose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from kvstore_ops.bench import reuse, reuse_sibling
+from kvstore_ops.profiling.answers import Agreement
+from kvstore_ops.reuse import answers
+from kvstore_ops.reuse.answers import Answers, answered, run_file
+from kvstore_ops.reuse.settings import Asked, rounds_of
+from kvstore_ops.reuse.subject import Caches, Subject
+from kvstore_ops.reuse.table import Line, chosen
+from kvstore_ops.reuse.times import Turns
+from kvstore_ops.reuse.times import run_file as times_file
+
+from kvstore.errors import InvalidRequest
+from kvstore.planning import Recompute
+
+ROW = Asked("preamble", Recompute(0, -1, 0.2, "suffix_peak"))
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    found = Subject("tiny")
+    found.prompts = found.prompts[:3]
+    return found
+
+
+def rounds() -> list[list[Asked]]:
+    (rows,) = rounds_of("tiny", 6)
+    return [[each] for each in rows]
+
+
+def test_a_killed_run_goes_on_where_it_was(subject: Subject, tmp_path: Path, monkeypatch) -> None:
+    path, every = tmp_path / "answers.jsonl", rounds()
+    whole = answered(subject, every, Caches(subject, []))
+    asked: list[int] = []
+    ask = answers.ask
+
+    def until_killed(*given) -> tuple[bool, list[Agreement]]:
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        asked.append(subject.prompts.index(given[2]))
+        return ask(*given)
+
+    monkeypatch.setattr(answers, "ask", until_killed)
+    with pytest.raises(KeyboardInterrupt), run_file(path, subject, every) as file:
+        answered(subject, every, Caches(subject, []), file)
+    path.write_bytes(path.read_bytes() + b'{"round": 1, "prom')  # cut off by the kill
+    asked.clear()
+    with run_file(path, subject, every) as file:
+        found = answered(subject, every, Caches(subject, []), file)
+    assert asked == [1, 2]  # the second round's first was kept: all are asked once
+    assert found == whole
+
+
+def test_another_run_and_a_line_of_something_else_are_refused(subject: Subject, tmp_path: Path) -> None:
+    path, every = tmp_path / "answers.jsonl", rounds()
+    with run_file(path, subject, every) as file:
+        file.add({"round": 7, "prompt": 0, "is_right": True, "rows": []})
+    with run_file(path, subject, every) as file, pytest.raises(InvalidRequest, match=r"line 2: not an answer"):
+        answered(subject, every, Caches(subject, []), file)
+    with pytest.raises(InvalidRequest, match="its rounds differ"), run_file(path, subject, every[:1]):
+        pass
+    with run_file(path, subject, every[:1], fresh=True) as file:
+        assert file.found == []
+
+
+def test_rows_are_judged_on_the_contexts_that_did_not_choose() -> None:
+    kept, lost = Agreement(True, 1.0, 0.01, 0.2), Agreement(False, 0.5, 1.0, 0.2)
+    found = Answers({index: index != 3 for index in range(8)}, {ROW: dict.fromkeys((0, 1, 4, 5), kept)})
+    found.kept[ROW] |= {2: lost, 3: lost, 6: kept}  # the last prompt was not asked yet, and number 3 is wrong in full
+    assert found.judged(ROW, 0, 2) == {"kept": 1.0, "answers": 4, "tokens": 1.0, "kl": 0.01}
+    other = found.judged(ROW, 1, 2)
+    assert (other["kept"], other["answers"]) == (0.5, 2)
+    assert other["tokens"] == pytest.approx(2 / 3)
+    line = Line(ROW, 0.2, [3.0], found.judged(ROW, 0, 2), other)
+    slower = replace(line, times=[2.0])
+    better = replace(line, times=[9.0], chosen_by={**other})
+    assert chosen([slower, line, better]) is line  # the fastest of those that keep enough where they are chosen
+    assert chosen([better]) is None
+
+
+@pytest.mark.parametrize("bench", [reuse, reuse_sibling])
+def test_without_the_pretrained_model_the_testbeds_answer(bench) -> None:
+    found = bench.run("tiny")
+    assert found.conditions["why_not_pretrained"]
+    assert len({row["answers"] for row in found.conditions["rows"]}) == 1
+    assert found.conditions["rows"][0]["kept"] < max(row["kept"] for row in found.conditions["rows"])
+
+
+def test_turns_that_are_in_the_file_count(subject: Subject, tmp_path: Path) -> None:
+    rows = [ROW, Asked("alone", Recompute.reuse())]
+    with times_file(tmp_path / "times.jsonl", subject, rows) as file:
+        file.add({"seconds": [4.0, 6.0, 2.0, 1.0]})
+        file.add({"seconds": [6.0, 6.0, 2.0, 3.0]})
+    with times_file(tmp_path / "times.jsonl", subject, rows) as file:
+        turns = Turns(rows, file)
+        assert len(turns) == 2
+        assert turns.ratios() == {rows[0]: [2.5, 3.0], rows[1]: [5.0, 2.0]}  # a full prefill before and one behind
+        file.add({"seconds": [6.0, 6.0, 2.0]})
+    with (
+        times_file(tmp_path / "times.jsonl", subject, rows) as file,
+        pytest.raises(InvalidRequest, match="line 4: not a"),
+    ):
+        Turns(rows, file)
