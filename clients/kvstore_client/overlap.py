@@ -106,8 +106,8 @@ def overlapping(spans: Sequence[Span]) -> tuple[int, int] | None:
 
 
 def check_targets(layers: Iterable[Sequence[Tensor]], name: str) -> None:
-    """Raise InvalidRequest for planes that a fetch cannot fill: read-only or reversed ones, and ones that share
-    memory."""
+    """Raise InvalidRequest for planes that a fetch cannot fill: read-only or reversed ones, ones without memory, and
+    ones that share memory."""
     spans: list[Span] = []
     numbers: list[int] = []
     for number, planes in enumerate(layers):
@@ -117,6 +117,10 @@ def check_targets(layers: Iterable[Sequence[Tensor]], name: str) -> None:
                 raise InvalidRequest(
                     f"{name}[{number}] is read-only, runs backwards, or has items that share memory: fetch into "
                     "another array"
+                )
+            if not span.start and span.geometry.byte_count:
+                raise InvalidRequest(
+                    f"{name}[{number}] has no memory (its storage was freed): fetch into another tensor"
                 )
             spans.append(span)
             numbers.append(number)

@@ -36,8 +36,8 @@ IN_CONTEXT, STANDALONE = 1, 2
 _EXACTNESS = {Exactness.EXACT: EXACT, Exactness.DERIVED: 2}
 EXACTNESSES = {number: exactness for exactness, number in _EXACTNESS.items()}
 _PROVENANCES = {IN_CONTEXT: Provenance.IN_CONTEXT, STANDALONE: Provenance.STANDALONE}
-KEPT_MAX, KEPT_BYTES_MAX = 64, 64 << 10
-"""The prompts that are kept, and how long each may be."""
+KEPT_MAX, KEPT_BYTES_MAX, KEPT_CHUNKS_MAX = 64, 64 << 10, 1024
+"""The prompts that are kept, and how long each may be: each chunk has a digest."""
 COUNT_MAX = 1024
 """The most readers of a ticket, and writers of a store."""
 NO_TOKENS: Tokens = np.empty(0, np.uint32)
@@ -161,7 +161,7 @@ class Prompt:
             raise InvalidRequest(f"exactness must be one of {', '.join(map(str, Exactness))}, not {exactness!r:.80}")
         if isinstance(tokens, PageHashes):
             return replace(_by_hashes(spec, tokens, extras, exactness), is_claimed=is_claimed)
-        if not extras and _may_be_kept(tokens):
+        if not extras and _may_be_kept(tokens, spec):
             return _kept(spec, tokens.tobytes(), tokens.dtype, exactness, is_claimed)
         return _by_tokens(spec, tokens, tuple(extras), exactness, is_claimed=is_claimed)
 
@@ -199,9 +199,9 @@ def check_count(count: Any, name: str) -> None:
         raise InvalidRequest(f"{name} must be a whole number in 1..{COUNT_MAX}, not {count!r:.80}")
 
 
-def _may_be_kept(tokens: object) -> TypeGuard[NDArray[Any]]:
+def _may_be_kept(tokens: object, spec: ModelSpec) -> TypeGuard[NDArray[Any]]:
     """Return True for a short run of whole numbers that is numpy's own array."""
-    if type(tokens) is not np.ndarray or tokens.ndim != 1:
+    if type(tokens) is not np.ndarray or tokens.ndim != 1 or tokens.size > KEPT_CHUNKS_MAX * spec.chunk_tokens:
         return False
     return tokens.dtype.kind in "iu" and tokens.nbytes <= KEPT_BYTES_MAX
 
@@ -218,7 +218,10 @@ def _by_tokens(
 def _kept(spec: ModelSpec, data: bytes, dtype: np.dtype[Any], exactness: Exactness, is_claimed: bool) -> Prompt:
     """Return the prompt of an array's bytes. Kept, because a prompt that was looked up is fetched next, and its checks
     and digests are what a small fetch spends most on beside its bytes. It has a copy of the caller's tokens."""
-    return _by_tokens(spec, np.frombuffer(data, dtype), (), exactness, is_claimed=is_claimed)
+    prompt = _by_tokens(spec, np.frombuffer(data, dtype), (), exactness, is_claimed=is_claimed)
+    if prompt.tokens is not None:
+        prompt.tokens.flags.writeable = False  # all callers share it
+    return prompt
 
 
 def _by_hashes(spec: ModelSpec, hashes: PageHashes, extras: Sequence[Extra], exactness: Exactness) -> Prompt:

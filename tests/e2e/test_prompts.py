@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvstore_client.prompt import KEPT_BYTES_MAX, Prompt
+from kvstore_client.prompt import KEPT_BYTES_MAX, KEPT_CHUNKS_MAX, Prompt
 from numpy.typing import NDArray
 
 from kvstore.errors import InvalidRequest
@@ -20,6 +20,17 @@ SPEC = small_spec()
 
 def named(tokens: NDArray[Any], spec: object = SPEC, exactness: Exactness | None = None) -> Prompt:
     return Prompt.of(spec, tokens, (), exactness)  # type: ignore[arg-type]  # tests give odd specs, too
+
+
+def test_what_is_kept_is_bounded_and_nobody_changes_it() -> None:
+    chunks = replace(SPEC, chunk_tokens=1)
+    tokens = np.arange(KEPT_CHUNKS_MAX + 1, dtype=np.int64) % 100
+    assert named(tokens, chunks) is not named(tokens, chunks)
+    shared = named(tokens[:-1], chunks)
+    assert shared is named(tokens[:-1], chunks)
+    assert shared.tokens is not None
+    with pytest.raises(ValueError, match="read-only"):
+        shared.tokens[0] = 5
 
 
 @pytest.mark.parametrize("dtype", ["<u4", "<i8", ">i8", "u1", "<i2"])

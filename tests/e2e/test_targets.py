@@ -117,3 +117,12 @@ def test_tensors_lie_apart_where_no_two_of_them_meet(runs: list[tuple[int, int, 
         if covered[one] & covered[other]
     }  # fmt: skip
     assert (found in meeting) if meeting else found is None
+
+
+@pytest.mark.parametrize("freed", range(2 * LAYERS))
+def test_a_plane_whose_storage_was_freed_is_refused(freed: int) -> None:
+    """As sharded training leaves them: a shape, and no memory behind it."""
+    into = [(torch.zeros(SHAPE, dtype=torch.bfloat16), torch.zeros(SHAPE, dtype=torch.bfloat16)) for _ in range(LAYERS)]
+    into[freed // 2][freed % 2].untyped_storage().resize_(0)
+    with pytest.raises(InvalidRequest, match=rf"into\[{freed // 2}\] has no memory"):
+        given_planes(WANTED, into)

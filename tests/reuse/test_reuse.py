@@ -15,6 +15,7 @@ from kvstore_ops.reuse.subject import Caches, Subject
 from kvstore_ops.reuse.table import Line, chosen
 from kvstore_ops.reuse.times import Turns
 from kvstore_ops.reuse.times import run_file as times_file
+from kvstore_ops.reuse.whole import Whole
 
 from kvstore.errors import InvalidRequest
 from kvstore.planning import Recompute
@@ -107,3 +108,46 @@ def test_turns_that_are_in_the_file_count(subject: Subject, tmp_path: Path) -> N
         pytest.raises(InvalidRequest, match="line 4: not a"),
     ):
         Turns(rows, file)
+
+
+def test_turns_of_other_rows_have_a_file_of_their_own(subject: Subject, tmp_path: Path) -> None:
+    """Else times of the first round would be in the way of those of all rows."""
+    rows = [ROW, Asked("alone", Recompute.reuse())]
+    with times_file(tmp_path / "a.1", subject, rows[:1]) as file:
+        file.add({"seconds": [4.0, 6.0, 2.0]})
+    for answers_path, asked in ((tmp_path / "a.1", rows), (tmp_path / "a.2", rows[:1])):
+        with times_file(answers_path, subject, asked) as file:
+            assert file.found == []
+    with times_file(tmp_path / "a.1", subject, rows[:1]) as file:
+        assert len(file.found) == 1
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize(
+    "content", [b'{"mine": 1', b'{"mine": 1}\n{"finished": true}\n', b"a text\nof mine", b"\n", b"[1]\n"]
+)
+def test_a_file_of_something_else_stays_as_it_is(subject: Subject, tmp_path: Path, content: bytes, fresh: bool) -> None:
+    path = tmp_path / "mine"
+    path.write_bytes(content)
+    with pytest.raises(InvalidRequest, match="it stays as it is"):
+        run_file(path, subject, rounds(), fresh=fresh)
+    assert path.read_bytes() == content
+
+
+def test_a_run_that_was_killed_in_its_first_line_begins_anew(subject: Subject, tmp_path: Path) -> None:
+    path = tmp_path / "answers"
+    run_file(path, subject, rounds()).close()
+    first = path.read_bytes()
+    for length in (0, 1, len(first) // 2, len(first) - 1):
+        path.write_bytes(first[:length])
+        run_file(path, subject, rounds()).close()
+        assert path.read_bytes()[:20] == first[:20]
+        assert path.read_bytes().endswith(b"\n")
+
+
+def test_a_table_of_no_answers_says_so(subject: Subject, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("kvstore_ops.reuse.whole.Subject", lambda *_, **__: subject)
+    monkeypatch.setattr(subject, "scale", "full")
+    monkeypatch.setattr("kvstore_ops.reuse.whole.rounds_of", lambda *_, **__: rounds())
+    with pytest.raises(InvalidRequest, match="without --times first"):
+        Whole("reuse", "full", path=tmp_path / "answers").table(asks=False)

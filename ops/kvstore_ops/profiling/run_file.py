@@ -18,7 +18,7 @@ class RunFile:
     ``found``: the lines of the unfinished run that goes on; empty for a new run. ``started_s``: when that run began,
     wall time in seconds. A line that was cut off by a kill is dropped. The file is locked, so that one run uses it at a
     time. The file of a finished run is emptied, so that a new run measures everything again. Raises: InvalidRequest for
-    another run's file, Exhausted while another process measures.
+    another run's file and for a file of something else, Exhausted while another process measures.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], started_s: int, *, fresh: bool = False) -> None:
@@ -28,6 +28,7 @@ class RunFile:
         self._file = path.open("a+b")
         try:
             self._lock()
+            self._check_whose(header)
             if fresh or not self._goes_on(header):
                 self._file.truncate(0)
                 self.add({**header, "started_s": started_s})
@@ -60,6 +61,20 @@ class RunFile:
             raise Exhausted(
                 f"{self.path}: another process is measuring into it; wait, or give another --out"
             ) from error
+
+    def _check_whose(self, header: dict[str, Any]) -> None:
+        """Leave a file alone that is no run's of this format. A first line that a kill cut off begins as ours does."""
+        self._file.seek(0)
+        first, end, _ = self._file.read().partition(b"\n")
+        begin = json.dumps(header).encode()[:-1]
+        if not end and (begin.startswith(first) or first.startswith(begin)):
+            return
+        try:
+            found = json.loads(first) if end else None
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or found.get("format") != header["format"]:
+            raise InvalidRequest(f"{self.path} is no file of {header['format']}: it stays as it is; give another --out")
 
     def _goes_on(self, header: dict[str, Any]) -> bool:
         """Read the file. True when it has an unfinished run of the same kind."""

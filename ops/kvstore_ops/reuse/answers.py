@@ -96,7 +96,7 @@ def run_file(path: Path, subject: Subject, rounds: list[list[Asked]], *, fresh: 
     """Return the run's file, for these prompts and rows of this model."""
     header = {
         "format": FORMAT, "version": VERSION, "model": subject.runner.spec.weights_digest, "prompts": subject.digest,
-        "rounds": [[row.name for row in rows] for rows in rounds],
+        "rounds": [[row.name for row in rows] for rows in rounds], **subject.sent_by,
     }  # fmt: skip
     return RunFile(path, header, int(time.time()), fresh=fresh)
 

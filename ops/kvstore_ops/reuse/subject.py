@@ -59,6 +59,11 @@ class Subject:
         self.last = [self.prompts[0].answer[-1], int(tokenizer.eos_token_id)]
 
     @property
+    def sent_by(self) -> dict[str, str]:
+        """The digest of the weights that made the reused caches, for a run's file; empty: the model's own."""
+        return {} if self.sender is None else {"sender": self.sender.spec.weights_digest}
+
+    @property
     def digest(self) -> str:
         """The digest of all prompts, for a run's file."""
         return blake3(repr([(each.tokens, each.answer) for each in self.prompts]).encode()).hexdigest()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 
 from kvstore.errors import InvalidRequest
 from kvstore_ops.bench.result import note
@@ -63,13 +65,15 @@ class Turns:
             before_s = after_s
 
 
-def run_file(path: Path, subject: Subject, rows: list[Asked]) -> RunFile:
-    """Return the file of a full run's turns."""
+def run_file(answers: Path, subject: Subject, rows: list[Asked]) -> RunFile:
+    """Return the file of a full run's turns, beside the file of its answers. Other rows have another file: turns are
+    compared with each other, so that all rows take part in each."""
     header = {
         "format": FORMAT, "model": subject.runner.spec.weights_digest, "prompts": subject.digest,
-        "rows": [row.name for row in rows],
+        "rows": [row.name for row in rows], **subject.sent_by,
     }  # fmt: skip
-    return RunFile(path, header, int(time.time()))
+    name = blake3(json.dumps(header).encode()).hexdigest(4)
+    return RunFile(answers.with_name(f"{answers.name}.times-{name}"), header, int(time.time()))
 
 
 def _parsed(file: RunFile, number: int, row_count: int) -> list[float]:

@@ -6,6 +6,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
+from kvstore.errors import InvalidRequest
 from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.result import Result, note
 from kvstore_ops.profiling.run_file import RunFile
@@ -51,6 +52,8 @@ class Whole:
                 found = answers.Answers.of(self._rounds)
                 answers.take(files[0], self._rounds, found)
             rows = [row for row, kept in found.kept.items() if kept]
+            if not rows:
+                raise InvalidRequest(f"no answers are in {self._path} yet: run this without --times first")
             files.append(self._times_file(stack, rows))
             lines = lines_of(self._subject, found, self._timed(rows, files[1]))
             for file in files if asks else []:
@@ -75,7 +78,7 @@ class Whole:
     def _times_file(self, stack: ExitStack, rows: list[Asked]) -> RunFile | None:
         if self._subject.scale != "full":
             return None
-        return stack.enter_context(times.run_file(self._path.with_suffix(".times.jsonl"), self._subject, rows))
+        return stack.enter_context(times.run_file(self._path, self._subject, rows))
 
 
 def measured(name: str, scale: str, *, is_sibling: bool = False) -> Result:
