@@ -64,7 +64,7 @@ def tune(model: Any, prompts: Sequence[Question], report: Callable[[int, float],
         logits = model(ids[:, :-1], logits_to_keep=len(wanted), use_cache=False).logits[0]
         loss = nn.functional.cross_entropy(logits.float(), wanted)
         optimiser.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimiser.step()
         report(step, float(loss.detach()))
