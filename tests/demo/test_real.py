@@ -23,6 +23,7 @@ def test_without_the_model_the_scene_is_left_out_and_says_so(tmp_path: Path, mon
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # a busy machine needs several times what a quiet one does
 def test_the_model_answers_from_documents_that_were_computed_before(monkeypatch) -> None:
     found = pretrained()
     if isinstance(found, Absent):

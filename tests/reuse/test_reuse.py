@@ -78,6 +78,10 @@ def test_rows_are_judged_on_the_contexts_that_did_not_choose() -> None:
     other = found.judged(ROW, 1, 2)
     assert (other["kept"], other["answers"]) == (0.5, 2)
     assert other["tokens"] == pytest.approx(2 / 3)
+    found.kept[Asked("alone", Recompute.reuse())] = {0: kept}
+    assert found.whole_rows() == []  # neither was asked about all eight
+    found.kept[ROW][7] = kept
+    assert found.whole_rows() == [ROW]
     line = Line(ROW, 0.2, [3.0], found.judged(ROW, 0, 2), other)
     slower = replace(line, times=[2.0])
     better = replace(line, times=[9.0], chosen_by={**other})

@@ -98,6 +98,6 @@ def _are_apart(flat: Sequence[Tensor]) -> bool:
     if any(geometry.repeats for geometry in geometries):
         return False
     starts = sorted(map(type(flat[0]).data_ptr, flat))
-    return starts[0] > 0 and bool(
-        min(map(sub, starts[1:], starts)) >= max(geometry.byte_count for geometry in geometries)
-    )
+    if not starts[0]:
+        return False  # it has no memory
+    return bool(min(map(sub, starts[1:], starts)) >= max(geometry.byte_count for geometry in geometries))

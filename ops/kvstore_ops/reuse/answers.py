@@ -47,6 +47,10 @@ class Answers:
             "kl": statistics.mean(each.kl for each in found.values()) if found else math.inf,
         }
 
+    def whole_rows(self) -> list[Asked]:
+        """Return the rows that answered all prompts that were asked: a later round's may have only some so far."""
+        return [row for row, kept in self.kept.items() if kept and len(kept) == len(self.right)]
+
     def share(self, row: Asked) -> float:
         return float(statistics.mean(each.share for each in self.kept[row].values()))
 

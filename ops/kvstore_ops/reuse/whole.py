@@ -51,9 +51,9 @@ class Whole:
             else:
                 found = answers.Answers.of(self._rounds)
                 answers.take(files[0], self._rounds, found)
-            rows = [row for row, kept in found.kept.items() if kept]
+            rows = found.whole_rows()
             if not rows:
-                raise InvalidRequest(f"no answers are in {self._path} yet: run this without --times first")
+                raise InvalidRequest(f"no whole answers are in {self._path} yet: run this without --times first")
             files.append(self._times_file(stack, rows))
             lines = lines_of(self._subject, found, self._timed(rows, files[1]))
             for file in files if asks else []:
