@@ -19,7 +19,7 @@ _run = alone._run
 def run(*given: Any) -> None:
     """Run a benchmark, in its process."""
     WARM.begin_as_fork()
-    subprocess.Popen = WARM.popen  # type: ignore[misc]
+    subprocess.Popen = WARM.popen  # type: ignore[misc]  # a function in the place of a class
     try:
         _run(*given)
     finally:

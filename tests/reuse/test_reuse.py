@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +11,10 @@ import pytest
 from kvstore_ops.bench import reuse, reuse_sibling
 from kvstore_ops.profiling.answers import Agreement
 from kvstore_ops.reuse import answers
-from kvstore_ops.reuse.answers import Answers, answered, run_file
+from kvstore_ops.reuse.answers import Answers, Figures, Mean, answered, run_file
 from kvstore_ops.reuse.settings import Asked, rounds_of
 from kvstore_ops.reuse.subject import Caches, Subject
-from kvstore_ops.reuse.table import Line, chosen
+from kvstore_ops.reuse.table import Line, chosen, holds
 from kvstore_ops.reuse.times import Turns
 from kvstore_ops.reuse.times import run_file as times_file
 from kvstore_ops.reuse.whole import Whole
@@ -74,19 +76,41 @@ def test_rows_are_judged_on_the_contexts_that_did_not_choose() -> None:
     kept, lost = Agreement(True, 1.0, 0.01, 0.2), Agreement(False, 0.5, 1.0, 0.2)
     found = Answers({index: index != 3 for index in range(8)}, {ROW: dict.fromkeys((0, 1, 4, 5), kept)})
     found.kept[ROW] |= {2: lost, 3: lost, 6: kept}  # the last prompt was not asked yet, and number 3 is wrong in full
-    assert found.judged(ROW, 0, 2) == {"kept": 1.0, "answers": 4, "tokens": 1.0, "kl": 0.01}
+    assert found.judged(ROW, 0, 2) == Figures(4, Mean(1.0, 0.0), Mean(1.0, 0.0), Mean(0.01, 0.0))
     other = found.judged(ROW, 1, 2)
-    assert (other["kept"], other["answers"]) == (0.5, 2)
-    assert other["tokens"] == pytest.approx(2 / 3)
+    assert (other.kept.value, other.answers) == (0.5, 2)
+    assert other.tokens.value == pytest.approx(2 / 3)
     found.kept[Asked("alone", Recompute.reuse())] = {0: kept}
     assert found.whole_rows() == []  # neither was asked about all eight
     found.kept[ROW][7] = kept
     assert found.whole_rows() == [ROW]
-    line = Line(ROW, 0.2, [3.0], found.judged(ROW, 0, 2), other)
-    slower = replace(line, times=[2.0])
-    better = replace(line, times=[9.0], chosen_by={**other})
+    line = Line(ROW, 0.2, {9: [3.0]}, found.judged(ROW, 0, 2), other)
+    slower = replace(line, by_tokens={9: [2.0]})
+    better = replace(line, by_tokens={9: [9.0]}, chosen_by=other)
     assert chosen([slower, line, better]) is line  # the fastest of those that keep enough where they are chosen
     assert chosen([better]) is None
+
+
+def test_a_row_is_chosen_with_two_standard_errors_to_spare() -> None:
+    sure = Figures(100, Mean(0.95, 0.02), Mean(0.98, 0.004), Mean(0.05, 0.01))
+    assert chosen([Line(ROW, 0.2, {9: [3.0]}, sure, sure)])
+    for unsure in (
+        replace(sure, kept=Mean(0.93, 0.02)),
+        replace(sure, tokens=Mean(0.98, 0.006)),
+        replace(sure, kl=Mean(0.07, 0.01)),
+    ):
+        line = Line(ROW, 0.2, {9: [3.0]}, unsure, unsure)
+        assert holds(line.judged)  # which is all that is asked for where it is judged
+        assert chosen([line]) is None
+
+
+def test_prompts_of_one_context_are_no_more_than_one_witness() -> None:
+    apart = Mean.of([[1.0], [0.0], [1.0], [0.0]], 0.0)
+    alike = Mean.of([[1.0] * 8, [0.0] * 8, [1.0] * 8, [0.0] * 8], 0.0)
+    assert alike == apart
+    assert apart.error == pytest.approx(statistics.stdev([1, 0, 1, 0]) / 2)
+    assert Mean.of([[1.0] * 8, []], 0.0) == Mean(1.0, math.inf)  # one context alone does not tell how far they differ
+    assert Mean.of([], 0.5) == Mean(0.5, 0.0)
 
 
 @pytest.mark.parametrize("bench", [reuse, reuse_sibling])
@@ -100,13 +124,15 @@ def test_without_the_pretrained_model_the_testbeds_answer(bench) -> None:
 def test_turns_that_are_in_the_file_count(subject: Subject, tmp_path: Path) -> None:
     rows = [ROW, Asked("alone", Recompute.reuse())]
     with times_file(tmp_path / "times.jsonl", subject, rows) as file:
-        file.add({"seconds": [4.0, 6.0, 2.0, 1.0]})
-        file.add({"seconds": [6.0, 6.0, 2.0, 3.0]})
+        file.add({"tokens": 900, "seconds": [4.0, 6.0, 2.0, 1.0]})
+        file.add({"tokens": 1800, "seconds": [6.0, 6.0, 2.0, 3.0]})
     with times_file(tmp_path / "times.jsonl", subject, rows) as file:
         turns = Turns(rows, file)
         assert len(turns) == 2
-        assert turns.ratios() == {rows[0]: [2.5, 3.0], rows[1]: [5.0, 2.0]}  # a full prefill before and one behind
-        file.add({"seconds": [6.0, 6.0, 2.0]})
+        faster = turns.ratios()  # than the full prefill before and the one behind
+        assert faster == {rows[0]: {900: [2.5], 1800: [3.0]}, rows[1]: {900: [5.0], 1800: [2.0]}}
+        assert Line(ROW, 0.2, faster[ROW], *[Figures(0, *[Mean(0.0, 0.0)] * 3)] * 2).faster == 2.75
+        file.add({"tokens": 900, "seconds": [6.0, 6.0, 2.0]})
     with (
         times_file(tmp_path / "times.jsonl", subject, rows) as file,
         pytest.raises(InvalidRequest, match="line 4: not a"),
@@ -118,7 +144,7 @@ def test_turns_of_other_rows_have_a_file_of_their_own(subject: Subject, tmp_path
     """Else times of the first round would be in the way of those of all rows."""
     rows = [ROW, Asked("alone", Recompute.reuse())]
     with times_file(tmp_path / "a.1", subject, rows[:1]) as file:
-        file.add({"seconds": [4.0, 6.0, 2.0]})
+        file.add({"tokens": 900, "seconds": [4.0, 6.0, 2.0]})
     for answers_path, asked in ((tmp_path / "a.1", rows), (tmp_path / "a.2", rows[:1])):
         with times_file(answers_path, subject, asked) as file:
             assert file.found == []

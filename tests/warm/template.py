@@ -103,11 +103,11 @@ def become(order: dict[str, Any]) -> None:
     main = sys.modules["__main__"] = ModuleType("__main__")
     if what == SIDECAR and "KVSTORE__REMOTE__ADDRESS" in os.environ:
         ahead = importlib.import_module("tests.warm.ahead")
-        subprocess.Popen = ahead.Ahead().popen  # type: ignore[misc]
+        subprocess.Popen = ahead.Ahead().popen  # type: ignore[misc]  # a function in the place of a class
     if kind == "-m":
         sys.path[0] = os.getcwd()
         with warnings.catch_warnings(action="ignore"):  # what the template imported may be run all the same
-            _, found, code = runpy._get_module_details(what)  # type: ignore[attr-defined]
+            _, found, code = runpy._get_module_details(what)  # type: ignore[attr-defined]  # what python -m calls
         sys.argv[0] = found.origin
         runpy._run_code(code, main.__dict__, mod_name="__main__", mod_spec=found)  # type: ignore[attr-defined]
     else:

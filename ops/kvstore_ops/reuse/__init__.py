@@ -6,5 +6,5 @@ goes on where it was. ``subject`` has the model, its prompts and their caches, `
 
     python -m kvstore_ops.reuse    # the answers of a full run; kvstore bench reuse --full times them, and has the table
 
-Cost: a prompt of 1,100 tokens takes about 20 s of one thread of an AVX2 processor in the first round of settings.
+Cost: the first round takes about half an hour of one thread of a processor that multiplies bf16, the second twice that.
 """

@@ -23,6 +23,47 @@ FORMAT = "kvstore reuse answers"
 VERSION = 1
 
 
+@dataclass(frozen=True)
+class Mean:
+    """A mean over prompts. ``error``: its standard error, from how far contexts differ: a context's prompts share its
+    documents, so that they tell less than as many prompts of different contexts."""
+
+    value: float
+    error: float
+
+    @classmethod
+    def of(cls, by_context: list[list[float]], default: float) -> Mean:
+        """Return the mean of all contexts' values; ``default``, without an error, when there are none."""
+        found = [each for each in by_context if each]
+        count = sum(map(len, found))
+        if not count:
+            return cls(default, 0.0)
+        value = sum(map(sum, found)) / count
+        if len(found) == 1:
+            return cls(value, math.inf)
+        residues = [sum(each) - len(each) * value for each in found]
+        spread = math.fsum(residue**2 for residue in residues) * len(found) / (len(found) - 1)
+        return cls(value, math.sqrt(spread) / count)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A row's figures on some contexts: of the ``answers`` that are right after a full prefill the share ``kept``, and
+    ``tokens`` and ``kl`` of all prompts."""
+
+    answers: int
+    kept: Mean
+    tokens: Mean
+    kl: Mean
+
+    def as_dict(self) -> dict[str, float]:
+        found: dict[str, float] = {"answers": self.answers}
+        for name in ("kept", "tokens", "kl"):
+            mean: Mean = getattr(self, name)
+            found |= {name: mean.value, f"{name}_error": mean.error}
+        return found
+
+
 @dataclass
 class Answers:
     """What was found. ``right``: {prompt: the answer after a full prefill is right}. ``kept``: per row {prompt: its
@@ -35,17 +76,20 @@ class Answers:
     def of(cls, rounds: list[list[Asked]]) -> Answers:
         return cls({}, {row: {} for rows in rounds for row in rows})
 
-    def judged(self, row: Asked, half: int, asked_count: int) -> dict[str, float]:
-        """Return a row's figures on one half of the contexts, 0 or 1: of full prefill's right answers the share that is
-        kept, the number of these answers, and tokens and KL of all. ``asked_count``: prompts of each context."""
-        found = {index: each for index, each in self.kept[row].items() if index // asked_count % 2 == half}
-        kept = [each.is_kept for index, each in found.items() if self.right[index]]
-        return {
-            "kept": statistics.mean(kept) if kept else 0.0,
-            "answers": len(kept),
-            "tokens": statistics.mean(each.tokens for each in found.values()) if found else 0.0,
-            "kl": statistics.mean(each.kl for each in found.values()) if found else math.inf,
-        }
+    def judged(self, row: Asked, half: int, asked_count: int) -> Figures:
+        """Return a row's figures on one half of the contexts, 0 or 1. ``asked_count``: prompts of each context."""
+        by_context: dict[int, dict[int, Agreement]] = {}
+        for index, each in self.kept[row].items():
+            if index // asked_count % 2 == half:
+                by_context.setdefault(index // asked_count, {})[index] = each
+        contexts = list(by_context.values())
+        kept = [[float(each.is_kept) for index, each in found.items() if self.right[index]] for found in contexts]
+        return Figures(
+            answers=sum(map(len, kept)),
+            kept=Mean.of(kept, 0.0),
+            tokens=Mean.of([[each.tokens for each in found.values()] for found in contexts], 0.0),
+            kl=Mean.of([[each.kl for each in found.values()] for found in contexts], math.inf),
+        )
 
     def whole_rows(self) -> list[Asked]:
         """Return the rows that answered all prompts that were asked: a later round's may have only some so far."""
@@ -99,8 +143,8 @@ def ask(subject: Subject, caches: Caches, question: Question, rows: list[Asked])
 def run_file(path: Path, subject: Subject, rounds: list[list[Asked]], *, fresh: bool = False) -> RunFile:
     """Return the run's file, for these prompts and rows of this model."""
     header = {
-        "format": FORMAT, "version": VERSION, "model": subject.runner.spec.weights_digest, "prompts": subject.digest,
-        "rounds": [[row.name for row in rows] for rows in rounds], **subject.sent_by,
+        "format": FORMAT, "version": VERSION, **subject.made_by,
+        "rounds": [[row.name for row in rows] for rows in rounds],
     }  # fmt: skip
     return RunFile(path, header, int(time.time()), fresh=fresh)
 

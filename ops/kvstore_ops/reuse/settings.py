@@ -43,7 +43,7 @@ def rounds_of(scale: str, layer_count: int, *, is_sibling: bool = False) -> list
         return [_asked("alone", reuse, *_by(ATTENTION, 0.2))]
     if scale == "quick":
         return [_asked("alone", reuse) + _asked("preamble", reuse, *_by(PEAK, 0.2))]
-    first = _asked("preamble", reuse, *_by(PEAK, 0.1, 0.2, 0.3))
-    second = _asked("alone", reuse, *_by(ATTENTION, 0.2), Recompute.cacheblend(1, 0.15))
+    first = _asked("preamble", reuse, *_by(PEAK, 0.1, 0.2, 0.3)) + _asked("alone", reuse)
+    second = _asked("alone", *_by(ATTENTION, 0.2), Recompute.cacheblend(1, 0.15))
     second += _asked("preamble", *_by(ATTENTION, 0.1, 0.2), *_by(PEAK, 0.05, 0.5))
     return [first, second]

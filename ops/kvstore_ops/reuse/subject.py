@@ -18,14 +18,19 @@ from kvstore_ops.reuse.settings import Asked
 CONTEXTS = {"full": 26, "quick": 1, "tiny": 8}
 ASKED = {"full": 8, "quick": 2, "tiny": 1}
 """Prompts of each context: they differ in the question."""
-SIZES = {"full": [(8, 128)], "quick": [(8, 96)]}
-"""(documents of a prompt, tokens of each): with preamble and question about 1,100 tokens."""
-SEED = 20261123
+SIZES = {"full": [(8, 128), (8, 128), (8, 256), (8, 256), (8, 512), (8, 512)], "quick": [(8, 96)]}
+"""(documents of a prompt, tokens of each), in turn: with preamble and question about 1,100, 2,100 and 4,200 tokens. Two
+contexts of each, since every other one chooses and the rest judge."""
+SEED = 20261125
 BASE, SIBLING = "l6-s2", "l6-s2-plus11"
 """The testbed's models, where the pretrained ones are missing."""
-DTYPE = "float32"
-"""The model computes in fp32, from weights that were saved in bf16: processors without bf16 products take six times as
-long in bf16, and no other answers come of it but those of a finer rounding."""
+
+
+def _dtype() -> str:
+    """Return the dtype that the model computes in: bf16, as its weights were saved, where the processor multiplies
+    bf16; else fp32, for without such products bf16 takes six times as long."""
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    return "bfloat16" if flags & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
 
 
 class Subject:
@@ -38,6 +43,7 @@ class Subject:
         self.why = "tiny" if scale == "tiny" else str(absent or "")
         self.scale = scale if not self.why else "tiny"
         self.last: list[int] = []
+        self.dtype = "float32" if self.why else _dtype()
         self.runner: Any
         self.sender: Any = None
         if self.why:
@@ -48,24 +54,30 @@ class Subject:
         from kvstore_ops.profiling.own import local_model
 
         assert isinstance(base, Path), "it is there, or there is a reason"
-        self.runner, tokenizer = local_model(base, DTYPE)
+        self.runner, tokenizer = local_model(base, self.dtype)
         form = FORM
         if isinstance(tuned, Path):
             from kvstore_ops.pretrained.tuning import FORM as SAYS
 
             form = SAYS
-            self.sender, self.runner = self.runner, local_model(tuned, DTYPE)[0]
+            self.sender, self.runner = self.runner, local_model(tuned, self.dtype)[0]
         self.prompts = list(questions(tokenizer, CONTEXTS[scale], SIZES[scale], SEED, ASKED[scale], form))
         self.last = [self.prompts[0].answer[-1], int(tokenizer.eos_token_id)]
 
     @property
-    def sent_by(self) -> dict[str, str]:
-        """The digest of the weights that made the reused caches, for a run's file; empty: the model's own."""
-        return {} if self.sender is None else {"sender": self.sender.spec.weights_digest}
+    def made_by(self) -> dict[str, str]:
+        """What caches and answers come from, for a run's file: weights, those of the sibling that made the reused
+        caches, dtype, and prompts."""
+        sent = {} if self.sender is None else {"sender": self.sender.spec.weights_digest}
+        return {"model": self.runner.spec.weights_digest, "dtype": self.dtype, "prompts": self._digest, **sent}
 
     @property
-    def digest(self) -> str:
-        """The digest of all prompts, for a run's file."""
+    def lengths(self) -> list[Question]:
+        """One prompt, the first, of each length of documents."""
+        return list({len(each.documents[0]): each for each in reversed(self.prompts)}.values())[::-1]
+
+    @property
+    def _digest(self) -> str:
         return blake3(repr([(each.tokens, each.answer) for each in self.prompts]).encode()).hexdigest()
 
 

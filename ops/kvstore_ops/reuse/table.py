@@ -11,30 +11,46 @@ from rich.table import Table
 
 from kvstore.planning import Recompute
 from kvstore_ops.bench.result import Result, quartiles
-from kvstore_ops.reuse.answers import Answers
+from kvstore_ops.reuse.answers import Answers, Figures, Mean
 from kvstore_ops.reuse.settings import Asked
-from kvstore_ops.reuse.subject import ASKED, DTYPE, Subject
+from kvstore_ops.reuse.subject import ASKED, Subject
 
 KEPT, TOKENS, KL, FASTER = 0.90, 0.97, 0.08, 2.0
 RIGHT = 0.9
 """Least share of right answers after a full prefill: a task with fewer says little about reuse."""
+ERRORS = 2
+"""Standard errors that are taken off before a row may be chosen, as profiles do: else the fastest row is chosen for its
+luck, and misses where it is judged."""
 CHOOSING, JUDGING = 0, 1
 """Half of the contexts: every other one chooses a row, and the rest judge it."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the table. ``chosen_by``: its figures on the half that chooses; ``judged``: on the other."""
+    """One row of the table. ``by_tokens``: {tokens of a prompt: how many times faster each turn was}. ``chosen_by``: its
+    figures on the half of the contexts that chooses; ``judged``: on the other."""
 
     row: Asked
     share: float
-    times: list[float]
-    chosen_by: dict[str, float]
-    judged: dict[str, float]
+    by_tokens: dict[int, list[float]]
+    chosen_by: Figures
+    judged: Figures
+
+    @property
+    def times(self) -> list[float]:
+        return [each for ratios in self.by_tokens.values() for each in ratios]
 
     @property
     def faster(self) -> float:
         return statistics.median(self.times)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "origin": self.row.origin, "setting": asdict(self.row.setting), "f": self.share, "faster": self.faster,
+            "turns": len(self.times),
+            "faster_by_tokens": {count: statistics.median(found) for count, found in self.by_tokens.items()},
+            **self.judged.as_dict(), "chosen_by": self.chosen_by.as_dict(),
+        }  # fmt: skip
 
     @property
     def told(self) -> str:
@@ -43,7 +59,7 @@ class Line:
         return f"{self.row.origin}: {told(self.row.setting)}"
 
 
-def lines_of(subject: Subject, found: Answers, times: dict[Asked, list[float]]) -> list[Line]:
+def lines_of(subject: Subject, found: Answers, times: dict[Asked, dict[int, list[float]]]) -> list[Line]:
     """Return a line for each row that was timed."""
     count = ASKED[subject.scale]
     return [
@@ -52,13 +68,19 @@ def lines_of(subject: Subject, found: Answers, times: dict[Asked, list[float]]) 
     ]
 
 
-def holds(figures: dict[str, float]) -> bool:
-    return figures["kept"] >= KEPT and figures["tokens"] >= TOKENS and figures["kl"] <= KL
+def holds(figures: Figures, errors: int = 0) -> bool:
+    """Return whether a row keeps what the target asks for, with so many standard errors to spare."""
+    kept, tokens, kl = figures.kept, figures.tokens, figures.kl
+    return (
+        kept.value - errors * kept.error >= KEPT
+        and tokens.value - errors * tokens.error >= TOKENS
+        and kl.value + errors * kl.error <= KL
+    )
 
 
 def chosen(lines: list[Line]) -> Line | None:
-    """Return the fastest row that keeps what the target asks for, on the half that chooses."""
-    return max((each for each in lines if holds(each.chosen_by)), key=lambda each: each.faster, default=None)
+    """Return the fastest row that surely keeps what the target asks for, on the half that chooses."""
+    return max((each for each in lines if holds(each.chosen_by, ERRORS)), key=lambda each: each.faster, default=None)
 
 
 def shown(lines: list[Line]) -> None:
@@ -66,10 +88,14 @@ def shown(lines: list[Line]) -> None:
     for each in lines:
         figures = each.judged
         table.add_row(
-            each.told, f"{each.share:.3f}", f"{each.faster:.2f}x", f"{figures['kept']:.3f}", str(figures["answers"]),
-            f"{figures['tokens']:.3f}", f"{figures['kl']:.3f}",
+            each.told, f"{each.share:.3f}", f"{each.faster:.2f}x", _told(figures.kept), str(figures.answers),
+            _told(figures.tokens), _told(figures.kl),
         )  # fmt: skip
     Console().print(table)
+
+
+def _told(mean: Mean) -> str:
+    return f"{mean.value:.3f} +- {mean.error:.3f}"
 
 
 def result_of(name: str, scale: str, subject: Subject, found: Answers, lines: list[Line]) -> Result:
@@ -77,11 +103,10 @@ def result_of(name: str, scale: str, subject: Subject, found: Answers, lines: li
     one, right = chosen(lines), statistics.mean(found.right.values())
     ratio = one.faster if one is not None and holds(one.judged) else 0.0
     as_it_is = [each for each in lines if each.row.setting == Recompute.reuse() and each.row.origin != "preamble"]
-    least = (
-        as_it_is[0].judged["kl"] / 2 if as_it_is else 0.0
-    )  # of documents alone: where these were not asked, no row is
-    five = [each.told for each in lines if each.faster >= 5 and each.judged["kl"] <= least]
-    exact = [each.share for each in lines if each.judged["kept"] >= 0.99]
+    # Half the KL of documents alone, as they are; where these were not asked no row has it.
+    least = as_it_is[0].judged.kl.value / 2 if as_it_is else 0.0
+    five = [each.told for each in lines if each.faster >= 5 and each.judged.kl.value <= least]
+    exact = [each.share for each in lines if each.judged.kept.value >= 0.99]
     return Result(
         name=name, value=one.share if one else 1.0, unit="share of a prefill's compute (f)", limit=1.0, ratio=ratio,
         target=f">= {FASTER}, answers >= {KEPT}, tokens >= {TOKENS}, KL <= {KL}",
@@ -89,10 +114,7 @@ def result_of(name: str, scale: str, subject: Subject, found: Answers, lines: li
         conditions={
             **_conditions(scale, subject, found, lines), "right_in_full": right,
             "chosen": one.told if one else "none", "at_5x": five, "kept_0.99_at_f": min(exact, default=1.0),
-            "rows": [
-                {"origin": each.row.origin, "setting": asdict(each.row.setting), "f": each.share,
-                 "faster": each.faster, "turns": len(each.times), **each.judged} for each in lines
-            ],
+            "rows": [each.as_dict() for each in lines],
         },
     )  # fmt: skip
 
@@ -100,7 +122,7 @@ def result_of(name: str, scale: str, subject: Subject, found: Answers, lines: li
 def _conditions(scale: str, subject: Subject, found: Answers, lines: list[Line]) -> dict[str, Any]:
     lengths = sorted(len(each.tokens) for each in subject.prompts)
     return {
-        "scale": scale, "model": subject.runner.spec.model_id, "why_not_pretrained": subject.why, "dtype": DTYPE,
-        "prompts": len(subject.prompts), "asked": {each.told: len(found.kept[each.row]) for each in lines},
+        "scale": scale, "model": subject.runner.spec.model_id, "why_not_pretrained": subject.why,
+        "dtype": subject.dtype, "prompts": len(subject.prompts), "asked": {each.told: len(found.kept[each.row]) for each in lines},
         "prompts_of_a_context": ASKED[subject.scale], "tokens": [lengths[0], lengths[-1]], "threads": 1,
     }  # fmt: skip

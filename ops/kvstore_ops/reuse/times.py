@@ -1,10 +1,13 @@
-"""Times: the first token of one prompt, by a full prefill in one pass and by each row through the sidecar, in turns."""
+"""Times: the first token of a prompt of each length, by a full prefill in one pass and by each row through the sidecar,
+in turns."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,20 @@ FORMAT = "kvstore reuse times"
 STORED_S_MAX = 60.0
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a prompt of so many ``tokens``. ``seconds``: of the full prefills before and behind, and of each row."""
+
+    tokens: int
+    seconds: list[float]
+
+    def ratio(self, row_index: int) -> float:
+        """Return the mean of both full prefills over the row's time: load that comes and goes weighs on both."""
+        return (self.seconds[0] + self.seconds[1]) / 2 / self.seconds[2 + row_index]
+
+
 class Turns:
-    """The turns of some rows. Each begins and ends with a full prefill, and its rows are compared with the mean of the
-    two, so that load that comes and goes weighs on both. Each turn begins with another row. ``file``: the turns of it
+    """The turns of some rows. Prompts take turns, and each turn begins with another row. ``file``: the turns of it
     count, and those that are taken are kept there."""
 
     def __init__(self, rows: list[Asked], file: RunFile | None = None) -> None:
@@ -34,53 +48,62 @@ class Turns:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def ratios(self) -> dict[Asked, list[float]]:
-        """Return, for each row and turn, the full prefill's time over the row's."""
-        return {
-            row: [(turn[0] + turn[1]) / 2 / turn[2 + index] for turn in self._turns]
-            for index, row in enumerate(self._rows)
-        }
+    def ratios(self) -> dict[Asked, dict[int, list[float]]]:
+        """Return, for each row, by how much it is faster than a full prefill: {tokens of the prompt: each turn}."""
+        found: dict[Asked, dict[int, list[float]]] = {row: {} for row in self._rows}
+        for turn in self._turns:
+            for index, row in enumerate(self._rows):
+                found[row].setdefault(turn.tokens, []).append(turn.ratio(index))
+        return found
 
-    def take(self, subject: Subject, caches: Caches, client: Any, question: Question, count: int) -> None:
-        """Take ``count`` more turns of a prompt."""
-        _store(subject, caches, client, question, self._rows)
-        ids = torch.tensor([question.tokens])
-
-        def full() -> None:
-            with torch.inference_mode():
-                subject.runner.model(ids, logits_to_keep=1)
-
-        ours = [_first_token(subject, client, question, row) for row in self._rows]
-        for action in (full, *ours):
-            action()  # what is slow only once, as memory that is touched for the first time, is no part of a turn
-        before_s = _took(full)
+    def take(self, subject: Subject, caches: Caches, client: Any, questions: list[Question], count: int) -> None:
+        """Take ``count`` more turns of these prompts."""
+        stored: set[int] = set()
         for number in range(len(self), len(self) + count):
-            order = sorted(range(len(ours)), key=lambda index: (index - number) % len(ours))
-            seconds = {index: _took(ours[index]) for index in order}
+            index = number % len(questions)
+            question = questions[index]
+            full = partial(_in_full, subject, torch.tensor([question.tokens]))
+            ours = [_first_token(subject, client, question, row) for row in self._rows]
+            if index not in stored:
+                stored.add(index)
+                _store(subject, caches, client, question, self._rows)
+                full()  # what is slow only once, as memory that is touched for the first time, is no part of a turn
+                for action in ours:
+                    action()
+            first = number // len(questions)
+            order = sorted(range(len(ours)), key=lambda row: (row - first) % len(ours))
+            before_s = _took(full)
+            seconds = {row: _took(ours[row]) for row in order}
             after_s = _took(full)
-            self._turns.append([before_s, after_s, *(seconds[index] for index in range(len(ours)))])
+            turn = Turn(len(question.tokens), [before_s, after_s, *(seconds[row] for row in range(len(ours)))])
+            self._turns.append(turn)
             if self._file:
-                self._file.add({"seconds": self._turns[-1]})
-            note(f"reuse: turn {number + 1}, a full prefill took {after_s:.1f} s")
-            before_s = after_s
+                self._file.add(asdict(turn))
+            note(f"reuse: turn {number + 1}, a full prefill of {turn.tokens} tokens took {after_s:.1f} s")
 
 
 def run_file(answers: Path, subject: Subject, rows: list[Asked]) -> RunFile:
     """Return the file of a full run's turns, beside the file of its answers. Other rows have another file: turns are
     compared with each other, so that all rows take part in each."""
     header = {
-        "format": FORMAT, "model": subject.runner.spec.weights_digest, "prompts": subject.digest,
-        "rows": [row.name for row in rows], **subject.sent_by,
+        "format": FORMAT, **subject.made_by, "rows": [row.name for row in rows],
     }  # fmt: skip
     name = blake3(json.dumps(header).encode()).hexdigest(4)
     return RunFile(answers.with_name(f"{answers.name}.times-{name}"), header, int(time.time()))
 
 
-def _parsed(file: RunFile, number: int, row_count: int) -> list[float]:
-    found = file.found[number].get("seconds")
-    if not isinstance(found, list) or len(found) != 2 + row_count or not all(isinstance(each, float) for each in found):
-        raise InvalidRequest(f"{file.path}, line {number + 2}: not a turn; remove that file")
-    return found
+def _parsed(file: RunFile, number: int, row_count: int) -> Turn:
+    line = file.found[number]
+    tokens, seconds = line.get("tokens"), line.get("seconds")
+    if isinstance(tokens, int) and isinstance(seconds, list) and len(seconds) == 2 + row_count:
+        if all(isinstance(each, float) for each in seconds):
+            return Turn(tokens, seconds)
+    raise InvalidRequest(f"{file.path}, line {number + 2}: not a turn; remove that file")
+
+
+def _in_full(subject: Subject, ids: torch.Tensor) -> None:
+    with torch.inference_mode():
+        subject.runner.model(ids, logits_to_keep=1)
 
 
 def _first_token(subject: Subject, client: Any, question: Question, row: Asked) -> Callable[[], None]:

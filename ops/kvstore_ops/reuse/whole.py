@@ -15,7 +15,7 @@ from kvstore_ops.reuse.settings import Asked, rounds_of
 from kvstore_ops.reuse.subject import Caches, Subject
 from kvstore_ops.reuse.table import lines_of, result_of, shown
 
-TURNS = {"full": 8, "quick": 1, "tiny": 1}
+TURNS = {"full": 12, "quick": 1, "tiny": 1}
 
 
 def file_of(name: str) -> Path:
@@ -62,12 +62,12 @@ class Whole:
         shown(lines)
         return result_of(self.name, self.scale, self._subject, found, lines)
 
-    def _timed(self, rows: list[Asked], file: RunFile | None) -> dict[Asked, list[float]]:
+    def _timed(self, rows: list[Asked], file: RunFile | None) -> dict[Asked, dict[int, list[float]]]:
         turns = times.Turns(rows, file)
         left = TURNS[self._subject.scale] - len(turns)
         if left > 0:
             with shared.ready("tiny" if self._subject.why else "full") as (_, client):
-                turns.take(self._subject, self._caches, client, self._subject.prompts[0], left)
+                turns.take(self._subject, self._caches, client, self._subject.lengths, left)
         return turns.ratios()
 
     def _answers_file(self, stack: ExitStack, *, fresh: bool = False) -> RunFile | None:
