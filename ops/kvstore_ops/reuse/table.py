@@ -27,7 +27,7 @@ CHOOSING, JUDGING = 0, 1
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the table. ``by_tokens``: {tokens of a prompt: how many times faster each turn was}. ``chosen_by``: its
+    """One row of the table. ``by_tokens``: {tokens of a prompt: by how much each turn was faster}. ``chosen_by``: its
     figures on the half of the contexts that chooses; ``judged``: on the other."""
 
     row: Asked
@@ -123,6 +123,7 @@ def _conditions(scale: str, subject: Subject, found: Answers, lines: list[Line])
     lengths = sorted(len(each.tokens) for each in subject.prompts)
     return {
         "scale": scale, "model": subject.runner.spec.model_id, "why_not_pretrained": subject.why,
-        "dtype": subject.dtype, "prompts": len(subject.prompts), "asked": {each.told: len(found.kept[each.row]) for each in lines},
-        "prompts_of_a_context": ASKED[subject.scale], "tokens": [lengths[0], lengths[-1]], "threads": 1,
+        "dtype": subject.dtype, "threads": 1, "tokens": [lengths[0], lengths[-1]], "prompts": len(subject.prompts),
+        "prompts_of_a_context": ASKED[subject.scale],
+        "asked": {each.told: len(found.kept[each.row]) for each in lines},
     }  # fmt: skip

@@ -27,7 +27,7 @@ STORED_S_MAX = 60.0
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a prompt of so many ``tokens``. ``seconds``: of the full prefills before and behind, and of each row."""
+    """One turn of a prompt of ``tokens``. ``seconds``: of the full prefills before and behind, and of each row."""
 
     tokens: int
     seconds: list[float]
