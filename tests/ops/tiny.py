@@ -9,6 +9,7 @@ from typing import Any
 import torch  # noqa: F401 - for the benchmarks, which are forks of this process
 from kvstore_ops.bench import alone
 from kvstore_ops.cli import main
+from kvstore_ops.sidecar import Sidecar
 
 from tests.conftest import WARM
 from tests.warm import commands  # noqa: F401 - for the sidecars
@@ -19,7 +20,7 @@ _run = alone._run
 def run(*given: Any) -> None:
     """Run a benchmark, in its process."""
     WARM.begin_as_fork()
-    subprocess.Popen = WARM.popen  # type: ignore[misc]  # a function in the place of a class
+    subprocess.Popen = Sidecar.launch = WARM.popen  # type: ignore[misc]  # a function in the place of a class
     try:
         _run(*given)
     finally:

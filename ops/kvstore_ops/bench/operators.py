@@ -53,7 +53,7 @@ class Turns:
 
 
 @contextmanager
-def served(environment: dict[str, str] | None = None) -> Iterator[tuple[Sidecar, Calls]]:
+def served(scale: str, environment: dict[str, str] | None = None) -> Iterator[tuple[Sidecar, Calls]]:
     """Yield a sidecar with the models of the page's benchmark, and calls to it."""
     spec, tokens = spec_of(0), shared.random_tokens(KEYS, 3)
     query = pb.ChainQuery(fingerprint=fingerprint(spec, spec.kind), digests=b"".join(chain_digests(tokens, 1)))
@@ -61,7 +61,7 @@ def served(environment: dict[str, str] | None = None) -> Iterator[tuple[Sidecar,
     with Sidecar("--capacity", "64 MiB", environment=environment) as sidecar:
         sidecar.wait_prefaulted()
         with connect(sidecar.address, timeout_s=60.0) as client:
-            for each in map(spec_of, range(MODELS)):
+            for each in map(spec_of, range(MODELS[scale])):
                 client.store(each, tokens, [(plane, plane)]).wait()
             called = calls_of(client.connect_now(), query)
             calls = {f"{name} by a call": call for name, call in called.items()}
@@ -77,11 +77,11 @@ def run(scale: str) -> Result:
     with ExitStack() as stack:
         is_traced = importlib.util.find_spec("opentelemetry.sdk") is not None
         receiver = stack.enter_context(running("spans")) if is_traced else None
-        sidecar, calls = stack.enter_context(served())
+        sidecar, calls = stack.enter_context(served(scale))
         lister = stack.enter_context(running("listings", sidecar.address, str(LISTINGS_PER_MINUTE)))
-        other, _ = stack.enter_context(served())
+        other, _ = stack.enter_context(served(scale))
         other_lister = stack.enter_context(running("listings", other.address, str(LISTINGS_PER_MINUTE)))
-        traced, traced_calls = stack.enter_context(served(_traced_by(receiver)))
+        traced, traced_calls = stack.enter_context(served(scale, _traced_by(receiver)))
         top = stack.enter_context(running("top", traced.address))
         for _ in range(PAIRS[scale]):
             alone = turn(seconds, calls)
@@ -98,7 +98,7 @@ def run(scale: str) -> Result:
     assert lister.count
     assert other_lister.count
     assert top.count
-    said = f"{per_minute:,.0f} listings a minute of {KEYS * MODELS:,} chunks"
+    said = f"{per_minute:,.0f} listings a minute of {KEYS * MODELS[scale]:,} chunks"
     _tell(f"{said}: of this sidecar over of another", listings)
     _tell(f"{said}, of another sidecar: with them over without", elsewhere)
     _tell(f"top each second, and {span_count:,} spans: with them over without", watched)

@@ -22,7 +22,7 @@ from kvstore_ops.sidecar import Sidecar
 
 KEYS = 128
 READERS, EVERY_S = 4, 1.0
-MODELS = 20
+MODELS = {"full": 20, "quick": 20, "tiny": 2}
 """Number of models on the page."""
 TURN_S = {"full": 10.0, "quick": 3.0, "tiny": 0.2}
 PAIRS = {"full": 10, "quick": 5, "tiny": 1}
@@ -88,7 +88,7 @@ def calls_of(session: Any, query: pb.ChainQuery) -> dict[str, Callable[[], objec
 
 def run(scale: str) -> Result:
     """Measure p50 and p99 of lookups and of fetches, with readers over without; ``met`` needs all four."""
-    specs = [spec_of(number) for number in range(MODELS)]
+    specs = [spec_of(number) for number in range(MODELS[scale])]
     spec, tokens = specs[0], shared.random_tokens(KEYS, 3)
     query = pb.ChainQuery(fingerprint=fingerprint(spec, spec.kind), digests=b"".join(chain_digests(tokens, 1)))
     ratios: dict[tuple[str, str], list[float]] = {}
