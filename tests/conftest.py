@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import os
 import subprocess
 from collections.abc import Generator, Iterator
@@ -57,6 +59,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     is_true = IS_FULL or str(item.path.relative_to(ROOT)) in TRUE_STARTS
     Sidecar.launch = subprocess.Popen if is_true else WARM.popen
     return (yield)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Where all tests run in some processes, each compiles a part of them first, and finds the rest compiled when it
+    collects. All would compile everything otherwise, side by side."""
+    count, number = (os.environ.get(f"PYTEST_XDIST_WORKER{name}", "") for name in ("_COUNT", ""))
+    if count and session.config.args == session.config.getini("testpaths"):
+        for path in sorted(ROOT.glob("tests/**/test_*.py"))[int(number.removeprefix("gw")) :: int(count)]:
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection meets it again, and reports it
+                importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
 def pytest_collection_finish() -> None:
