@@ -54,11 +54,14 @@ EXAMPLES = Warm("kvstore_client.engines.transformers", "transformers.models.llam
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Sidecars start warm, but for the files that look at the process."""
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Sidecars start warm, but for the files that look at the process. What a file leaves behind stays."""
     is_true = IS_FULL or str(item.path.relative_to(ROOT)) in TRUE_STARTS
     Sidecar.launch = subprocess.Popen if is_true else WARM.popen
-    return (yield)
+    done = yield
+    if nextitem is None or nextitem.path != item.path:
+        _keep()
+    return done
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -72,7 +75,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays. Each ``gc.collect`` of a test would look through all of it, a tenth of a second long."""
+    _keep()
+
+
+def _keep() -> None:
+    """What is there now stays. Else each ``gc.collect`` of a test would look through all of it: reports, imports and
+    models of all tests before, some tenths of a second."""
     gc.collect()
     gc.freeze()
 
