@@ -137,17 +137,27 @@ class Rig:
 
     def store(self, seconds: Seconds | None = None) -> tuple[Any, list[tuple[bytes, bytes, int]]]:
         """Store a fresh context, wait until Redis has it, and return (tokens, fields in Redis)."""
-        tokens = shared.random_tokens(self.count, time.monotonic_ns() % (1 << 32))
-        keys, before = self.bare.keys(), self.account().written_bytes
-        receipt = self.client.store(self.spec, tokens, self.source)
-        assert receipt.stored_token_count == self.count
-        began = time.perf_counter()
-        while self.account().written_bytes - before < self.byte_count:
-            assert time.perf_counter() - began < WAIT_S_MAX, self.client.stats().tier_problem
-            time.sleep(POLL_S)
+        for _ in range(TRIES):
+            tokens = shared.random_tokens(self.count, time.monotonic_ns() % (1 << 32))
+            keys, before = self.bare.keys(), self.account().written_bytes
+            receipt = self.client.store(self.spec, tokens, self.source)
+            stored = receipt.stored_token_count
+            began = time.perf_counter()
+            self._wait_written(before + self.byte_count * stored // self.count)
+            if stored == self.count:
+                break
+            time.sleep(OVERLOADED_S)  # the context before held its room yet: try another one
+        assert stored == self.count, receipt.reason
         if seconds is not None:
             seconds.store.append(time.perf_counter() - began)
         return tokens, self.bare.fields(sorted(self.bare.keys() - keys))
+
+    def _wait_written(self, byte_count: int) -> None:
+        """Wait until so many bytes have been written to Redis since the start."""
+        until = time.perf_counter() + WAIT_S_MAX
+        while self.account().written_bytes < byte_count:
+            assert time.perf_counter() < until, self.client.stats().tier_problem
+            time.sleep(POLL_S)
 
     def store_and_drop(self, seconds: Seconds | None = None) -> None:
         """Store a fresh context, and remove it from Redis."""
