@@ -73,7 +73,7 @@ class MappedMemory(ClientSession):
         self._maps: list[SharedMap] = []
         self.warm = KnownChunks()
         self._regions: dict[int, Bytes] = {}
-        self._socket = self._connect(socket_path.with_name("data.sock"), timeout_s)
+        self._socket = self._connect(socket_path, timeout_s)
         try:
             welcome, descriptors = self._welcome()
             self.metadata = ((METADATA_SESSION, bytes.fromhex(welcome.secret)),)
@@ -101,7 +101,8 @@ class MappedMemory(ClientSession):
         start_thread(partial(_watch, weakref.ref(self), self._socket), "kvstore-watch")
 
     @staticmethod
-    def _connect(path: Path, timeout_s: float) -> socket.socket:
+    def _connect(socket_path: Path, timeout_s: float) -> socket.socket:
+        path = socket_path.with_name("data.sock")
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         connection.settimeout(timeout_s)
         try:
@@ -109,9 +110,9 @@ class MappedMemory(ClientSession):
         except OSError as error:
             connection.close()
             raise Unavailable(
-                f"no sidecar answers on {path} ({error.strerror or error}): start one with `kvstore serve`, or set "
-                "KVSTORE_SOCKET to its kvstore.sock",
-                socket=str(path),
+                f"no sidecar answers on {socket_path} ({path.name} beside it: {error.strerror or error}): start one "
+                "with `kvstore serve`, or set KVSTORE_SOCKET to its kvstore.sock",
+                socket=str(socket_path),
             ) from error
         return connection
 
