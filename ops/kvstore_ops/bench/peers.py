@@ -117,16 +117,17 @@ def measured(scale: str) -> tuple[dict[str, Seconds], dict[str, str]]:
     missing: dict[str, str] = {}
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-peers-")))
-        _, client = stack.enter_context(shared.ready("quick"))
-        sides: dict[str, Any] = {"kvstore": Ours(client, CHUNKS[scale] * shared.CHUNK_TOKENS)}
+        others: dict[str, Any] = {}
         for name, begin in (("LMCache", lmcache), ("Mooncake", mooncake)):
             try:
-                sides[name] = stack.enter_context(begin(directory, CHUNKS[scale]))
+                others[name] = stack.enter_context(begin(directory, CHUNKS[scale]))
             except KVStoreError as error:
                 missing[name] = error.message
                 note(f"peers: without {name}: {error.message}")
-        if len(sides) == 1:
+        if not others:
             raise Unavailable("; ".join(missing.values()))
+        _, client = stack.enter_context(shared.ready("quick"))
+        sides = {"kvstore": Ours(client, CHUNKS[scale] * shared.CHUNK_TOKENS), **others}
         took: dict[str, Seconds] = {}
         for number in range(-2, RUNS[scale]):
             if number <= 0:  # the first rounds warm up
