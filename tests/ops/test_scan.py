@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,15 @@ def filled(stand: S3Stand) -> list[Chunk]:
     put_bytes(stand, chunks[3], newer(bytes_of(chunks[3])))
     stand.server.put(f"{stand.settings.prefix}/v1/aa/notes.txt", b"somebody's")
     return chunks
+
+
+def test_it_ends_without_a_word_about_connections(stand: S3Stand) -> None:
+    own = {"BUCKET": stand.server.bucket, "PREFIX": stand.settings.prefix, "ENDPOINT_URL": stand.server.url}
+    environment = {**os.environ, **{f"KVSTORE__TIERS__S3__{name}": value for name, value in own.items()}}
+    command = [sys.executable, "-m", "kvstore_ops.cli", "scan"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert done.stderr.strip() == ""
 
 
 def test_it_tells_what_is_there_and_what_is_damaged(stand: S3Stand) -> None:

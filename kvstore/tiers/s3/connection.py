@@ -5,9 +5,10 @@ loop has ended, well or not: then nothing touches the memory that they were lent
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ ATTEMPTS_MAX = 4
 BACKOFF_S, BACKOFF_S_MAX = 0.05, 2.0
 CONNECT_S_MAX = 3.0
 HIDES_S = 30.0
+CLOSE_S_MAX = 1.0
 RENEW_S_MIN = 1.0
 """Credentials are read at most once in so many seconds."""
 CONNECTIONS_BESIDES = 16
@@ -162,6 +164,18 @@ class S3Connection:
         except Exception as error:
             raise refusal_of(error) from error
 
+    def close(self) -> None:
+        """Close the client when the process ends, because aiohttp reports each client that is left open: whoever runs a
+        command would read that on stderr. A client that a request still uses is left open. Blocking, for a second at
+        most."""
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSE_S_MAX)
+
+    async def _close(self) -> None:
+        held, self._client = self._client, None
+        if held is not None:
+            await held.replace()
+
     async def _renew(self, held: _Client) -> bool:
         """Have the next request read its credentials anew. Returns True when they are newer than this client's: another
         request may have renewed them. Credentials that were read a moment ago are not read again."""
@@ -260,4 +274,5 @@ def connection_to(settings: S3Settings) -> S3Connection:
         found = _connections.get(reach)
         if found is None:
             found = _connections[reach] = S3Connection(settings)
+            atexit.register(found.close)
         return found
