@@ -36,7 +36,7 @@ RATES = {
 PAIRS = {"full": 30, "quick": 3, "tiny": 1}
 LEARNING = {"full": 4, "quick": 2, "tiny": 1}
 """Number of requests before the pairs, from which rates are learned."""
-CONTEXT = {"full": 2048, "quick": 384, "tiny": 64}
+CONTEXT = {"full": 1024, "quick": 384, "tiny": 64}
 LAYERS = {"full": 8, "quick": 8, "tiny": 2}
 SUFFIX = 32
 CHUNK_TOKENS = {"full": 64, "quick": 64, "tiny": 16}
