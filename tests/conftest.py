@@ -55,7 +55,7 @@ EXAMPLES = Warm("kvstore_client.engines.transformers", "transformers.models.llam
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-    """Sidecars start warm, but for the files that look at the process. What a file leaves behind stays."""
+    """Start sidecars warm, but for the files that look at the process."""
     is_true = IS_FULL or str(item.path.relative_to(ROOT)) in TRUE_STARTS
     Sidecar.launch = subprocess.Popen if is_true else WARM.popen
     done = yield
@@ -79,8 +79,8 @@ def pytest_collection_finish() -> None:
 
 
 def _keep() -> None:
-    """What is there now stays. Else each ``gc.collect`` of a test would look through all of it: reports, imports and
-    models of all tests before, some tenths of a second."""
+    """Exempt all objects that exist now from garbage collection. Else each ``gc.collect`` of a test would look through
+    all of it: reports, imports and models of all tests before, some tenths of a second."""
     gc.collect()
     gc.freeze()
 

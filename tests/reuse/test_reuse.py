@@ -113,6 +113,12 @@ def test_prompts_of_one_context_are_no_more_than_one_witness() -> None:
     assert Mean.of([], 0.5) == Mean(0.5, 0.0)
 
 
+def test_one_context_is_judged_but_chooses_nothing() -> None:
+    alone = Figures(8, *[Mean.of([[value]], 0.0) for value in (1.0, 1.0, 0.01)])
+    assert holds(alone)
+    assert not holds(alone, 2)
+
+
 @pytest.mark.parametrize("bench", [reuse, reuse_sibling])
 def test_without_the_pretrained_model_the_testbeds_answer(bench) -> None:
     found = bench.run("tiny")

@@ -166,9 +166,9 @@ class S3Connection:
 
     def close(self) -> None:
         """Close the client when the process ends, because aiohttp reports each client that is left open: whoever runs a
-        command would read that on stderr. A client that a request still uses is left open. Blocking, for a second at
-        most."""
-        with suppress(TimeoutError):
+        command would read that on stderr. A client that a request still uses is left open, and so is one that does not
+        close: the process ends in any case. Blocking, for a second at most."""
+        with suppress(Exception):
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSE_S_MAX)
 
     async def _close(self) -> None:

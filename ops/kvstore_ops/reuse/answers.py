@@ -31,6 +31,10 @@ class Mean:
     value: float
     error: float
 
+    def bound(self, errors: int) -> float:
+        """Return the mean and so many standard errors more, or less where that is negative."""
+        return self.value + errors * self.error if errors else self.value  # an endless error times 0 is no number
+
     @classmethod
     def of(cls, by_context: list[list[float]], default: float) -> Mean:
         """Return the mean of all contexts' values; ``default``, without an error, when there are none."""

@@ -70,11 +70,10 @@ def lines_of(subject: Subject, found: Answers, times: dict[Asked, dict[int, list
 
 def holds(figures: Figures, errors: int = 0) -> bool:
     """Return whether a row keeps what the target asks for, with so many standard errors to spare."""
-    kept, tokens, kl = figures.kept, figures.tokens, figures.kl
     return (
-        kept.value - errors * kept.error >= KEPT
-        and tokens.value - errors * tokens.error >= TOKENS
-        and kl.value + errors * kl.error <= KL
+        figures.kept.bound(-errors) >= KEPT
+        and figures.tokens.bound(-errors) >= TOKENS
+        and figures.kl.bound(errors) <= KL
     )
 
 

@@ -38,8 +38,8 @@ class Turn:
 
 
 class Turns:
-    """The turns of some rows. Prompts take turns, and each turn begins with another row. ``file``: the turns of it
-    count, and those that are taken are kept there."""
+    """The turns of some rows. Prompts take turns, and each round of them begins with another row. ``file``: the turns
+    in it count, and those that are taken are kept there."""
 
     def __init__(self, rows: list[Asked], file: RunFile | None = None) -> None:
         self._rows, self._file = rows, file
