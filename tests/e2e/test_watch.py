@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -57,6 +58,10 @@ def test_stores_of_another_client_are_told_in_order(sidecar: Sidecar) -> None:
 
 
 def test_what_makes_room_is_told_as_removed_a_superseded_tail_first(own_sidecar: Sidecar) -> None:
+    own_sidecar.stop()
+    # No scrub: it holds the chunk that it reads, and another one would go in the place of the tail.
+    own_sidecar.environment = {**os.environ, "KVSTORE__POLICY__SCRUB_BYTES_PER_S": "0"}
+    own_sidecar.start()
     big = small_spec(model_id="big", chunk_tokens=4096)
     with connect(own_sidecar.address) as client, client.watch() as events:
         store(client, 16, 2)
@@ -95,8 +100,6 @@ def test_moves_between_tiers_are_told() -> None:
 
 def test_who_does_not_read_is_told_how_much_it_lost_and_holds_up_nobody() -> None:
     environment = {"KVSTORE__LIMITS__WATCH_EVENT_COUNT_MAX": "10"}
-    import os
-
     with Sidecar("--capacity", "32 MiB", environment={**os.environ, **environment}) as sidecar:
         with connect(sidecar.address) as writer, connect(sidecar.address) as reader, reader.watch() as events:
             tiny = small_spec(model_id="tiny", chunk_tokens=1)
@@ -141,8 +144,6 @@ def test_watchers_end_with_their_call_their_session_and_the_service(own_sidecar:
 
 
 def test_too_many_watchers_are_refused_with_the_setting() -> None:
-    import os
-
     with Sidecar("--capacity", "8 MiB", environment={**os.environ, "KVSTORE__LIMITS__WATCHER_COUNT_MAX": "1"}) as one:
         with connect(one.address) as client, client.watch(), pytest.raises(Exhausted, match="watcher_count_max"):
             client.watch()
