@@ -12,8 +12,7 @@ import grpc
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams.scheduler import start_thread
 from kvstore.v1 import cache_pb2 as pb
-from kvstore_client.planes.returns import Returns
-from kvstore_client.planes.session import cancel
+from kvstore_client.planes.incoming import Incoming
 
 GONE = "the sidecar is stopping, or the session ended: watch again"
 _Asked = SimpleQueue[Future[pb.WatchResponse] | None]
@@ -23,13 +22,16 @@ class Feed:
     """Reads a stream on a thread of its own, one message for each ``ask``: messages not asked for stay with the
     sidecar. The thread does not keep the feed alive: a feed that is dropped ends its stream."""
 
-    def __init__(self, stream: Any, translated: Callable[[grpc.RpcError], KVStoreError], returns: Returns) -> None:
+    def __init__(self, stream: Incoming, translated: Callable[[grpc.RpcError], KVStoreError]) -> None:
         self._stream = stream
-        self._returns = returns
         self._is_closed = False
         self._asked: _Asked = SimpleQueue()
         asked = self._asked
-        start_thread(lambda: _read(stream, asked, translated), "kvstore-feed")
+        try:
+            start_thread(lambda: _read(stream, asked, translated), "kvstore-feed")
+        except BaseException:
+            stream.end_soon()
+            raise
 
     def ask(self) -> Future[pb.WatchResponse]:
         """Return a future of the next message. Its failure is a typed error."""
@@ -44,30 +46,33 @@ class Feed:
         parent."""
         self._is_closed = True
         self._asked.put(None)
-        cancel(self._stream)
+        self._stream.cancel()
 
     def __del__(self) -> None:
         self._asked.put(None)
-        self._returns.soon(self._stream.cancel)
+        self._stream.cancel_soon()
 
 
-def _read(stream: Any, asked: _Asked, translated: Callable[[grpc.RpcError], KVStoreError]) -> None:
+def _read(stream: Incoming, asked: _Asked, translated: Callable[[grpc.RpcError], KVStoreError]) -> None:
     error: KVStoreError | None = None
     while (future := asked.get()) is not None:
         message: Any = None
         if error is None:
             try:
-                message = next(stream)
+                message = stream.read()
             except grpc.RpcError as failure:
                 was_ended_here = failure.code() is grpc.StatusCode.CANCELLED
                 error = Unavailable(GONE) if was_ended_here else translated(failure)
-            except (StopIteration, ValueError):
+            except ValueError:
                 error = Unavailable(GONE)
+            if message is None:
+                error = error or Unavailable(GONE)
         if error is None:
             future.set_result(message)
         else:
             _fail(future, error)
         del future, message
+    stream.end_soon()
 
 
 def _fail(future: Future[pb.WatchResponse], error: KVStoreError) -> None:

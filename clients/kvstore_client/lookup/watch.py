@@ -12,7 +12,8 @@ from kvstore.spec import EventKind, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.awaiting import ended
 from kvstore_client.lookup.feed import GONE, Feed
-from kvstore_client.planes.session import ClientSession, noted, translated
+from kvstore_client.planes.incoming import Incoming
+from kvstore_client.planes.session import ClientSession, translated
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,10 @@ class Watch:
         self.timeout_s = timeout_s
         self._is_closed = False
         try:
-            stream = noted(session.cache.Watch(pb.WatchRequest(tenant=tenant), metadata=session.metadata))
+            call = session.cache.Watch(pb.WatchRequest(tenant=tenant), metadata=session.metadata)
         except ValueError as error:
             raise Unavailable(GONE) from error  # the channel was closed meanwhile
-        self._feed = Feed(stream, translated, session.returns)
+        self._feed = Feed(Incoming(call, session.returns), translated)
         self._asked: Future[pb.WatchResponse] | None = None
         first = self._first()
         self._events: Iterator[pb.ChunkEvent] = iter(first.events)

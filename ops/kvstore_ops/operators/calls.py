@@ -7,7 +7,8 @@ from typing import Any
 
 from kvstore_client import Client
 from kvstore_client.lookup.feed import Feed
-from kvstore_client.planes.session import noted, translated
+from kvstore_client.planes.incoming import Incoming
+from kvstore_client.planes.session import translated
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from kvstore.spec import ModelSpec
@@ -99,10 +100,10 @@ class Operator:
         """Yield the messages of a stream, up to the one that is marked as last."""
         session = self._session
         try:
-            stream = noted(getattr(session.admin, method)(request, metadata=session.metadata))
+            call = getattr(session.admin, method)(request, metadata=session.metadata)
         except ValueError as error:
             raise Unavailable("the sidecar is gone: its log says why; kvstore serve starts it again") from error
-        feed = Feed(stream, translated, session.returns)
+        feed = Feed(Incoming(call, session.returns), translated)
         try:
             while True:
                 try:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
 
 import grpc
 
@@ -21,8 +20,8 @@ from kvstore.spec import CacheKind, Exactness, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.planes.incoming import Incoming
 from kvstore_client.planes.prefix import Target, land, nothing
-from kvstore_client.planes.session import cancel
 from kvstore_client.planes.shared_memory.chunk import Chunk
 from kvstore_client.planes.shared_memory.landing import MappedLanding
 from kvstore_client.planes.shared_memory.mapped import MappedMemory
@@ -52,7 +51,7 @@ class MappedPrefix(ResidentPrefix):
     is_leased = True
 
     def __init__(
-        self, session: MappedMemory, wanted: Wanted, response: pb.FetchResponse, digests: list[bytes], stream: Any,
+        self, session: MappedMemory, wanted: Wanted, response: pb.FetchResponse, digests: list[bytes], stream: Incoming,
         exactness: Exactness,
     ) -> None:  # fmt: skip
         super().__init__(session, wanted, exactness, Tier(response.tier), MissReason(response.reason))
@@ -128,7 +127,7 @@ class MappedPrefix(ResidentPrefix):
         """Wait for news of chunks on their way. Returns False when no more will come: chunks that did not arrive are
         lost then."""
         try:
-            response = next(self._stream, None)
+            response = self._stream.read()
         except (grpc.RpcError, ValueError) as error:
             error.__traceback__ = None  # as in ``translated``
             response = None
@@ -254,19 +253,18 @@ class MappedPrefix(ResidentPrefix):
 
     def cancel(self) -> None:
         """Stop waiting for chunks on their way: ``advance`` returns False soon. From any thread."""
-        cancel(self._stream)
+        self._stream.cancel()
 
     def abandon(self) -> None:
         """Cancel from a destructor."""
-        self.session.returns.soon(self._stream.cancel)
+        self._stream.cancel_soon()
 
     def close(self) -> None:
         """Give the lease back, without waiting for chunks on their way. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        if self._arriving:
-            self.session.returns.soon(self._stream.cancel)
+        self._stream.end_soon()
         self.session.returns.lease(self._lease_id)
 
     __del__ = close  # a stream that nobody iterates, a fetch that failed half way

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import grpc
-
-from kvstore.errors import Unavailable
 from kvstore.spec import Exactness
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.lookup.presence import Answer, ChainName
-from kvstore_client.planes.session import noted, translated
+from kvstore_client.planes.incoming import opened
 from kvstore_client.planes.shared_memory.chunk import Chunk
 from kvstore_client.planes.shared_memory.mapped import MappedMemory
 from kvstore_client.planes.shared_memory.prefix import MappedPrefix
@@ -29,13 +26,7 @@ class MappedSession(MappedMemory):
         self, wanted: Wanted, request: pb.FetchRequest, digests: list[bytes], timeout_s: float, exactness: Exactness
     ) -> MappedPrefix:
         """Open a prefix by a stream: the first message names the chunks' places, the later ones report arrivals."""
-        try:
-            stream = noted(self.cache.Fetch(request, timeout=timeout_s, metadata=self.carried))
-            response = next(stream)
-        except grpc.RpcError as error:
-            raise translated(error) from error
-        except (StopIteration, ValueError) as error:
-            raise Unavailable("the sidecar is gone") from error
+        stream, response = opened(self, self.cache.Fetch, request, timeout_s)
         prefix = MappedPrefix(self, wanted, response, digests, stream, exactness)
         if self._is_told and prefix.was_in_memory:
             query = request.query

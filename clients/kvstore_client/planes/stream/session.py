@@ -23,7 +23,8 @@ from kvstore.wire import METADATA_SESSION, METADATA_TOKEN
 from kvstore.wire.data import split_message
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.planes.session import ClientSession, noted, translated
+from kvstore_client.planes.incoming import opened
+from kvstore_client.planes.session import ClientSession, translated
 from kvstore_client.planes.store import StagingRun, StoreSource
 from kvstore_client.planes.stream.prefix import StreamPrefix
 from kvstore_client.planes.stream.staging import PrivatePool, messages_of, stream_timeout_s
@@ -126,13 +127,12 @@ class StreamSession(ClientSession):
         count = 0 if wanted.head_stop is None else wanted.head_stop - wanted.head_start
         asked = rpb.FetchBytesRequest(fetch=request, head_first=wanted.head_start, head_count=count)
         limit_s = stream_timeout_s(timeout_s, wanted.byte_count(len(digests) * wanted.spec.chunk_tokens))
+        stream, first = opened(self, self.fetch_bytes, asked, limit_s)
         try:
-            stream = noted(self.fetch_bytes(asked, timeout=limit_s, metadata=self.carried))
-            fields, _ = split_message(rpb.FetchBytesResponse, next(stream))
-        except grpc.RpcError as error:
-            raise translated(error) from error
-        except (StopIteration, ValueError, KVStoreError) as error:
-            raise Unavailable("the sidecar is gone, or speaks another release's protocol") from error
+            fields, _ = split_message(rpb.FetchBytesResponse, first)
+        except (ValueError, KVStoreError) as error:
+            stream.end_soon()
+            raise Unavailable("the sidecar speaks another release's protocol") from error
         return StreamPrefix(self, wanted, fields.head, digests, stream, exactness)
 
     def upload(self, source: StoreSource, copier: Copier, timeout_s: float) -> StreamUpload:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import grpc
 
@@ -16,7 +15,8 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import split_message
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.planes.session import ClientSession, cancel, translated
+from kvstore_client.planes.incoming import Incoming
+from kvstore_client.planes.session import ClientSession, translated
 from kvstore_client.planes.stream.strips import StreamChunk, Strips, extent_of
 
 _log = logging.getLogger("kvstore.client")
@@ -26,7 +26,7 @@ class StreamedChunks:
     """Chunks on their way, and where they end. ``close`` ends the stream, and the lease with it."""
 
     def __init__(
-        self, session: ClientSession, wanted: Wanted, head: pb.FetchResponse, digests: list[bytes], stream: Any,
+        self, session: ClientSession, wanted: Wanted, head: pb.FetchResponse, digests: list[bytes], stream: Incoming,
         exactness: Exactness,
     ) -> None:  # fmt: skip
         self.exactness = exactness
@@ -56,7 +56,7 @@ class StreamedChunks:
     def receive(self) -> list[Strips] | None:
         """Return the strips of the next message, or None when no more will come."""
         try:
-            message = next(self._stream, None)
+            message = self._stream.read()
             if message is None:
                 return None
             fields, data = split_message(rpb.FetchBytesResponse, message)
@@ -118,16 +118,16 @@ class StreamedChunks:
 
     def cancel(self) -> None:
         """Stop waiting for bytes on their way. From any thread."""
-        cancel(self._stream)
+        self._stream.cancel()
 
     def abandon(self) -> None:
         """Cancel from a destructor."""
-        self._session.returns.soon(self._stream.cancel)
+        self._stream.cancel_soon()
 
     def close(self) -> None:
         """End the stream, and the lease with it. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
-            self._session.returns.soon(self._stream.cancel)
+            self._stream.end_soon()
 
     __del__ = close  # a stream that nobody iterates, a fetch that failed half way
