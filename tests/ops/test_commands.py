@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvstore_ops.bench.peers import LMCACHE, MOONCAKE
-from kvstore_ops.bench.peers_redis import ENVIRONMENT
+from kvstore_ops.bench.peer import LMCACHE
+from kvstore_ops.bench.peers import MOONCAKE
 from kvstore_ops.cli import _benchmarks
 from kvstore_ops.locate import read_tokens
 from kvstore_ops.sidecar import Sidecar
@@ -118,7 +118,10 @@ def test_a_benchmark_of_vllm_says_how_to_get_it() -> None:
     assert "vllm-cold" not in _benchmarks()  # and "all" leaves it out
 
 
-@pytest.mark.parametrize(("name", "wanted"), [("peers", (LMCACHE, MOONCAKE)), ("peers-redis", (ENVIRONMENT,))])
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("peers", (LMCACHE, MOONCAKE)), ("peers-redis", (LMCACHE,)), ("peers-s3", (LMCACHE,))],
+)
 def test_a_benchmark_beside_somebody_else_says_what_it_needs_or_runs(name: str, wanted: tuple[str, ...]) -> None:
     done = kvstore("bench", name, "--tiny")
     if not any(each in os.environ for each in wanted):

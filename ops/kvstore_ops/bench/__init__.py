@@ -17,6 +17,7 @@ SHARED = frozenset(
         "peer",
         "lmcache_peer",
         "lmcache_redis_peer",
+        "lmcache_s3_peer",
         "mooncake_peer",
         "throttled",
         "vllm_engine",
@@ -24,5 +25,5 @@ SHARED = frozenset(
     }
 )
 """Modules of this package that are not benchmarks."""
-BESIDE = frozenset({"peers", "peers-redis", "vllm-cold"})
+BESIDE = frozenset({"peers", "peers-redis", "peers-s3", "vllm-cold"})
 """Benchmarks that need another product's environment: "all" leaves them out, only their names run them."""

@@ -24,10 +24,9 @@ from typing import Any
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench import lmcache_peer, mooncake_peer
-from kvstore_ops.bench.peer import Daemon, Program, environment, free_port
+from kvstore_ops.bench.peer import LMCACHE, LMCACHE_PACKAGES, Daemon, Program, environment, free_port
 from kvstore_ops.bench.result import Result, note, quartiles, show
 
-LMCACHE, LMCACHE_PACKAGES = "KVSTORE_BENCH_LMCACHE", ("lmcache==0.5.6", "torch==2.13.0")
 MOONCAKE, MOONCAKE_PACKAGES = "KVSTORE_BENCH_MOONCAKE", ("mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy")
 LMCACHE_GB = 3
 CHUNKS = {"full": 8, "quick": 8, "tiny": 1}

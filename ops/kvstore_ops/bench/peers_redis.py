@@ -20,12 +20,10 @@ import redis
 
 from kvstore.tiers.redis.embedded import dying_with_us, server_binary
 from kvstore_ops.bench import lmcache_redis_peer
-from kvstore_ops.bench.peer import Program, environment, free_port
+from kvstore_ops.bench.peer import LMCACHE, LMCACHE_PACKAGES, Program, environment, free_port
 from kvstore_ops.bench.redis import CHUNKS, CONTEXTS, RUNS, Rig, Seconds, rig
 from kvstore_ops.bench.result import Result, quartiles, show
 
-ENVIRONMENT = "KVSTORE_BENCH_LMCACHE"
-PACKAGES = ("lmcache==0.5.6", "torch==2.13.0")
 SERVER_BYTES = 8 << 30
 START_S_MAX = 10.0
 
@@ -81,7 +79,7 @@ def measured(scale: str, round_count: int) -> tuple[Seconds, Seconds, int]:
     """Return our seconds and LMCache's, after a warm-up, and the bytes that a round moves each way."""
     import torch
 
-    python = environment(ENVIRONMENT, PACKAGES)
+    python = environment(LMCACHE, LMCACHE_PACKAGES)
     with server() as (port, path), rig(scale, "none", f"redis://127.0.0.1:{port}", path) as ours:
         with tempfile.NamedTemporaryFile() as file:
             planes = [plane.view(torch.uint8).numpy().ravel() for pair in ours.source for plane in pair]
@@ -126,7 +124,7 @@ def run(scale: str) -> Result:
         name="peers-redis", value=rate(ours.fetch), unit="B/s", limit=rate(peer.fetch), ratio=ratio, target="none",
         met=True, runs=len(ratios), spread=quartiles(ratios),
         conditions={
-            "scale": scale, "bytes": byte_count, "line": "TCP, loopback", "peer": PACKAGES[0],
+            "scale": scale, "bytes": byte_count, "line": "TCP, loopback", "peer": LMCACHE_PACKAGES[0],
             "processors": os.cpu_count(), "store_bytes_per_s": rate(ours.store),
             "peer_store_bytes_per_s": rate(peer.store), "store_ratio": statistics.median(store_ratios),
             "store_spread": quartiles(store_ratios),

@@ -190,7 +190,8 @@ class Times:
     bare_store: list[float] = field(default_factory=list)
 
 
-async def _timed(times: list[float], work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+async def timed(times: list[float], work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Do the work, and note its seconds."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     await work()
@@ -209,11 +210,11 @@ async def measure(settings: S3Settings, movers: MoverProcesses, scale: str, run_
         bare = Bare(client, settings, chunks)
         for number in range(run_count + 1):
             kept = times if number else warm
-            await _timed(kept.bare_store, bare.store)
+            await timed(kept.bare_store, bare.store)
             await tier.remove(keys)  # else the tier would adopt the objects of the last round
-            await _timed(kept.store, lambda: store(tier, chunks))
-            await _timed(kept.bare_fetch, bare.fetch)
-            await _timed(kept.fetch, lambda: fetch(tier, chunks, settings.range_bytes))
+            await timed(kept.store, lambda: store(tier, chunks))
+            await timed(kept.bare_fetch, bare.fetch)
+            await timed(kept.fetch, lambda: fetch(tier, chunks, settings.range_bytes))
     await tier.close()
     mapping.close()
     return times, chunks.byte_count

@@ -1,5 +1,6 @@
-"""A minimal server of S3's GET, HEAD, PUT and DELETE, from memory, on loopback. It is for benchmarks of clients, so it
-must be faster than they are. It checks no signatures and ignores conditions. No test of the product relies on it.
+"""A minimal server of S3's GET, HEAD, PUT, DELETE and uploads in parts, from memory, on loopback. It is for benchmarks
+of clients, so it must be faster than they are. It checks no signatures and ignores conditions. No test of the product
+relies on it.
 
     python -m kvstore_ops.bench.s3_responder [SECONDS]
 
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from urllib.parse import parse_qs
 
 HEAD_BYTES_MAX = 1 << 16
 
@@ -26,6 +28,8 @@ class Responder:
     def __init__(self, first_byte_s: float = 0.0) -> None:
         self._first_byte_s = first_byte_s
         self._objects: dict[str, bytearray] = {}
+        self._parts: dict[str, dict[int, bytearray]] = {}
+        """The parts of each path whose upload has not ended; the path is its upload's name, too."""
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.port = self._listener.getsockname()[1]
 
@@ -53,11 +57,20 @@ class Responder:
         first, *lines = head.split("\r\n")
         method, path, _ = first.split(" ")
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
-        path = path.partition("?")[0]
+        path, _, query = path.partition("?")
         if "expect" in headers:
             connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         if method == "PUT":
-            return self._put(connection, path, int(headers.get("content-length", 0)), rest)
+            data, rest = _body(connection, headers, rest)
+            part = parse_qs(query).get("partNumber")
+            if part:
+                self._parts[path][int(part[0])] = data
+            else:
+                self._objects[path] = data
+            self._say(connection, "200 OK", 0, b"", f'ETag: "{len(data)}"\r\n')
+            return rest
+        if method == "POST":
+            return self._upload_step(connection, path, query, headers, rest)
         if method == "DELETE":
             self._objects.pop(path, None)
             self._say(connection, "204 No Content", 0, b"")
@@ -79,18 +92,19 @@ class Responder:
         self._say(connection, status, stop - start, b"" if method == "HEAD" else body_view, told)
         return rest
 
-    def _put(self, connection: socket.socket, path: str, byte_count: int, rest: bytes) -> bytes:
-        data = bytearray(byte_count)
-        done = min(len(rest), byte_count)
-        data[:done], rest = rest[:done], rest[done:]
-        view = memoryview(data)
-        while done < byte_count:
-            count = connection.recv_into(view[done:])
-            if not count:
-                raise ConnectionError
-            done += count
-        self._objects[path] = data
-        self._say(connection, "200 OK", 0, b"", f'ETag: "{byte_count}"\r\n')
+    def _upload_step(
+        self, connection: socket.socket, path: str, query: str, headers: dict[str, str], rest: bytes
+    ) -> bytes:  # fmt: skip
+        """Begin an upload in parts, or end it. Return the bytes of the next request."""
+        _, rest = _body(connection, headers, rest)
+        if "uploadId" in query:
+            parts = self._parts.pop(path)
+            self._objects[path] = bytearray().join(parts[number] for number in sorted(parts))
+            said = b"<CompleteMultipartUploadResult><ETag>1</ETag></CompleteMultipartUploadResult>"
+        else:
+            self._parts[path] = {}
+            said = b"<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>"
+        self._say(connection, "200 OK", len(said), said)
         return rest
 
     def _say(
@@ -99,6 +113,21 @@ class Responder:
         connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\n{told}\r\n".encode())
         if len(body):
             connection.sendall(body)
+
+
+def _body(connection: socket.socket, headers: dict[str, str], rest: bytes) -> tuple[bytearray, bytes]:
+    """Read a request's body. ``rest``: bytes that were read behind its head. Return it, and what was read behind it."""
+    byte_count = int(headers.get("content-length", 0))
+    data = bytearray(byte_count)
+    done = min(len(rest), byte_count)
+    data[:done], rest = rest[:done], rest[done:]
+    view = memoryview(data)
+    while done < byte_count:
+        count = connection.recv_into(view[done:])
+        if not count:
+            raise ConnectionError
+        done += count
+    return data, rest
 
 
 @contextmanager

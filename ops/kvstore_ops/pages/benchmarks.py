@@ -28,7 +28,8 @@ commit, day and machine, and `python -m kvstore_ops.pages FILE` takes that in he
 LMCache's daemon and Mooncake's store without a GPU. Each has an environment of its own, in the directory that
 `KVSTORE_BENCH_LMCACHE` (1.9 GB) or `KVSTORE_BENCH_MOONCAKE` names; pip makes one that is missing, and without one the
 table says so. Mooncake needs Debian's libibverbs1, librdmacm1, libnl-3-200 and libnl-route-3-200, installed or in
-`LD_LIBRARY_PATH`. `peers-redis` moves chunks to one Redis beside LMCache's client (`KVSTORE_BENCH_LMCACHE`).
+`LD_LIBRARY_PATH`. `peers-redis` and `peers-s3` move chunks to one Redis and one bucket beside LMCache's clients
+(`KVSTORE_BENCH_LMCACHE`).
 
 GB are 10^9 bytes. Machines like these are shared with others, so ratios hold better than rates. Figures of different
 commits stand side by side below: each row says its own, and is of a quick run unless it says "in full". No speed and
