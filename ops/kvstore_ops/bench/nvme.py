@@ -1,10 +1,12 @@
 """nvme: the worse of a cold fetch and a durable store, each over bare threads that read, copy and write the same bytes.
 
 The limits: 4 threads work request by request on a file of their own, without a service or checksums. They read and
-copy; or they copy twice and write, with one fdatasync, into room that was written before. Beside them are shown the
-device's own rate, by O_DIRECT in 4 MiB requests to and from huge pages, and the rate of the first pass over fresh room;
-all other stores of the service go to slots that were written before, too. A fetch is cold because more contexts take
-turns than the arena holds; the tier's account proves it.
+copy; or they copy twice and write, with one fdatasync, into room that was written before. Beside them stand the same
+threads with what no service can leave out that answers for its bytes, and whose caller waits for the copy: they check
+what they read, or they copy everything once, as the caller wants it, before they copy, hash and write. Also shown are
+the device's own rate, by O_DIRECT in 4 MiB requests to and from huge pages, and the rate of the first pass over fresh
+room; all other stores of the service go to slots that were written before, too. A fetch is cold because more contexts
+take turns than the arena holds; the tier's account proves it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from kvstore_client import Client, Durability, Tier, connect
 
 from kvstore.chunk import layout_of
@@ -47,6 +50,8 @@ ARENA_CONTEXTS = 3
 """Number of contexts that fit into the arena. Five others enter it between two fetches of a context, so that nothing of
 the context is left there."""
 REQUEST_BYTES = 4 << 20
+STRIP_BYTES = 128 << 10
+"""Bytes of a strip of these chunks: each has a checksum."""
 SPARE_BYTES = 1 << 30
 PAGES_BYTES = 64 << 12
 """Bytes of region files beside slots; the canary has a small file of its own."""
@@ -124,6 +129,31 @@ class RawDevice:
         self._split(move, BARE_THREADS)
         os.fdatasync(self._descriptor)
 
+    def fetch_checked(self, area: int) -> None:
+        """Do as ``fetch``, and hash each request before it is copied."""
+
+        def move(part: slice) -> None:
+            self._request(os.preadv, area, part)
+            _hash(self._memory[part])
+            np.copyto(self._target[part], self._memory[part])
+
+        self._split(move, BARE_THREADS)
+
+    def store_checked(self, area: int) -> None:
+        """Copy everything, as a caller waits for it; then copy each part again, hash it and write it."""
+
+        def take(part: slice) -> None:
+            np.copyto(self._target[part], self._source[part])
+
+        def move(part: slice) -> None:
+            np.copyto(self._memory[part], self._target[part])
+            _hash(self._memory[part])
+            self._request(os.pwritev, area, part)
+
+        self._split(take, BARE_THREADS)
+        self._split(move, BARE_THREADS)
+        os.fdatasync(self._descriptor)
+
     def _request(self, call: Callable[..., int], area: int, part: slice) -> None:
         memory = self._memory[part]
         assert call(self._descriptor, [memory.data], area * self.byte_count + part.start) == memory.size
@@ -141,6 +171,11 @@ class RawDevice:
     def close(self) -> None:
         self._threads.shutdown()
         os.close(self._descriptor)
+
+
+def _hash(memory: Any) -> None:
+    for start in range(0, memory.size, STRIP_BYTES):
+        xxhash.xxh3_128_digest(memory[start : start + STRIP_BYTES].data)
 
 
 def _huge_pages(byte_count: int) -> Any:
@@ -162,6 +197,8 @@ class Seconds:
     sustained: list[float] = field(default_factory=list)
     bare_fetch: list[float] = field(default_factory=list)
     bare_store: list[float] = field(default_factory=list)
+    checked_fetch: list[float] = field(default_factory=list)
+    checked_store: list[float] = field(default_factory=list)
     reads: dict[int, list[float]] = field(default_factory=lambda: {1: [], 2: [], 8: []})
     writes: dict[int, list[float]] = field(default_factory=lambda: {1: [], 2: [], 8: []})
 
@@ -259,10 +296,12 @@ def measure(scale: str) -> dict[str, Any]:
             for threads, times in seconds.reads.items():
                 times.append(shared.timed(partial(raw.read, area, threads)))
             seconds.bare_fetch.append(shared.timed(partial(raw.fetch, area)))
+            seconds.checked_fetch.append(shared.timed(partial(raw.fetch_checked, area)))
             ours.fetch(area, seconds)
             for threads, times in seconds.writes.items():
                 times.append(shared.timed(partial(raw.write, area, threads)))
             seconds.bare_store.append(shared.timed(partial(raw.store, area)))
+            seconds.checked_store.append(shared.timed(partial(raw.store_checked, area)))
             ours.store(seconds)
         for each in (warm, seconds, seconds):  # the first round adds the staging memory that several stores need
             ours.store_many(SUSTAINED_STORES[scale], each)
@@ -278,6 +317,42 @@ def better(seconds: dict[int, list[float]]) -> list[float]:
     return min(seconds.values(), key=statistics.median)
 
 
+def over(limits: list[float], mine: list[float]) -> float:
+    """Return the median of a limit's seconds over ours, round by round."""
+    return statistics.median(limit / each for limit, each in zip(limits, mine, strict=True))
+
+
+def rows_of(seconds: Seconds, fresh: Seconds, byte_count: int) -> list[tuple[str, str]]:
+    """Return the table's rows."""
+
+    def rate(values: list[float]) -> str:
+        return f"{byte_count / statistics.median(values) / 1e9:.2f} GB/s"
+
+    fetch, store = seconds.fetch, seconds.store
+    return [
+        ("cold fetch", f"{rate(fetch)}, {over(seconds.bare_fetch, fetch):.3f} of bare threads"),
+        ("  bare: read, copied", rate(seconds.bare_fetch)),
+        (
+            "  bare: read, checked, copied",
+            f"{rate(seconds.checked_fetch)}, ours {over(seconds.checked_fetch, fetch):.3f}",
+        ),
+        *((f"raw read, threads: {n}", rate(each)) for n, each in seconds.reads.items()),
+        ("  the fetch over the device", f"{over(better(seconds.reads), fetch):.3f}"),
+        ("durable store", f"{rate(store)}, {over(seconds.bare_store, store):.3f} of bare threads"),
+        ("  bare: copied, copied, written", rate(seconds.bare_store)),
+        (
+            "  bare: all copied; then copied, hashed, written",
+            f"{rate(seconds.checked_store)}, ours {over(seconds.checked_store, store):.3f}",
+        ),
+        ("  the engine is blocked for", f"{statistics.median(seconds.blocked) * 1e3:.0f} ms"),
+        ("  demote: commit until LOCAL", rate(seconds.demote)),
+        ("  into room never written", rate(fresh.store)),
+        *((f"raw write + fdatasync, threads: {n}", rate(each)) for n, each in seconds.writes.items()),
+        ("  the store over the device", f"{over(better(seconds.writes), store):.3f}"),
+        (f"durable stores, {IN_FLIGHT} on their way", rate(seconds.sustained)),
+    ]
+
+
 def run(scale: str) -> Result:
     """Measure both ratios; the figure is that of the worse."""
     found = measure(scale)
@@ -290,29 +365,14 @@ def run(scale: str) -> Result:
     ratios = {name: [limit / mine for mine, limit in zip(*side, strict=True)] for name, side in sides.items()}
     medians = {name: statistics.median(each) for name, each in ratios.items()}
     worse = min(medians, key=lambda name: medians[name])
-    device = {"fetch": better(seconds.reads), "store": better(seconds.writes)}
-    of_device = {
-        name: statistics.median(limit / mine for mine, limit in zip(side[0], device[name], strict=True))
-        for name, side in sides.items()
+    checked = {
+        "fetch": over(seconds.checked_fetch, seconds.fetch), "store": over(seconds.checked_store, seconds.store)
     }  # fmt: skip
-    show(
-        f"nvme: {byte_count >> 20} MiB, {len(seconds.fetch)} pairs, {found['file_system']}",
-        [
-            ("cold fetch", f"{rate(seconds.fetch) / 1e9:.2f} GB/s, {medians['fetch']:.3f} of bare threads"),
-            ("  bare: read, copied", f"{rate(seconds.bare_fetch) / 1e9:.2f} GB/s"),
-            *((f"raw read, threads: {n}", f"{rate(each) / 1e9:.2f} GB/s") for n, each in seconds.reads.items()),
-            ("  the fetch over the device", f"{of_device['fetch']:.3f}"),
-            ("durable store", f"{rate(seconds.store) / 1e9:.2f} GB/s, {medians['store']:.3f} of bare threads"),
-            ("  bare: copied, copied, written", f"{rate(seconds.bare_store) / 1e9:.2f} GB/s"),
-            ("  the engine is blocked for", f"{statistics.median(seconds.blocked) * 1e3:.0f} ms"),
-            ("  demote: commit until LOCAL", f"{rate(seconds.demote) / 1e9:.2f} GB/s"),
-            ("  into room never written", f"{rate(found['fresh'].store) / 1e9:.2f} GB/s"),
-            *((f"raw write + fdatasync, threads: {n}", f"{rate(each) / 1e9:.2f} GB/s")
-              for n, each in seconds.writes.items()),
-            ("  the store over the device", f"{of_device['store']:.3f}"),
-            (f"durable stores, {IN_FLIGHT} on their way", f"{rate(seconds.sustained) / 1e9:.2f} GB/s"),
-        ],
-    )  # fmt: skip
+    of_device = {
+        "fetch": over(better(seconds.reads), seconds.fetch), "store": over(better(seconds.writes), seconds.store)
+    }  # fmt: skip
+    title = f"nvme: {byte_count >> 20} MiB, {len(seconds.fetch)} pairs, {found['file_system']}"
+    show(title, rows_of(seconds, found["fresh"], byte_count))
     mine, limit = sides[worse]
     return Result(
         name="nvme", value=rate(mine), unit="B/s", limit=rate(limit), ratio=medians[worse], target=f">= {TARGET}",
@@ -324,6 +384,8 @@ def run(scale: str) -> Result:
             "fetch_spread": quartiles(ratios["fetch"]),
             "store_ratio": medians["store"], "store_bytes_per_s": rate(seconds.store),
             "store_spread": quartiles(ratios["store"]),
+            "checked_ratios": checked, "checked_fetch_bytes_per_s": rate(seconds.checked_fetch),
+            "checked_store_bytes_per_s": rate(seconds.checked_store),
             "store_blocked_s": statistics.median(seconds.blocked), "device_ratios": of_device,
             "sustained_store_bytes_per_s": rate(seconds.sustained),
             "demote_bytes_per_s": rate(seconds.demote), "fresh_room_bytes_per_s": rate(found["fresh"].store),
