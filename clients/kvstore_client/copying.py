@@ -28,6 +28,8 @@ from kvstore_client.arrays import Tensor, dtype_of, is_shareable, is_tensor, raw
 from kvstore_client.tracing import within_trace
 
 COPY_THREADS = 2
+HERE_BYTES_MAX = 8 << 20
+"""The most bytes that are copied on the calling thread alone: to wake another thread takes as long."""
 _SIGNED = {1: "int8", 2: "int16", 4: "int32"}
 Result = TypeVar("Result")
 Work = TypeVar("Work")
@@ -220,6 +222,11 @@ def _do_some(function: Callable[[Work], None], left: deque[Work], undone: list[N
         undone.pop()
 
 
+def _do_all(function: Callable[[Work], None], work: Iterable[Work]) -> None:
+    for piece in work:
+        function(piece)
+
+
 def _await_helper(helper: Future[None], undone: Sequence[None], timeout_s: float) -> None:
     """Wait for a helper, which takes no new piece. Its failure counts only where a piece is undone: a helper that was
     refused, or never woke up, has touched nothing."""
@@ -244,11 +251,16 @@ class Copier:
         """Run ``function`` over two halves of ``work``, interleaved, and wait. Raises as ``wait_all`` does."""
         wait_all(self.halves(function, work), timeout_s)
 
-    def share(self, function: Callable[[Work], None], work: Iterable[Work], timeout_s: float) -> None:
-        """Run ``function`` over each piece of ``work``, on the calling thread and on one that helps as soon as it is
-        awake: to wake a thread takes as long as to copy some MB. Where no thread helps, the caller does it all. Returns
-        when all pieces are done. Raises the error of a failed copy, or the caller's, once none runs any more;
+    def share(
+        self, function: Callable[[Work], None], work: Iterable[Work], byte_count: int, timeout_s: float
+    ) -> None:  # fmt: skip
+        """Run ``function`` over each piece of ``work``, on the calling thread and, where all of it is much
+        (``byte_count``), on one that helps as soon as it is awake. Where no thread helps, the caller does it all.
+        Returns when all pieces are done. Raises the error of a failed copy, or the caller's, once none runs any more;
         DeadlineExceeded while one may still be running."""
+        if byte_count <= HERE_BYTES_MAX:
+            on_callers_thread(_do_all, function, work)
+            return
         left = deque(work)
         undone = [None] * len(left)
         helper: Future[None] | None = None

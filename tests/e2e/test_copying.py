@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from kvstore_client.copying import Copier
+from kvstore_client.copying import HERE_BYTES_MAX, Copier
 
 from kvstore.errors import DeadlineExceeded, KVStoreError
 from kvstore.seams import WorkerThreads
 from tests.faulty_workers import WAYS, FaultyWorkers
 
 WAIT_S = 10.0
+MUCH = HERE_BYTES_MAX + 1
 
 
 class Shared:
@@ -52,7 +53,7 @@ def copier() -> Iterator[Copier]:
 
 def test_two_threads_share_pieces_and_each_is_done_once(copier: Copier) -> None:
     work = Shared()
-    copier.share(work, range(40), WAIT_S)
+    copier.share(work, range(40), MUCH, WAIT_S)
     assert sorted(work.done) == list(range(40))
 
 
@@ -61,23 +62,32 @@ def test_a_helper_that_never_helps_is_not_needed(way: object) -> None:
     workers = FaultyWorkers(WorkerThreads(1, "test-copy"))
     workers.fail(way)  # type: ignore[arg-type]
     done: list[int] = []
-    Copier(workers).share(done.append, range(5), WAIT_S)
+    Copier(workers).share(done.append, range(5), MUCH, WAIT_S)
     assert done == list(range(5))
     assert workers.hit
+    workers.close()
+
+
+def test_little_work_wakes_nobody() -> None:
+    workers = FaultyWorkers(WorkerThreads(1, "test-copy"))
+    threads: list[threading.Thread] = []
+    Copier(workers).share(lambda _: threads.append(threading.current_thread()), range(5), HERE_BYTES_MAX, WAIT_S)
+    assert threads == [threading.current_thread()] * 5
+    assert not workers.names
     workers.close()
 
 
 def test_pieces_that_a_helper_lost_are_not_said_to_be_done(copier: Copier) -> None:
     work = Shared(fail_there=True)
     with pytest.raises(KVStoreError):
-        copier.share(work, range(40), WAIT_S)
+        copier.share(work, range(40), MUCH, WAIT_S)
     assert not work.running
 
 
 def test_who_fails_waits_for_the_helper_which_takes_nothing_more(copier: Copier) -> None:
     work = Shared(fail_here=True)
     with pytest.raises(ValueError, match=r"\d"):
-        copier.share(work, range(40), WAIT_S)
+        copier.share(work, range(40), MUCH, WAIT_S)
     assert not work.running
     assert len(work.done) < 39, "the rest is nobody's"
 
@@ -93,7 +103,7 @@ def test_a_helper_that_hangs_is_waited_for_so_long_and_no_longer(copier: Copier)
             over.wait(WAIT_S)
 
     with pytest.raises(DeadlineExceeded):
-        copier.share(hang, range(4), 0.05)
+        copier.share(hang, range(4), MUCH, 0.05)
     over.set()
 
 

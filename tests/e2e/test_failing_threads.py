@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from kvstore_client import Client, connect, copying
 from kvstore_client.copying import Copier
-from kvstore_client.planes.shared_memory import resident
+from kvstore_client.planes.shared_memory import store as staged
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import Workers, WorkerThreads
 from kvstore.spec import Durability
-from tests.faulty_workers import WAYS, FaultyWorkers, Job, cancelled, lost, refused
+from tests.faulty_workers import WAYS, FaultyWorkers, Job, cancelled, refused
 from tests.seams.test_jobs import no_more_threads
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
@@ -95,7 +95,7 @@ class Rig:
 
 @pytest.fixture
 def rig(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(resident, "HERE_BYTES_MAX", 0)  # small caches take the threads of large ones
+    monkeypatch.setattr(copying, "HERE_BYTES_MAX", 0)  # small caches take the threads of large ones
     rig = Rig(sidecar.address)
     yield rig
     rig.close()
@@ -262,18 +262,30 @@ def test_a_copy_that_hangs_is_never_a_miss_for_who_gave_the_memory(rig: Rig) -> 
     over.set()
 
 
-def test_staging_under_a_copy_that_hangs_is_used_no_more(rig: Rig) -> None:
+def test_staging_under_a_copy_that_hangs_is_used_no_more(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     if rig.client.plane == "remote":
         pytest.skip("there is no staging by the remote plane")
     session = rig.client.connect_now()
     tokens, kv = rig.fresh()
     rig.client._context = replace(rig.client._context, timeout_s=0.2)
-    rig.copies.fail(lost)
-    assert put_once(rig.client, tokens, kv) == (Durability.NONE, 0)
+    mine, taken, over = threading.current_thread(), threading.Event(), threading.Event()
+
+    def hang(copy: Callable[[], None]) -> None:
+        if threading.current_thread() is mine:
+            assert taken.wait(WAIT_S), "the helper has a piece"
+            copy()
+        else:
+            taken.set()
+            over.wait(WAIT_S)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staged, "_run", hang)
+        assert put_once(rig.client, tokens, kv) == (Durability.NONE, 0)
     rig.client._context = replace(rig.client._context, timeout_s=WAIT_S)
     assert not session.is_usable
     assert put_once(rig.client, tokens, kv) == (Durability.MEMORY, COUNT)
     rig.assert_right(tokens, kv, whole=True)
+    over.set()
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

@@ -15,7 +15,7 @@ CALLS = {
     "begun", "done", "commit_beside", "submit", "halves", "run_in_executor", "to_thread", "wrap_future", "start_thread",
     "Thread", "Timer", "Process", "ThreadPoolExecutor", "ProcessPoolExecutor", "fork", "run_read",
 }  # fmt: skip
-BY_RECEIVER = {"_copier.split", "copier.split", "copier.share", "self._run"}
+BY_RECEIVER = {"copier.split", "copier.share", "_copier.share", "self._run"}
 """Calls whose name alone does not tell: the client's copies, and the device's jobs."""
 FROM_HERE = ("begun", "done")
 """Functions of ``kvstore.seams.jobs``: other things have these names, too."""

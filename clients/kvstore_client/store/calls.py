@@ -10,6 +10,7 @@ from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.spec import LEVELS, Durability, Exactness
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_from_message
+from kvstore.wire.bounds import decode
 from kvstore_client.arrays import Layer, Tensor
 from kvstore_client.context import Context
 from kvstore_client.copying import commit_beside
@@ -22,7 +23,7 @@ from kvstore_client.store.pages import PagesSource
 from kvstore_client.store.receipt import Outcome, Receipt, Settle, Settling
 from kvstore_client.store.store import Store, ask_settled, beyond, reserve_request
 from kvstore_client.store.tensors import Tensors
-from kvstore_client.store.writer import ReservedChunks, StoreWriter, writer_ticket
+from kvstore_client.store.writer import ReservedChunks, StoreWriter
 
 
 def check_durability(durability: Durability | None) -> None:
@@ -118,7 +119,7 @@ def join(
 ) -> StoreWriter:  # fmt: skip
     """See ``Client.join_store``."""
     check_durability(durability)
-    held = writer_ticket(ticket)
+    held = _writer_ticket(ticket)
     prompt = Prompt.known(spec_from_message(held.spec), split_digests(held.digests), int(held.exactness))
     reservation = ReservedChunks(
         prompt.spec, prompt.digests, prompt.exactness, int(held.token_count), tuple(held.hidden_layers),
@@ -152,3 +153,14 @@ def _writer(
         context.count("stores_refused")
         return StoreWriter(None, reservation, shard, context, None, error.message)
     return StoreWriter(None, reservation, shard, context, None, miss.why)
+
+
+def _writer_ticket(ticket: bytes) -> pb.SharedStore:
+    """Decode a writer's ticket. Raises InvalidRequest when the bytes are none."""
+    try:
+        message: pb.SharedStore = decode(pb.SharedStore, ticket)
+    except Exception as error:
+        raise InvalidRequest("ticket must be the bytes of a writer's ticket") from error
+    if not message.ticket or not message.token_count:
+        raise InvalidRequest("ticket must be the bytes of a writer's ticket")
+    return message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -17,7 +18,6 @@ from kvstore.seams.jobs import NotBegun, begun, failure_of
 from kvstore.spec import CacheKind, Durability, ModelSpec, StoreState
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_to_message
-from kvstore.wire.bounds import decode
 from kvstore_client.arrays import Layer, Tensor, checked
 from kvstore_client.context import Context
 from kvstore_client.copying import commit_beside
@@ -111,6 +111,8 @@ class StoreWriter:
         self._done: set[StripRange] = set()
         self._cuts: dict[tuple[int, int], set[StripRange]] = {}
         """Per chunk and layer, the ranges of heads that came together: their strips are gathered and sent together."""
+        self._whole: deque[Pile] = deque()
+        """Piles that are whole and wait to be sent: those that wait together go in one call."""
         self._sent: list[Future[None]] = []
         self._unread: list[Pile] = []
         """Piles that the sidecar was told to read and did not confirm."""
@@ -238,17 +240,18 @@ class StoreWriter:
         return run
 
     def _copy(self, source: Dense | FromPages, work: list[tuple[Pile, int, int, int]]) -> None:
-        def copy_some(some: Sequence[tuple[Pile, int, int, int]]) -> None:
-            for pile, start, stop, offset in some:
-                for part in pile.parts:
-                    first, last = max(start, part.token_start), min(stop, part.token_stop)
-                    if first < last:
-                        source.copy(part, first, last, offset + part.token_start)
+        def copy_one(one: tuple[Pile, int, int, int]) -> None:
+            pile, start, stop, offset = one
+            for part in pile.parts:
+                first, last = max(start, part.token_start), min(stop, part.token_stop)
+                if first < last:
+                    source.copy(part, first, last, offset + part.token_start)
 
         if not work:
             return
         try:
-            self._copier.split(copy_some, work, self._timeout_s)
+            byte_count = sum(pile.run.byte_count for pile, *_ in work)
+            self._copier.share(copy_one, work, byte_count, self._timeout_s)
         except DeadlineExceeded as error:
             # A copy may still write to its staging. End the session, so that this memory is never used again.
             if self._session is not None:
@@ -258,24 +261,33 @@ class StoreWriter:
         except KVStoreError as error:
             self._fail(error.message)
             return
-        whole: list[Pile] = []
+        count = len(self._done)
         for pile, start, stop, _ in work:
             pile.there[start:stop] = True
             self._cuts.setdefault((pile.strips.entry, pile.strips.slab), set()).add(pile.strips)
             if pile.there.all():
-                whole.append(self._piles.pop(pile.strips))
+                self._whole.append(self._piles.pop(pile.strips))
                 self._done.add(pile.strips)
-        if whole:
-            sent = begun(self._committer, self._send, whole)
+        if len(self._done) > count:
+            sent = begun(self._committer, self._send)
             self._sent.append(sent)
             if sent.done() and isinstance(refusal := failure_of(sent), NotBegun):
                 self._fail(refusal.message)
-                self._free(pile.run for pile in whole)
 
     # ------------------------------------------------------------ what runs beside the caller
 
-    def _send(self, piles: list[Pile]) -> None:
-        if not self._failure:
+    def _take_whole(self) -> list[Pile]:
+        """Take the piles that wait to be sent: whoever takes one sends it or frees its room."""
+        piles: list[Pile] = []
+        while True:
+            try:
+                piles.append(self._whole.popleft())
+            except IndexError:  # not asked before: two threads may take some
+                return piles
+
+    def _send(self) -> None:
+        piles = self._take_whole()
+        if piles and not self._failure:
             try:
                 self._fill(piles)
             except InvalidRequest as error:  # nothing was read: the store has ended
@@ -345,9 +357,8 @@ class StoreWriter:
                 reservation_id=reservation.reservation_id, shard=self._shard, supersedes=reservation.supersedes()
             )
             try:
-                response = self._call(
-                    pb.StoreRequest(commit=step), COMMIT_S_MAX if self._reservation.shards > 1 else self._timeout_s
-                )
+                wait_s = COMMIT_S_MAX if self._reservation.shards > 1 else self._timeout_s
+                response = self._call(pb.StoreRequest(commit=step), wait_s)
                 self._free(self._unsent())
                 stored = min(
                     response.committed_count * self._reservation.spec.chunk_tokens, self._reservation.token_count
@@ -372,7 +383,7 @@ class StoreWriter:
 
     def _unsent(self) -> list[StagingRun]:
         """Return the runs gathered and not sent, or sent in vain, and forget them: the caller gives them back."""
-        runs = [pile.run for pile in (*self._piles.values(), *self._unread)]
+        runs = [pile.run for pile in (*self._piles.values(), *self._take_whole(), *self._unread)]
         self._piles.clear()
         self._unread.clear()
         return runs
@@ -387,14 +398,3 @@ class StoreWriter:
 
     def __exit__(self, *_: object) -> None:
         self.abort()
-
-
-def writer_ticket(ticket: bytes) -> pb.SharedStore:
-    """Decode a writer's ticket. Raises InvalidRequest when the bytes are none."""
-    try:
-        message: pb.SharedStore = decode(pb.SharedStore, ticket)
-    except Exception as error:
-        raise InvalidRequest("ticket must be the bytes of a writer's ticket") from error
-    if not message.ticket or not message.token_count:
-        raise InvalidRequest("ticket must be the bytes of a writer's ticket")
-    return message

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 from kvstore.seams import FaultPoints
 from kvstore.seams.fence import fence
 from kvstore.spec import Exactness, MissReason, Tier
-from kvstore_client.copying import Copier, on_callers_thread
+from kvstore_client.copying import Copier
 from kvstore_client.fetch.fused import KeptViews
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Target
 from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun, runs_of
 from kvstore_client.planes.shared_memory.mapped import MappedMemory
 
-HERE_BYTES_MAX = 8 << 20
-"""The most bytes copied on the calling thread: to wake another thread takes as long."""
 PIECE_BYTES, PIECES_MAX = 2 << 20, 32
-"""Larger fetches are shared by two threads, in pieces: the last one is what a thread may wait for."""
+"""Two threads share large fetches in pieces: the last one is what a thread may wait for."""
 
 
 class ResidentPrefix:
@@ -45,18 +43,15 @@ class ResidentPrefix:
         """Copy every requested layer of the chunks in memory; two threads share large ones."""
         cache = self.runs(0)
         fused = None if self.wanted.hidden_layers else target.fused(cache, self._sources)
+        byte_count = self.wanted.byte_count(self.token_count)
         if fused is not None:
-            byte_count = self.wanted.byte_count(self.token_count)
-            if byte_count <= HERE_BYTES_MAX:
-                on_callers_thread(_run_all, fused(faults, 2))
-            else:
-                count = min(PIECES_MAX, max(2, byte_count // PIECE_BYTES))
-                copier.share(_run, fused(faults, count), timeout_s)
+            count = min(PIECES_MAX, max(2, byte_count // PIECE_BYTES))
+            copier.share(_run, fused(faults, count), byte_count, timeout_s)
             return
         work = [partial(target.copy_layer, each, cache, bad, faults) for each in range(len(self.wanted.layers))]
         for part, layer in enumerate(self.wanted.hidden_layers, start=1):
             work.append(partial(target.copy_hidden, layer, self.runs(part), bad))
-        copier.share(_run, work, timeout_s)
+        copier.share(_run, work, byte_count, timeout_s)
 
     def settle(self, bad: set[int]) -> int:
         """Return the number of leading tokens whose copies are good: generations unchanged, no bad checksum (``bad``:
@@ -74,11 +69,6 @@ class ResidentPrefix:
         """Return True when all bytes read from a chunk before the last ``fence`` were the chunk's. A slot that does not
         exist has no chunk."""
         return slot < len(self._generations) and bool(self._generations[slot] == generation)
-
-
-def _run_all(copies: Iterable[Callable[[], None]]) -> None:
-    for copy in copies:
-        copy()
 
 
 def _run(copy: Callable[[], None]) -> None:

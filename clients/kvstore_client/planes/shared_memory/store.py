@@ -25,9 +25,8 @@ def _continues(group: list[Staged], unit: Unit, run: StagingRun) -> bool:
     )
 
 
-def _run_all(copies: Sequence[Callable[[], None]]) -> None:
-    for copy in copies:
-        copy()
+def _run(copy: Callable[[], None]) -> None:
+    copy()
 
 
 class StagedUpload:
@@ -73,7 +72,8 @@ class StagedUpload:
         work = [copy for group in groups for copy in self._copies(group)]
         if work:
             try:
-                self._copier.split(_run_all, work, self._timeout_s)
+                byte_count = sum(unit.byte_count for unit, _ in batch)
+                self._copier.share(_run, work, byte_count, self._timeout_s)
             except DeadlineExceeded:
                 # A copy may still write to its staging. End the session, so that this memory is never used again.
                 self._session.close()
