@@ -31,10 +31,11 @@ from kvstore.movement.loads import Loading
 from kvstore.movement.meters import MeasuredTier, TierMeters
 from kvstore.movement.movement import Movement, MovementParts
 from kvstore.movement.relocation import ChunkStep, Transit
-from kvstore.movement.shared_tiers import ChunkHint, TierWord
+from kvstore.movement.shared_tiers import Beyond, ChunkHint, TierWord
 from kvstore.movement.writes import Writes
 
 __all__ = [
+    "Beyond",
     "ChunkHint",
     "ChunkStep",
     "Fate",

@@ -109,6 +109,13 @@ class ChunkHint(NamedTuple):
         return slowest.tier.kind if slowest else None
 
 
+class Beyond(NamedTuple):
+    """How far a chain continues beyond the node. ``is_known``: False where a tier did not answer for the next chunk."""
+
+    chunks: list[ChunkHint]
+    is_known: bool
+
+
 class KeyHint(NamedTuple):
     """The last answer on one key, and when it came. ``shared``: the tier that has the key (``is_there``), or that said
     so and was wrong. None: the key is on the node (``is_there``), or nowhere."""
@@ -173,14 +180,14 @@ class SharedTiers:
 
     # ------------------------------------------------------------ what they have
 
-    async def find(self, spaces: Sequence[Namespace], digests: Sequence[bytes], timeout_s: float) -> list[ChunkHint]:
+    async def find(self, spaces: Sequence[Namespace], digests: Sequence[bytes], timeout_s: float) -> Beyond:
         """Return how far a chain continues beyond the node: its leading chunks of which every part is here or said to
         be in a shared tier. As ``find_all``."""
         return (await self.find_all([(spaces, digests)], timeout_s))[0]
 
     async def find_all(
         self, chains: Sequence[tuple[Sequence[Namespace], Sequence[bytes]]], timeout_s: float
-    ) -> list[list[ChunkHint]]:
+    ) -> list[Beyond]:
         """``find`` for each chain. One question goes to each tier, which is answered within the tier's own bound, or
         not at all; all tiers together take no longer than the longest of their bounds. ``timeout_s``: the seconds that
         the caller may take; the questions get half of them, the rest is for the node's own work."""
@@ -205,27 +212,27 @@ class SharedTiers:
             found.append(fresh)
         return found
 
-    def _found(
-        self, spaces: Sequence[Namespace], digests: Sequence[bytes], parts: Sequence[Sequence[bytes]]
-    ) -> list[ChunkHint]:
+    def _found(self, spaces: Sequence[Namespace], digests: Sequence[bytes], parts: Sequence[Sequence[bytes]]) -> Beyond:
         """Return the leading chunks of one chain that the hints say are there. ``parts``: the keys, part by part."""
-        found = list(zip(*map(self._places, spaces, repeat(digests), parts), strict=False))
-        hints = {places: ChunkHint(places) for places in set(found)}
-        return [hints[places] for places in found]
+        places, are_known = zip(*map(self._places, spaces, repeat(digests), parts), strict=True)
+        found = list(zip(*places, strict=False))
+        hints = {each: ChunkHint(each) for each in set(found)}
+        return Beyond([hints[each] for each in found], all(are_known))
 
     def _places(
         self, space: Namespace, digests: Sequence[bytes], keys: Sequence[bytes]
-    ) -> list[SharedCopies | None]:  # fmt: skip
+    ) -> tuple[list[SharedCopies | None], bool]:  # fmt: skip
         """Return the places of one part of a chain's leading chunks: the shared tier, or None for the node. Ends before
-        a part that no tier has, or that left the node meanwhile."""
-        now_s = self._clock.monotonic()
+        a part that no tier has, or that left the node meanwhile; and before one of which that is not known (False)."""
+        now_s, is_known = self._clock.monotonic(), True
         places: list[SharedCopies | None] = []
         for digest, key in zip(digests, keys, strict=False):
             hint = self._hint_of(key, now_s) if key else _HERE
             if hint is None or not hint.is_there or (not key and digest not in space.index):
+                is_known = hint is not None
                 break
             places.append(hint.shared)
-        return places
+        return places, is_known
 
     def _keys(self, spaces: Sequence[Namespace], digests: Sequence[bytes]) -> list[list[bytes]]:
         """Return the storage keys of a chain's chunks, part by part; empty where the node has that part. Ends before a

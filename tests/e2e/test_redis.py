@@ -220,7 +220,9 @@ def test_a_server_that_is_not_there_at_the_start_is_used_when_it_comes() -> None
     with RedisServer() as other:
         other.kill()
         with Node(url=other.url) as node, connect(node.address) as client:
-            assert get(client, next(SEEDS)) == (0, MissReason.COLD)
+            assert get(client, next(SEEDS)) == (0, MissReason.UNAVAILABLE), "another node may have stored it"
+            missed = client.lookup(SPEC, tokens(next(SEEDS))).chunks
+            assert {chunk.reason for chunk in missed} == {MissReason.UNAVAILABLE}
             mine = put(client, next(SEEDS))
             assert get(client, mine) == WHOLE
             eventually(lambda: state(client) == "failing")
@@ -229,6 +231,7 @@ def test_a_server_that_is_not_there_at_the_start_is_used_when_it_comes() -> None
             other.start()
             eventually(lambda: state(client) == "up", BACK_S)
             eventually(lambda: takes(client, other), BACK_S)
+            eventually(lambda: get(client, next(SEEDS)) == (0, MissReason.COLD), BACK_S)
 
 
 def test_a_wrong_password_is_named_and_shown_to_nobody(tmp_path: Path) -> None:

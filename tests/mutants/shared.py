@@ -356,4 +356,12 @@ MUTANTS = [
         "a damaged copy keeps its place for ever",
         (f"{FAILING}::test_what_fails_its_check_is_a_miss_and_is_written_anew_with_the_next_store",),
     ),
+    Mutant(
+        "cold-where-nobody-answered",
+        SHARED_TIERS,
+        "                is_known = hint is not None\n",
+        "                is_known = True\n",
+        "a miss says that nobody stored a chunk, while the tier that may have it does not answer",
+        ("tests/e2e/test_redis.py::test_a_server_that_is_not_there_at_the_start_is_used_when_it_comes",),
+    ),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from kvstore.catalog import ROOT_ROW, Namespace, Walk
 from kvstore.controller.fetches.lookup import namespaces_of, tails_after
@@ -58,11 +59,11 @@ class Fetches:
             return self.fetch(session, query)
         spaces = namespaces_of(self._catalog, query)
         start = self._catalog.walk(spaces, query.digests).hit_count
-        found = await shared.find(spaces, query.digests[start:], deadline.left_s)
+        found, is_known = await shared.find(spaces, query.digests[start:], deadline.left_s)
         if not session.is_open:  # nobody could give back what it would lease
             raise Unavailable("the session ended while its fetch asked shared tiers")
         if not found:
-            return self.fetch(session, query)
+            return _told(self.fetch(session, query), is_known=is_known)
         try:
             spaces = namespaces_of(self._catalog, query, for_store=True)
         except Exhausted:  # what others have finds no namespace here: a miss, and no failure of the fetch
@@ -72,7 +73,7 @@ class Fetches:
             return self._fetch(session, query, spaces, walk)
         more = shared.rows(spaces, query.digests, start, found)
         try:
-            return self._fetch(session, query, spaces, walk.onwards(start, more))
+            return _told(self._fetch(session, query, spaces, walk.onwards(start, more)), is_known=is_known)
         finally:
             shared.release(more)
 
@@ -169,3 +170,9 @@ class Fetches:
                 loading = loadings.get(row)
                 placement = loading.placement if loading else self._movement.placement(row)
                 yield Resident(index, part, table.token_counts[row], placement, loading)
+
+
+def _told(result: FetchResult, *, is_known: bool) -> FetchResult:
+    """Return a result whose next chunk is not called cold where a tier did not say (``is_known``) if it has it."""
+    is_cold = result.reason is MissReason.COLD
+    return replace(result, reason=MissReason.UNAVAILABLE) if is_cold and not is_known else result

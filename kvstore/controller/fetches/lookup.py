@@ -12,12 +12,17 @@ from kvstore.controller.parts import Parts
 from kvstore.controller.values import ChainQuery, LookupResult, Tail
 from kvstore.errors import InvalidRequest
 from kvstore.keys import ROOT_DIGEST
-from kvstore.movement import ChunkHint
+from kvstore.movement import Beyond, ChunkHint
 from kvstore.seams import Deadline, Pauses
 from kvstore.spec import ChunkState, Encoding, MissReason
 
 STEP_CHUNKS = 4096
 """Chunks of a chain, times their parts, that are walked between two pauses."""
+
+
+def _unavailable(run: ChainRun) -> ChainRun:
+    """Return a run of cold misses as one of which a tier did not say if it has them; any other run as it is."""
+    return run._replace(reason=MissReason.UNAVAILABLE) if run.reason is MissReason.COLD else run
 
 
 def namespaces_of(catalog: Catalog, query: ChainQuery, *, for_store: bool = False) -> list[Namespace]:
@@ -131,9 +136,13 @@ class Lookups:
         return list(map(self._onwards, queries, spaces, found, more))
 
     def _onwards(
-        self, query: ChainQuery, spaces: Sequence[Namespace], found: LookupResult, more: Sequence[ChunkHint]
+        self, query: ChainQuery, spaces: Sequence[Namespace], found: LookupResult, beyond: Beyond
     ) -> LookupResult:
-        """Return the node's hits ``found``, followed by the chunks ``more`` that shared tiers are said to have."""
+        """Return the node's hits ``found``, followed by the chunks that shared tiers are said to have. Where one did
+        not answer, the misses behind them are not cold."""
+        more = beyond.chunks
+        if not beyond.is_known:
+            found = found._replace(runs=tuple(map(_unavailable, found.runs)))
         if not more:
             return found
         self._parts.counters.add("lookup_hinted_chunks", len(more))

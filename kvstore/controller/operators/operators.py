@@ -237,7 +237,7 @@ class Operators:
                 break
         turn.end()
         more = await movement.shared_tiers.find(spaces, query.digests[hits:], self._parts.deadline(None).left_s)
-        return there, hits + len(more)
+        return there, hits + len(more.chunks)
 
     def _local(self, name: str) -> Copies | None:
         """Return a local tier's copies; None for a shared tier. Raises InvalidRequest for a tier that is not in use."""
