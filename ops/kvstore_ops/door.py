@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore_client import TLS, Client, connect
-from kvstore_client.planes.place import UNIX, default_socket
+from kvstore_client.planes.place import UNIX, default_address
 
 from kvstore.errors import InvalidRequest
 
@@ -66,7 +66,7 @@ def door_of(address: str | None, tenant: str = "", tls: str = "") -> Door:
     """Return the door that the options name. ``address``: unix:///PATH, a socket's path, or HOST:PORT; None: this
     user's sidecar. ``tls``: "system", or one or three files, CA or CA,CERTIFICATE,KEY. Raises InvalidRequest."""
     if address is None:
-        address = f"{UNIX}{default_socket()}"
+        address = default_address()
     elif "://" not in address and ("/" in address or ":" not in address):
         address = f"{UNIX}{address}"  # a path
     door = Door(address, _tls(tls))

@@ -64,6 +64,15 @@ def test_what_an_address_means(monkeypatch: pytest.MonkeyPatch) -> None:
     assert door_of("run/kvstore.sock").address == "unix://run/kvstore.sock"
     assert door_of(HERE, "red").address == "unix:///run/red/kvstore.sock"
     assert door_of("host:9500") == Door("host:9500")
+    monkeypatch.setenv("KVSTORE_SOCKET", "host:9500")
+    assert door_of(None) == Door("host:9500")
+
+
+def test_the_environment_may_name_another_host(both: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_SOCKET", both.tcp_address)
+    assert json.loads(said("status", "--json"))["server_pid"] == both.pid
+    with connect() as client:
+        assert client.plane == "remote"
 
 
 def test_what_tls_means() -> None:

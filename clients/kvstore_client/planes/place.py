@@ -86,25 +86,26 @@ class RemotePlace:
 Place = LocalPlace | RemotePlace
 
 
-def default_socket() -> Path:
-    """Return $KVSTORE_SOCKET, else the sidecar's default for this user."""
+def default_address() -> str:
+    """Return the address in $KVSTORE_SOCKET, also where that is a path, else the address of this user's sidecar."""
     named = os.environ.get("KVSTORE_SOCKET")
     if named:
-        return Path(named.removeprefix(UNIX))
+        return named if named.startswith(UNIX) or ("/" not in named and ":" in named) else f"{UNIX}{named}"
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime:
-        return Path(runtime) / "kvstore" / "kvstore.sock"
+        return f"{UNIX}{Path(runtime) / 'kvstore' / 'kvstore.sock'}"
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(state) / "kvstore" / "run" / "kvstore.sock"
+    return f"{UNIX}{Path(state) / 'kvstore' / 'run' / 'kvstore.sock'}"
 
 
 def place_of(address: str | None, token: str | None, tls: TLS | bool | None) -> Place:
-    """Return the place of an address. ``token``: by default $KVSTORE_TOKEN. Raises InvalidRequest for an invalid
-    address, and for a token that would travel unencrypted."""
-    if address is None or address.startswith(UNIX):
+    """Return the place of an address; None: of ``default_address``. ``token``: by default $KVSTORE_TOKEN. Raises
+    InvalidRequest for an invalid address, and for a token that would travel unencrypted."""
+    address = default_address() if address is None else address
+    if address.startswith(UNIX):
         if token is not None or tls:
             raise InvalidRequest("token and tls are for HOST:PORT addresses; a unix socket serves its own user")
-        return LocalPlace(default_socket() if address is None else Path(address.removeprefix(UNIX)))
+        return LocalPlace(Path(address.removeprefix(UNIX)))
     if "/" in address:
         raise InvalidRequest(f"address {address!r}: use unix:///path/to/kvstore.sock, or HOST:PORT")
     host, _ = split_address(address, "address")
