@@ -105,6 +105,39 @@ def test_a_second_fetch_needs_no_sidecar(small: Sidecar, client: Client, shape: 
         assert not any(plane[:, COUNT:].any() for layer in target for plane in layer)
 
 
+def test_a_prompt_that_goes_on_behind_a_partial_chunk_needs_no_sidecar_either(small: Sidecar, client: Client) -> None:
+    tokens, cache = stored(client, 21, count=40)
+    longer = np.concatenate((tokens, tokens_of(30, 22)))
+    before = client.stats().counters["fetch_calls"]
+    assert client.fetch(SPEC, longer).token_count == 40
+    assert client.stats().counters["fetch_calls"] == before + 1, "shared memory shows which partial chunk it is"
+    found = without_the_sidecar(small, lambda: client.fetch(SPEC, longer))
+    assert found.token_count == 40
+    assert same(found, cache)
+
+
+def test_a_partial_chunk_of_other_tokens_is_not_taken(small: Sidecar, client: Client) -> None:
+    tokens, cache = stored(client, 23, count=40)
+    other = np.concatenate((tokens[:36], tokens_of(30, 24)))
+    assert client.fetch(SPEC, other).token_count == 32
+    found = without_the_sidecar(small, lambda: client.fetch(SPEC, other))
+    assert (found.token_count, found.reason) == (32, MissReason.COLD)
+    assert same(found, [tuple(plane[:, :32] for plane in layer) for layer in cache])
+
+
+def test_what_is_stored_behind_a_partial_chunk_is_found_the_next_time(client: Client) -> None:
+    tokens, first = stored(client, 25, count=40)
+    longer = np.concatenate((tokens, tokens_of(30, 26)))
+    assert [client.fetch(SPEC, longer).token_count for _ in range(2)] == [40, 40]
+    cache = random_cache(SPEC, 70, 27)
+    client.store(SPEC, longer, cache).wait(10)
+    found = client.fetch(SPEC, longer)
+    assert found.token_count == 70
+    for start, stop, wanted in ((0, 32, first), (32, 70, cache)):  # the two whole chunks were there before
+        cut = [[tuple(plane[:, start:stop] for plane in layer) for layer in kv] for kv in (found, wanted)]
+        assert same(*cut)
+
+
 @pytest.mark.parametrize("skipped", [0, 8, 16, 24, 40])
 @pytest.mark.parametrize("heads", [None, (1, 2)])
 @pytest.mark.parametrize("size", [4, 8, 16])

@@ -7,12 +7,12 @@ from functools import partial
 from typing import NoReturn
 
 from kvstore.errors import Exhausted
-from kvstore.spec import Exactness, MissReason, Tier
+from kvstore.spec import ChunkState, Exactness, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.context import Context
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.lookup.presence import ChainName
-from kvstore_client.lookup.tails import first_held, longest_tail
+from kvstore_client.lookup.presence import Answer, ChainName, Presence
+from kvstore_client.lookup.tails import first_held, longest_tail, peeked_tail
 from kvstore_client.planes.prefix import Prefix
 from kvstore_client.planes.session import ClientSession
 from kvstore_client.prompt import EXACTNESSES, Prompt
@@ -102,9 +102,33 @@ def open_resident(context: Context, wanted: Wanted, prompt: Prompt, *, is_brief:
         if not seen[0].hit_count and not seen[0].has_tails:
             session.presence.count(fetch_calls=1, fetch_miss_chunks=len(prompt.digests))
             return NoPrefix(wanted, MissReason(seen[0].runs[0].reason or MissReason.COLD))
+        digests, answer = _with_tail(session.presence, wanted, name, prompt, seen[0])
         if is_brief:
             chain = ChainName(name, prompt.exactness, prompt.provenance)
-            warm = session.open_warm(wanted, chain, prompt.digests, seen[0], EXACTNESSES[prompt.exactness])
+            warm = session.open_warm(wanted, chain, digests, answer, EXACTNESSES[prompt.exactness])
             if warm is not None:
                 return warm
+        if digests is not prompt.digests:
+            how = (prompt.exactness, context.timeout_s, b"", prompt.provenance)
+            return open_prefix(session, wanted, name, digests, *how)
     return open_longest(session, name, wanted, prompt, context.timeout_s)
+
+
+def _with_tail(
+    presence: Presence, wanted: Wanted, name: bytes, prompt: Prompt, seen: Answer
+) -> tuple[list[bytes], Answer]:
+    """Return the chain to ask for, and the answer for it: where shared memory shows a partial chunk behind the last hit
+    that matches the prompt, the hits and this one. Else the prompt's own chain, and ``seen``."""
+    own, hits = (prompt.digests, seen), seen.hit_count
+    is_pending = any(run.state == ChunkState.PENDING for run in seen.runs)  # a fetch may wait for the whole chunk
+    if wanted.hidden_layers or not seen.has_tails or hits == len(prompt.digests) or is_pending:
+        return own
+    told = presence.with_tails(prompt.chain(name, prompt.digests), seen)
+    tail = peeked_tail(presence, name, prompt, hits * wanted.spec.chunk_tokens, told) if told else None
+    if not tail:
+        return own
+    if not tail[0]:
+        return prompt.digests, seen._replace(has_tails=False)
+    digests = [*prompt.digests[:hits], tail[1]]
+    longer = presence.look_up([prompt.chain(name, digests)])
+    return (digests, longer[0]) if longer else own

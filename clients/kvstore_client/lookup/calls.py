@@ -30,9 +30,9 @@ def peek(context: Context, prompt: Prompt, *, hold: bool) -> Match | None:
     step, count = prompt.spec.chunk_tokens, prompt.token_count
     prefix = min(seen.hit_count * step, count)
     tail = peeked_tail(session.presence, name, prompt, prefix, seen)
-    if tail is None or (tail and hold):
+    if tail is None or (tail[0] and hold):
         return None
-    return Match(prefix + tail, chunk_matches(seen.runs, step, 0, count))
+    return Match(prefix + tail[0], chunk_matches(seen.runs, step, 0, count))
 
 
 def look_up(

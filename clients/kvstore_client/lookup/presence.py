@@ -221,15 +221,21 @@ class Presence:
         seen = self.look_up(chains)
         if seen is None or (readers and seen[0].hit_count):
             return None
-        if seen[0].has_tails and seen[0].hit_count < len(chains[0].digests):
-            lengths = self._tail_lengths(chains[0], seen[0].hit_count)
-            if lengths is None:
-                return None
-            seen[0] = seen[0]._replace(tail_lengths=lengths)
+        first = self.with_tails(chains[0], seen[0])
+        if first is None:
+            return None
         hits = sum(each.hit_count for each in seen)
         misses = sum(len(each.digests) for each in chains) - hits
         self.count(lookup_calls=1, lookup_hit_chunks=hits, lookup_miss_chunks=misses)
-        return seen[0]._replace(segments=seen[1:])
+        return first._replace(segments=seen[1:])
+
+    def with_tails(self, chain: Chain, seen: Answer) -> Answer | None:
+        """Return the answer for a chain with the lengths of the partial chunks that may follow its last hit. None when
+        only a call can tell."""
+        if not seen.has_tails or seen.hit_count == len(chain.digests):
+            return seen
+        lengths = self._tail_lengths(chain, seen.hit_count)
+        return None if lengths is None else seen._replace(tail_lengths=lengths)
 
     def _tail_lengths(self, chain: Chain, hit_count: int) -> bytes | None:
         """Return the lengths of the partial chunks after the last hit, as bits. None when only a call can tell."""

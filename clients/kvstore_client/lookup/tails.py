@@ -69,9 +69,11 @@ def first_held(
     return reply.tail_found
 
 
-def peeked_tail(presence: Presence, name: bytes, prompt: Prompt, prefix: int, seen: Answer) -> int | None:
-    """Return the token count of the longest partial chunk after the prefix, from shared memory; 0: there is none. None
-    when only a call can tell."""
+def peeked_tail(
+    presence: Presence, name: bytes, prompt: Prompt, prefix: int, seen: Answer
+) -> tuple[int, bytes] | None:  # fmt: skip
+    """Return the longest partial chunk after the prefix, (token count, digest), from shared memory; 0 tokens: there is
+    none. None when only a call can tell."""
     needs_call = False
 
     def held(digests: Sequence[bytes]) -> int:
@@ -81,7 +83,7 @@ def peeked_tail(presence: Presence, name: bytes, prompt: Prompt, prefix: int, se
         return found or 0
 
     tail = longest_tail(prompt, prefix, seen.hit_count, seen, held)
-    return None if needs_call else tail[0] if tail else 0
+    return None if needs_call else tail or (0, b"")
 
 
 def superseded(prompt: Prompt, beside: Iterable[pb.TailsBeside]) -> bytes:
