@@ -15,7 +15,7 @@ from kvstore.catalog.copies import NOWHERE, Copies, MappedCopies
 from kvstore.catalog.events import Event, EventBatch, Watcher
 from kvstore.catalog.namespace import Namespace
 from kvstore.catalog.spaces import parent_digest
-from kvstore.catalog.table import ROOT_ROW, USE_COUNT_MAX, ChunkTable, Identity, whole_seconds
+from kvstore.catalog.table import ROOT_ROW, USE_COUNT_MAX, ChunkTable, RowIdentity, whole_seconds
 
 __all__ = [
     "NOWHERE",
@@ -27,9 +27,9 @@ __all__ = [
     "Copies",
     "Event",
     "EventBatch",
-    "Identity",
     "MappedCopies",
     "Namespace",
+    "RowIdentity",
     "Walk",
     "Watcher",
     "absent_runs",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvstore.catalog.events import Event
 from kvstore.catalog.namespace import Namespace
 from kvstore.catalog.spaces import Model, Spaces, parent_digest
-from kvstore.catalog.table import ROOT_ROW, ChunkTable, Identity
+from kvstore.catalog.table import ROOT_ROW, ChunkTable, RowIdentity
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import ROOT_DIGEST, fingerprint
 from kvstore.presence import PresenceTable
@@ -172,7 +172,7 @@ class Catalog:
         """True when lookups find the row's chunk; False for a ghost."""
         return self.space_of(row).index.get(self.table.digests[row]) == row
 
-    def is_here(self, row: int, identity: Identity) -> bool:
+    def is_here(self, row: int, identity: RowIdentity) -> bool:
         """True when the row still belongs to the chunk ``identity``, and lookups find it."""
         return self.table.identity(row) == identity and self.is_visible(row)
 

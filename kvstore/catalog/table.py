@@ -10,7 +10,7 @@ import numpy as np
 from kvstore.catalog.copies import NOWHERE, Copies
 from kvstore.spec import Tier
 
-Identity = tuple[int, bytes]
+RowIdentity = tuple[int, bytes]
 """The identity of a row's chunk: (number of its namespace, chain digest)."""
 ROOT_ROW = -1
 """The parent of a chain's first chunk."""
@@ -123,7 +123,7 @@ class ChunkTable:
         self.digests[row] = _EMPTY
         self._free.append(row)
 
-    def identity(self, row: int) -> Identity:
+    def identity(self, row: int) -> RowIdentity:
         """Return which chunk the row belongs to. Code that awaits without a hold on the row compares the identity
         afterwards: the row may belong to another chunk by then."""
         return self.spaces[row], self.digests[row]

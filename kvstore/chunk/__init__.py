@@ -46,7 +46,7 @@ from kvstore.chunk.making import SAVES_MIN, EncodingCost, Making, decode_slabs, 
 from kvstore.chunk.parts import Part, slab_parts
 from kvstore.chunk.seal import AEAD, MAC, check_available
 from kvstore.chunk.sealed_file import open_file, seal_file
-from kvstore.chunk.strips import Run, StripRun, are_right, slab_runs, strip_run
+from kvstore.chunk.strips import StripMemory, StripRun, are_right, slab_runs, strip_run
 
 __all__ = [
     "AEAD",
@@ -61,10 +61,10 @@ __all__ = [
     "EncodingCost",
     "Making",
     "Part",
-    "Run",
     "Sealer",
     "Sealing",
     "StoredStrips",
+    "StripMemory",
     "StripRun",
     "Trust",
     "are_right",

@@ -42,7 +42,7 @@ from kvstore.chunk.header import (
 )
 from kvstore.chunk.layout import FIXED_HEADER_BYTES, PAGE_BYTES, STRIP_ENTRY_BYTES, ChunkLayout
 from kvstore.chunk.seal import AEAD, HEADER_NUMBER, TAG_BYTES, StripSeal, as_bytes
-from kvstore.chunk.strips import Run, StripRun
+from kvstore.chunk.strips import StripMemory, StripRun
 from kvstore.errors import DataLoss
 from kvstore.seams import EnvelopeKey, EnvelopeRing, SystemRandom
 from kvstore.seams.memory import Bytes
@@ -164,7 +164,7 @@ class Sealer:
         return as_bytes(_sealed_header(self._plain, self._sealing, self._seal, self._salt, self._seat, tags))
 
 
-def sealed(sealing: Sealing, header: Bytes, runs: Sequence[Run]) -> list[Bytes]:
+def sealed(sealing: Sealing, header: Bytes, runs: Sequence[StripMemory]) -> list[Bytes]:
     """Blocking. Return a copy of a chunk in an envelope: its header, then its body, as a ``Sealer`` makes them.
     ``runs`` are all strips in their stored form. Raises DataLoss as ``Sealer`` does."""
     sealer = Sealer(sealing, header)

@@ -13,7 +13,7 @@ from kvstore.chunk.encoding import decode_slab, encode_chunk, slab_range, stored
 from kvstore.chunk.envelope import Sealing, open_slabs, sealed
 from kvstore.chunk.header import ChunkHeader
 from kvstore.chunk.layout import ChunkLayout
-from kvstore.chunk.strips import Run, slab_runs
+from kvstore.chunk.strips import StripMemory, slab_runs
 from kvstore.errors import DataLoss
 from kvstore.seams import SystemClock
 from kvstore.seams.memory import Bytes
@@ -52,7 +52,7 @@ class Making:
                 return encoded.header, self._sealed(head, [(body, stored_run(encoded.header, layout, whole))])
         return header, self._sealed(head, slab_runs(layout, header.storage_key, header.write_id, whole, slabs))
 
-    def _sealed(self, head: Bytes, runs: Sequence[Run]) -> list[Bytes]:
+    def _sealed(self, head: Bytes, runs: Sequence[StripMemory]) -> list[Bytes]:
         if self.sealing is None:
             return [head, *(data for data, _ in runs)]
         return sealed(self.sealing, head, runs)

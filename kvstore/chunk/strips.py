@@ -106,17 +106,17 @@ def strip_run(
     )  # fmt: skip
 
 
-Run = tuple[Bytes, StripRun]
+StripMemory = tuple[Bytes, StripRun]
 """Memory, and the strips in it."""
 
 
 def slab_runs(
     layout: ChunkLayout, storage_key: bytes, write_id: bytes, slabs: range, memory: Sequence[Bytes],
     seal: StripSeal | None = None,
-) -> list[Run]:  # fmt: skip
+) -> list[StripMemory]:  # fmt: skip
     """Return the strips of raw slabs, each in its array of ``memory``, in as few runs as the memory allows. ``seal``:
     opens the strips; None: they have no envelope."""
-    runs: list[Run] = []
+    runs: list[StripMemory] = []
     first = slabs.start
     for data in joined(memory):
         size, stop = 0, first
@@ -127,7 +127,7 @@ def slab_runs(
     return runs
 
 
-def are_right(runs: Sequence[Run], expected: bytes) -> bool:
+def are_right(runs: Sequence[StripMemory], expected: bytes) -> bool:
     """Blocking. True when the strips in memory match ``expected``: 16 bytes each, in order. Strips in an envelope are
     opened in place."""
     start = 0

@@ -18,7 +18,7 @@ class NoPacket(InvalidRequest):
     """The packet is no JSON object. The peer is disconnected, because its later packets cannot be understood either."""
 
 
-class Place(NamedTuple):
+class FieldPlace(NamedTuple):
     """A field of a message (``field``), and its place in the packet (``name``)."""
 
     field: str
@@ -27,17 +27,18 @@ class Place(NamedTuple):
     default: Any
 
 
-def _places(kind: type[Question | Answer]) -> tuple[Place, ...]:
+def _places(kind: type[Question | Answer]) -> tuple[FieldPlace, ...]:
     hints = get_type_hints(kind, include_extras=True)
     shapes: dict[str, Shape] = {each.name: hints[each.name].__metadata__[0] for each in fields(kind)}
     return tuple(
-        Place(each.name, shapes[each.name].wire or each.name, shapes[each.name], each.default) for each in fields(kind)
+        FieldPlace(each.name, shapes[each.name].wire or each.name, shapes[each.name], each.default)
+        for each in fields(kind)
     )
 
 
 QUESTIONS: Mapping[str, type[Question]] = {kind.op: kind for kind in get_args(Question)}
 ANSWERS: Mapping[str, type[Answer]] = {kind.op: kind for kind in get_args(Answer)}
-PLACES: Mapping[type[Any], tuple[Place, ...]] = {
+PLACES: Mapping[type[Any], tuple[FieldPlace, ...]] = {
     kind: _places(kind) for kind in (*get_args(Question), *get_args(Answer))
 }
 """The fields of each message, in the order in which its packet has them."""
@@ -81,7 +82,7 @@ def _decode(packet: bytes, kinds: Mapping[str, type[Message]]) -> Message:
     return kind(*(_value(place, said.get(place.name)) for place in PLACES[kind]))
 
 
-def _value(place: Place, value: Any) -> Any:
+def _value(place: FieldPlace, value: Any) -> Any:
     if place.shape.allows(value):
         return _frozen(value)
     if place.default is MISSING:

@@ -15,7 +15,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.catalog import NOWHERE, ROOT_ROW, Catalog, Copies, Identity
+from kvstore.catalog import NOWHERE, ROOT_ROW, Catalog, Copies, RowIdentity
 from kvstore.catalog.lineage import Pause, descend, nearest
 from kvstore.movement.removal import Removal
 from kvstore.spec import Durability, MissReason
@@ -53,7 +53,7 @@ class Meant:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def at(self, place: int) -> tuple[int, Identity]:
+    def at(self, place: int) -> tuple[int, RowIdentity]:
         """Return the row at a place, and the identity that the chunk had."""
         return int(self.rows[place]), (int(self.spaces[place]), self.digests[place])
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvstore.catalog import ROOT_ROW, Catalog, Identity
+from kvstore.catalog import ROOT_ROW, Catalog, RowIdentity
 from kvstore.config import LEVEL_SETTINGS
 from kvstore.errors import InvalidRequest
 from kvstore.movement.names import ChunkNames
@@ -63,7 +63,7 @@ class _Asked(NamedTuple):
 
     shared: SharedWrites
     own: Sequence[int]
-    chunks: Mapping[int, Identity]
+    chunks: Mapping[int, RowIdentity]
 
 
 class _Reached(NamedTuple):
@@ -145,19 +145,19 @@ class Levels:
         said = f"no tier of this level is configured: set {LEVEL_SETTINGS[level]}"
         return "; ".join((said, *self._absent))
 
-    def _identified(self, rows: Iterable[int]) -> dict[int, Identity]:
+    def _identified(self, rows: Iterable[int]) -> dict[int, RowIdentity]:
         return {row: self._table.identity(row) for row in rows}
 
     def _asked(self, shared: SharedWrites, rows: Sequence[int]) -> _Asked:
         return _Asked(shared, rows, self._identified(self._chunks(shared, rows)))
 
-    def _are_still(self, chunks: Mapping[int, Identity]) -> bool:
+    def _are_still(self, chunks: Mapping[int, RowIdentity]) -> bool:
         """Return True when each row is still the chunk that it was."""
         return all(self._table.identity(row) == identity for row, identity in chunks.items())
 
     # ------------------------------------------------------------ on the node
 
-    async def _local(self, chunks: Mapping[int, Identity], timeout_s: float) -> tuple[Durability, str, bool]:
+    async def _local(self, chunks: Mapping[int, RowIdentity], timeout_s: float) -> tuple[Durability, str, bool]:
         """Return the level that all of these have reached once a tier has them all, or every tier is through with them;
         the reason why it is no higher; and whether it will stay so."""
         if not self._writes:
@@ -176,7 +176,7 @@ class Levels:
         return level, reason, level == highest or all(is_settled for _, _, is_settled in found)
 
     async def _through(
-        self, writes: Writes, chunks: Mapping[int, Identity], timeout_s: float
+        self, writes: Writes, chunks: Mapping[int, RowIdentity], timeout_s: float
     ) -> tuple[Durability, str, bool]:
         """Return the same for one tier, once it is through with its proofs and writes of these chunks."""
         until = Deadline.of(self._clock, timeout_s, timeout_s)
@@ -184,7 +184,7 @@ class Levels:
         level, reason, is_through = await writes.settle(chunks, until.left_s)
         return level, reason, is_proven and is_through
 
-    def _local_now(self, chunks: Mapping[int, Identity]) -> tuple[Durability, str]:
+    def _local_now(self, chunks: Mapping[int, RowIdentity]) -> tuple[Durability, str]:
         return max((writes.level(chunks) for writes in self._writes), key=lambda each: each[0])
 
     # ------------------------------------------------------------ beyond it

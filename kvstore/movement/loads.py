@@ -16,7 +16,7 @@ import numpy as np
 
 from kvstore.arena import Arena, Placement
 from kvstore.catalog import ROOT_ROW, Catalog, MappedCopies
-from kvstore.chunk import ChunkHeader, ChunkLayout, Run, pack_header, raw_header, slab_runs, write_mark
+from kvstore.chunk import ChunkHeader, ChunkLayout, StripMemory, pack_header, raw_header, slab_runs, write_mark
 from kvstore.errors import DataLoss, KVStoreError, Unavailable
 from kvstore.movement.meters import TierMeters
 from kvstore.movement.names import ChunkNames
@@ -374,6 +374,6 @@ def _ahead(loading: Loading) -> Sequence[Bytes]:
     return () if first.start else loading.placement.pieces[1 : 1 + first.stop]
 
 
-def _checksums(runs: Sequence[Run]) -> bytes:
+def _checksums(runs: Sequence[StripMemory]) -> bytes:
     """Return 16 bytes per strip, in order. Blocking."""
     return b"".join(strips.checksums(data) for data, strips in runs)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from kvstore.arena import Placement
-from kvstore.catalog import Catalog, Identity, MappedCopies
+from kvstore.catalog import Catalog, MappedCopies, RowIdentity
 from kvstore.chunk import parse_header
 from kvstore.errors import DataLoss, KVStoreError
 from kvstore.movement.names import ChunkNames
@@ -337,7 +337,7 @@ class Writes:
         except TimeoutError:
             return
 
-    async def settle(self, chunks: Mapping[int, Identity], timeout_s: float) -> tuple[Durability, str, bool]:
+    async def settle(self, chunks: Mapping[int, RowIdentity], timeout_s: float) -> tuple[Durability, str, bool]:
         """Return the level that all of these chunks have reached once the tier is through with them, at most
         ``timeout_s`` seconds from now; the reason why it is no higher; and whether the tier is through."""
         for row in chunks:
@@ -369,7 +369,7 @@ class Writes:
                 if not others:
                     del self._waiters[row]
 
-    def level(self, chunks: Mapping[int, Identity]) -> tuple[Durability, str]:
+    def level(self, chunks: Mapping[int, RowIdentity]) -> tuple[Durability, str]:
         """Return the level that these chunks have reached now, and the reason why it is no higher."""
         level, reason = self.target.durability, ""
         for row, identity in chunks.items():

@@ -14,7 +14,7 @@ from typing import Any
 from kvstore.errors import KVStoreError
 from kvstore.remote.door import Door, credentials
 from kvstore.remote.node import Node
-from kvstore.remote.tokens import Tokens, read_tokens
+from kvstore.remote.tokens import AccessTokens, read_tokens
 from kvstore.seams.scheduler import start_thread
 from kvstore.telemetry import configure_logging
 
@@ -37,7 +37,7 @@ def main() -> int:
 
 
 async def _serve(orders: dict[str, Any]) -> None:
-    tokens, nodes = Tokens(), {}
+    tokens, nodes = AccessTokens(), {}
     for tenant in orders["tenants"]:
         digests = read_tokens(Path(tenant["token_file"]), tenant["setting"])
         tokens.add(tenant["name"], digests, tenant["setting"])

@@ -14,7 +14,7 @@ from kvstore.config import DEFAULT_TENANT
 from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, PermissionDenied, Unauthenticated
 from kvstore.remote.node import Node
 from kvstore.remote.session import SidecarSession
-from kvstore.remote.tokens import Tokens
+from kvstore.remote.tokens import AccessTokens
 from kvstore.server.rpc import Context, abort
 from kvstore.telemetry import TRACE_HEADERS, Counters, log_on_as
 from kvstore.wire import METADATA_SESSION, METADATA_TOKEN
@@ -26,7 +26,7 @@ _log = logging.getLogger("kvstore.remote")
 class Guard:
     """Finds the caller's tenant and session, and checks his rights and his tenant's number of calls."""
 
-    def __init__(self, tokens: Tokens, nodes: dict[str, Node], call_count_max: int) -> None:
+    def __init__(self, tokens: AccessTokens, nodes: dict[str, Node], call_count_max: int) -> None:
         """``call_count_max``: calls of one tenant at once, each of which may hold a message in memory."""
         self._tokens = tokens
         self._nodes = nodes

@@ -17,7 +17,7 @@ from kvstore.remote.node import Node
 from kvstore.remote.receiving import Receiving
 from kvstore.remote.sending import Sending
 from kvstore.remote.session import SidecarSession
-from kvstore.remote.tokens import Tokens
+from kvstore.remote.tokens import AccessTokens
 from kvstore.server.rpc import Context
 from kvstore.telemetry import Counters
 from kvstore.units import is_loopback, split_address
@@ -58,8 +58,8 @@ class Door:
     """Serves the remote plane of the nodes whose tokens it knows."""
 
     def __init__(
-        self, tokens: Tokens, nodes: dict[str, Node], *, message_bytes: int, stream_count_max: int, stall_s: float,
-        connection_count_max: int, call_count_max: int,
+        self, tokens: AccessTokens, nodes: dict[str, Node], *, message_bytes: int, stream_count_max: int,
+        stall_s: float, connection_count_max: int, call_count_max: int,
     ) -> None:  # fmt: skip
         """``connection_count_max``: connections of all tenants; ``call_count_max``: calls of one tenant at once."""
         self._guard = Guard(tokens, nodes, call_count_max)

@@ -12,7 +12,7 @@ import xxhash
 
 from kvstore.errors import DataLoss, DeadlineExceeded, InvalidRequest
 from kvstore.remote.node import Node, typed_error
-from kvstore.remote.session import Segment, SidecarSession
+from kvstore.remote.session import SidecarSession, StagingSegment
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import ALIGNMENT, split_message
@@ -31,7 +31,7 @@ class Receiving:
         self._node = node
         self._session = session
         self._stall_s = stall_s
-        self._filling: tuple[Any, Segment] | None = None
+        self._filling: tuple[Any, StagingSegment] | None = None
 
     async def run(self, context: Any) -> int:
         """Receive the stream, and return the number of bytes filled. Raises InvalidRequest for a message that
@@ -46,7 +46,7 @@ class Receiving:
             await self._settle()
         return byte_count
 
-    async def _staged(self, context: Any) -> tuple[rpb.StoreBytesRequest, Segment, int] | None:
+    async def _staged(self, context: Any) -> tuple[rpb.StoreBytesRequest, StagingSegment, int] | None:
         """Return the next message's fields, its bytes in staging, and their number. None at the end."""
         async with self._session.inbox.room(self._stall_s), self._node.inbox.room(self._stall_s):
             message = await self._next(context)
@@ -62,7 +62,7 @@ class Receiving:
             ) from None
         return None if message is grpc.aio.EOF else message
 
-    async def _take(self, message: bytes) -> tuple[rpb.StoreBytesRequest, Segment, int]:
+    async def _take(self, message: bytes) -> tuple[rpb.StoreBytesRequest, StagingSegment, int]:
         fields, data = split_message(rpb.StoreBytesRequest, message)
         _check_runs(fields.runs, int(data.size))
         if xxhash.xxh3_128_digest(data.data) != fields.checksum:
@@ -71,7 +71,7 @@ class Receiving:
         np.copyto(segment.bytes[: data.size], data)
         return fields, segment, int(data.size)
 
-    async def _fill(self, fields: rpb.StoreBytesRequest, segment: Segment, byte_count: int) -> int:
+    async def _fill(self, fields: rpb.StoreBytesRequest, segment: StagingSegment, byte_count: int) -> int:
         """Have the sidecar fill from staging, once it is done with the previous message. Return the bytes."""
         try:
             await self._filled()

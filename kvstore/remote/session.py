@@ -27,7 +27,7 @@ from kvstore.wire import METADATA_SESSION
 EXCHANGE_TIMEOUT_S = 5.0
 
 
-class Segment:
+class StagingSegment:
     """Staging of a session, for one stream at a time."""
 
     def __init__(self, staging_id: int, mapping: SharedMap) -> None:
@@ -41,7 +41,7 @@ class SidecarSession:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._turn = asyncio.Lock()
-        self._idle: list[Segment] = []
+        self._idle: list[StagingSegment] = []
         self._owed = False
         """True while an answer is outstanding. After a cancelled exchange nobody waits for it."""
         self.secret = b""
@@ -100,7 +100,7 @@ class SidecarSession:
             if isinstance(answer, StagingAnswer):
                 check_descriptors(answer, descriptors)
                 mapping = SharedMap(descriptors[0], answer.byte_count, writable=True)
-                self._idle.append(Segment(answer.staging_id, mapping))
+                self._idle.append(StagingSegment(answer.staging_id, mapping))
 
     async def _receive(self) -> tuple[Answer, list[int]]:
         while True:
@@ -120,7 +120,7 @@ class SidecarSession:
 
     # ------------------------------------------------------------ staging
 
-    async def take_segment(self, byte_count: int) -> Segment:
+    async def take_segment(self, byte_count: int) -> StagingSegment:
         """Take staging of at least ``byte_count`` bytes, until ``give_back``. Raises Exhausted at the limits."""
         for segment in self._idle:
             if segment.bytes.size >= byte_count:
@@ -134,9 +134,9 @@ class SidecarSession:
             except Unavailable:
                 await self.exchange(StagingClose(answer.staging_id), Done)
                 raise
-        return Segment(answer.staging_id, mapping)
+        return StagingSegment(answer.staging_id, mapping)
 
-    def give_back(self, segment: Segment) -> None:
+    def give_back(self, segment: StagingSegment) -> None:
         """Give a segment back, which nobody writes and the sidecar does not read any more."""
         if self.is_open:
             self._idle.append(segment)

@@ -65,7 +65,7 @@ def _digest(text: str, place: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-class Tokens:
+class AccessTokens:
     """The tokens of all tenants."""
 
     def __init__(self) -> None:

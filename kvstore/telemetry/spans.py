@@ -11,7 +11,7 @@ from kvstore import __version__
 from kvstore.config import TracingSettings
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.seams.scheduler import start_thread
-from kvstore.telemetry.tracing import TRACE_HEADERS, TraceSpan, Value
+from kvstore.telemetry.tracing import TRACE_HEADERS, SpanValue, TraceSpan
 
 QUEUE_COUNT_MAX = 2048
 """Spans that wait to be sent. Further spans are dropped."""
@@ -48,7 +48,7 @@ class Spans:
             yield span
 
     @contextmanager
-    def span(self, name: str, **attributes: Value) -> Iterator[TraceSpan]:
+    def span(self, name: str, **attributes: SpanValue) -> Iterator[TraceSpan]:
         """See ``Tracing.span``. Work outside of any call makes no span; the call that it belongs to may have ended."""
         if not self._trace.get_current_span().get_span_context().is_valid:
             yield _Told(self._trace.INVALID_SPAN)
@@ -57,7 +57,7 @@ class Spans:
             yield span
 
     @contextmanager
-    def _begun(self, name: str, attributes: dict[str, Value], **how: Any) -> Iterator[TraceSpan]:
+    def _begun(self, name: str, attributes: dict[str, SpanValue], **how: Any) -> Iterator[TraceSpan]:
         told = {f"kvstore.{key}": value for key, value in attributes.items()}
         with self._tracer.start_as_current_span(
             name, attributes=told, record_exception=False, set_status_on_exception=False, **how
@@ -84,7 +84,7 @@ class _Told:
     def __init__(self, span: Any) -> None:
         self._span = span
 
-    def note(self, **attributes: Value) -> None:
+    def note(self, **attributes: SpanValue) -> None:
         self._span.set_attributes({f"kvstore.{key}": value for key, value in attributes.items()})
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-Value = str | int | float | bool
+SpanValue = str | int | float | bool
 TRACE_HEADERS = ("traceparent", "tracestate")
 """The metadata keys in which a call carries its caller's trace (W3C Trace Context)."""
 
@@ -19,7 +19,7 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 class TraceSpan(Protocol):
     """One step of a request."""
 
-    def note(self, **attributes: Value) -> None:
+    def note(self, **attributes: SpanValue) -> None:
         """Add attributes to the span."""
 
 
@@ -33,7 +33,7 @@ class Tracing(Protocol):
     def call(self, name: str, metadata: Iterable[tuple[str, str | bytes]]) -> AbstractContextManager[TraceSpan]:
         """Begin the span of a call. If ``metadata`` has the caller's trace, the span is part of that trace."""
 
-    def span(self, name: str, **attributes: Value) -> AbstractContextManager[TraceSpan]:
+    def span(self, name: str, **attributes: SpanValue) -> AbstractContextManager[TraceSpan]:
         """Begin a span inside the current one. An exception raised inside marks the span as failed."""
 
     def close(self) -> None:
@@ -41,7 +41,7 @@ class Tracing(Protocol):
 
 
 class _NoSpan:
-    def note(self, **attributes: Value) -> None:
+    def note(self, **attributes: SpanValue) -> None:
         return None
 
 
@@ -56,7 +56,7 @@ class NoTracing:
     def call(self, name: str, metadata: Iterable[tuple[str, str | bytes]]) -> AbstractContextManager[TraceSpan]:
         return self._span
 
-    def span(self, name: str, **attributes: Value) -> AbstractContextManager[TraceSpan]:
+    def span(self, name: str, **attributes: SpanValue) -> AbstractContextManager[TraceSpan]:
         return self._span
 
     def close(self) -> None:

@@ -295,14 +295,26 @@ def _lengths(path: str, tree: ast.AST, line_count: int) -> Iterator[Finding]:
                 yield Finding(path, node.lineno, f"{node.name} has {length} lines, at most {FUNCTION_LINES_MAX}")
 
 
+def defined_by(node: ast.stmt) -> str:
+    """Return the name of the function, class or alias of a type that a statement defines; empty for another one."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return node.name
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp):
+        target = node.targets[0]
+        if isinstance(target, ast.Name) and any(letter.islower() for letter in target.id):  # else it is a constant
+            return target.id
+    return ""
+
+
 def shared_names(sources: Mapping[str, str]) -> list[Finding]:
     """Return public functions and classes that are defined more than once. ``sources``: the text of each
     file by its path."""
     places: dict[str, list[tuple[str, int]]] = {}
     for path, text in sources.items():
         for node in ast.parse(text).body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name[0] != "_":
-                places.setdefault(node.name, []).append((path, node.lineno))
+            name = defined_by(node)
+            if name and name[0] != "_":
+                places.setdefault(name, []).append((path, node.lineno))
     found = []
     for name, defined in places.items():
         if len(defined) > 1:

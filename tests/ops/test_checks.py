@@ -112,6 +112,8 @@ def test_a_public_name_has_one_definition() -> None:
     ]
     sources.pop("clients/b.py")
     assert lint.shared_names(sources) == []
+    aliases = {"kvstore/a.py": "Place = tuple[str, int]\n", "kvstore/b.py": "class Place:\n    pass\n"}
+    assert len(lint.shared_names(aliases)) == 1, "the alias of a type is a name, too"
 
 
 CIRCLES = {

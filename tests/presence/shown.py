@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from kvstore_client.lookup.presence import Answer, answer_of, answer_of_few
+from kvstore_client.lookup.presence import LookupAnswer, answer_of, answer_of_few
 
 from kvstore.catalog import Catalog, Namespace
 from kvstore.catalog.spaces import parent_digest
@@ -53,7 +53,7 @@ def words_of(table: PresenceTable) -> Words:
     return table.mapping.bytes.view(np.uint64)
 
 
-def answer(catalog: Catalog, space: Namespace, digests: Sequence[bytes]) -> Answer:
+def answer(catalog: Catalog, space: Namespace, digests: Sequence[bytes]) -> LookupAnswer:
     """What a client makes of the table. It must be able to tell."""
     found = find(words_of(catalog.presence), tags_of(space.salt, b"".join([ROOT_DIGEST, *digests])))
     assert found is not None
@@ -63,7 +63,7 @@ def answer(catalog: Catalog, space: Namespace, digests: Sequence[bytes]) -> Answ
     return few
 
 
-def is_the_same(seen: Answer, said: LookupResult) -> bool:
+def is_the_same(seen: LookupAnswer, said: LookupResult) -> bool:
     """Return True when a client sees what a lookup says."""
     runs = [(run.count, run.state, run.tier, run.encoding, run.reason) for run in seen.runs]
     told = [(run.chunk_count, run.state, run.tier, run.encoding, run.reason) for run in said.runs]

@@ -11,7 +11,7 @@ from kvstore.spec import ChunkState, Exactness, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.context import Context
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.lookup.presence import Answer, ChainName, Presence
+from kvstore_client.lookup.presence import ChainName, LookupAnswer, Presence
 from kvstore_client.lookup.tails import first_held, longest_tail, peeked_tail
 from kvstore_client.planes.prefix import Prefix
 from kvstore_client.planes.session import ClientSession
@@ -115,8 +115,8 @@ def open_resident(context: Context, wanted: Wanted, prompt: Prompt, *, is_brief:
 
 
 def _with_tail(
-    presence: Presence, wanted: Wanted, name: bytes, prompt: Prompt, seen: Answer
-) -> tuple[list[bytes], Answer]:
+    presence: Presence, wanted: Wanted, name: bytes, prompt: Prompt, seen: LookupAnswer
+) -> tuple[list[bytes], LookupAnswer]:
     """Return the chain to ask for, and the answer for it: where shared memory shows a partial chunk behind the last hit
     that matches the prompt, the hits and this one. Else the prompt's own chain, and ``seen``."""
     own, hits = (prompt.digests, seen), seen.hit_count

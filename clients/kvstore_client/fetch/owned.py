@@ -19,14 +19,14 @@ from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.halves import plane_shapes
 
 ALIGNMENT = 64
-Shape = tuple[int, int, int]
+_Shape = tuple[int, int, int]
 
 
 class OwnedHalves:
     """The planes of layers that are alike, for copies: per half (K and V, or E) one tensor [layers, heads, tokens, dim]
     of plain integers. Each plane begins at a multiple of ALIGNMENT bytes."""
 
-    def __init__(self, memory: NDArray[np.uint8], shapes: Sequence[Shape], layer_count: int, size: int) -> None:
+    def __init__(self, memory: NDArray[np.uint8], shapes: Sequence[_Shape], layer_count: int, size: int) -> None:
         """``shapes``: of a layer's planes. ``size``: bytes of an item."""
         self._memory = memory
         self._shapes = shapes
@@ -90,7 +90,7 @@ def owned_rows(wanted: Wanted, token_count: int) -> dict[int, NDArray[np.generic
     return dict(zip(wanted.hidden_layers, rows, strict=True))
 
 
-def _owned(shapes: Sequence[Shape], size: int) -> list[NDArray[np.generic]]:
+def _owned(shapes: Sequence[_Shape], size: int) -> list[NDArray[np.generic]]:
     sizes = [_aligned(math.prod(shape) * size) for shape in shapes]
     memory = destination(sum(sizes))
     planes, offset = [], 0

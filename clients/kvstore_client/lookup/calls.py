@@ -10,7 +10,7 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.context import Context
 from kvstore_client.fetch.ticket import pack_ticket, release
 from kvstore_client.lookup.match import Match, chunk_matches, missed_chunks
-from kvstore_client.lookup.presence import Answer
+from kvstore_client.lookup.presence import LookupAnswer
 from kvstore_client.lookup.tails import first_held, longest_tail, peeked_tail
 from kvstore_client.prompt import Prompt
 from kvstore_client.segments.known import KnownSegments
@@ -58,7 +58,7 @@ def _look_up(
 
 
 def with_tail(
-    context: Context, prompt: Prompt, found: pb.LookupResponse | Answer, readers: int
+    context: Context, prompt: Prompt, found: pb.LookupResponse | LookupAnswer, readers: int
 ) -> tuple[int, bytes | None]:
     """Return the tokens found, and a ticket for all of them where there are ``readers``. Beyond the whole chunks, they
     include the partial chunk behind these where a stored one matches the prompt. Releases the ticket that the new one
@@ -90,7 +90,7 @@ def with_tail(
 
 def _ask(
     context: Context, prompt: Prompt, digests: Sequence[bytes], readers: int, segments: Sequence[Prompt] = ()
-) -> pb.LookupResponse | Answer:
+) -> pb.LookupResponse | LookupAnswer:
     session, name = context.ready(prompt.spec)
     if session.presence is not None:
         chains = [each.chain(name, each.digests) for each in segments]

@@ -67,7 +67,7 @@ class StateRun:
     reason: int
 
 
-class Answer(NamedTuple):
+class LookupAnswer(NamedTuple):
     """Same fields as the wire's LookupResponse, for a lookup that holds nothing. ``has_tails``: partial chunks follow
     the last hit; only a call tells which."""
 
@@ -77,7 +77,7 @@ class Answer(NamedTuple):
     tails: Sequence[pb.PartialTail] = ()
     tail_lengths: bytes = b""
     ticket: bytes = b""
-    segments: Sequence[Answer] = ()
+    segments: Sequence[LookupAnswer] = ()
 
 
 class Chain(NamedTuple):
@@ -184,7 +184,7 @@ class Presence:
         self._forget(words)
         return None
 
-    def _look_up(self, chain: Chain) -> Answer | None:
+    def _look_up(self, chain: Chain) -> LookupAnswer | None:
         if len(chain.digests) <= FEW:
             few = self._found_few(chain)
             if few is None or not (few.is_whole or all(few.news[1:])):
@@ -201,7 +201,7 @@ class Presence:
         # Else only a call tells if partial chunks follow the root.
         return answer if is_whole or answer.hit_count else None
 
-    def look_up(self, chains: Sequence[Chain]) -> list[Answer] | None:
+    def look_up(self, chains: Sequence[Chain]) -> list[LookupAnswer] | None:
         """Return the answer for each chain. None when only a call can tell. A caller that then needs no call ``count``s
         it."""
         token_count = sum(max(1, (len(each.digests) - 1) * each.chunk_tokens) for each in chains)
@@ -215,7 +215,7 @@ class Presence:
             answers.append(answer)
         return answers
 
-    def answer(self, chains: Sequence[Chain], readers: int) -> Answer | None:
+    def answer(self, chains: Sequence[Chain], readers: int) -> LookupAnswer | None:
         """Return the answer for the first chain, with the segments behind it and the lengths of the partial chunks that
         may follow the first; count the lookup. None where only a call can tell, or must hold chunks."""
         seen = self.look_up(chains)
@@ -229,7 +229,7 @@ class Presence:
         self.count(lookup_calls=1, lookup_hit_chunks=hits, lookup_miss_chunks=misses)
         return first._replace(segments=seen[1:])
 
-    def with_tails(self, chain: Chain, seen: Answer) -> Answer | None:
+    def with_tails(self, chain: Chain, seen: LookupAnswer) -> LookupAnswer | None:
         """Return the answer for a chain with the lengths of the partial chunks that may follow its last hit. None when
         only a call can tell."""
         if not seen.has_tails or seen.hit_count == len(chain.digests):
@@ -302,7 +302,7 @@ class Presence:
         self._is_closed, self._words = True, None
 
 
-def answer_of(found: NDArray[np.uint64]) -> Answer:
+def answer_of(found: NDArray[np.uint64]) -> LookupAnswer:
     """Return the answer for ``found``, the news of the root, and of each chunk. It follows the sidecar's catalog: a
     chunk behind a missing one is no hit."""
     states = found & _STATE
@@ -315,10 +315,10 @@ def answer_of(found: NDArray[np.uint64]) -> Answer:
     behind[(states[1 + hits :] == ChunkState.HIT) | (behind == 0)] = _COLD
     starts = [0, *(np.flatnonzero(news[1:] != news[:-1]) + 1).tolist(), news.size]
     runs = [_run(stop - start, int(news[start])) for start, stop in pairwise(starts) if start < stop]
-    return Answer(hits, runs, unpack_news(int(found[hits])).has_tails)
+    return LookupAnswer(hits, runs, unpack_news(int(found[hits])).has_tails)
 
 
-def answer_of_few(found: Sequence[int]) -> Answer:
+def answer_of_few(found: Sequence[int]) -> LookupAnswer:
     """Return as ``answer_of`` does."""
     news = [each & _BUT_TAILS_NUMBER for each in found[1:]]
     hits = len(list(takewhile(lambda each: each & STATE_MASK == ChunkState.HIT, news)))
@@ -326,7 +326,7 @@ def answer_of_few(found: Sequence[int]) -> Answer:
         if not news[at] or news[at] & STATE_MASK == ChunkState.HIT:
             news[at] = _COLD_NUMBER
     runs = [_run(len(list(alike)), each) for each, alike in groupby(news)]
-    return Answer(hits, runs, unpack_news(found[hits]).has_tails)
+    return LookupAnswer(hits, runs, unpack_news(found[hits]).has_tails)
 
 
 def _run(count: int, news: int) -> StateRun:

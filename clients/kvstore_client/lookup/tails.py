@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvstore.keys import ROOT_DIGEST
 from kvstore.v1 import cache_pb2 as pb
-from kvstore_client.lookup.presence import Answer, Presence
+from kvstore_client.lookup.presence import LookupAnswer, Presence
 from kvstore_client.planes.session import ClientSession
 from kvstore_client.prompt import Prompt
 
@@ -70,7 +70,7 @@ def first_held(
 
 
 def peeked_tail(
-    presence: Presence, name: bytes, prompt: Prompt, prefix: int, seen: Answer
+    presence: Presence, name: bytes, prompt: Prompt, prefix: int, seen: LookupAnswer
 ) -> tuple[int, bytes] | None:  # fmt: skip
     """Return the longest partial chunk after the prefix, (token count, digest), from shared memory; 0 tokens: there is
     none. None when only a call can tell."""

@@ -22,7 +22,7 @@ from kvstore.v1alpha import admin_pb2_grpc, prefill_pb2_grpc
 from kvstore.wire import METADATA_ERROR
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.lookup.presence import Answer, ChainName, Presence
+from kvstore_client.lookup.presence import ChainName, LookupAnswer, Presence
 from kvstore_client.planes.prefix import Prefix
 from kvstore_client.planes.returns import UNANSWERED, Returns
 from kvstore_client.planes.store import StagingMemory, StagingRun, StoreSource, Upload
@@ -68,7 +68,7 @@ class Plane(Protocol):
         """Ask for the resident prefix of a chain. Raises the typed error of a failed call."""
 
     def open_warm(
-        self, wanted: Wanted, name: ChainName, digests: Sequence[bytes], seen: Answer, exactness: Exactness
+        self, wanted: Wanted, name: ChainName, digests: Sequence[bytes], seen: LookupAnswer, exactness: Exactness
     ) -> Prefix | None:
         """Open the prefix that a lookup has just shown (``seen``), without a call and without a lease. None where only
         a call will do."""

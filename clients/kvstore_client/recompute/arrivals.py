@@ -20,7 +20,7 @@ from kvstore_client.recompute.runs import Run
 from kvstore_client.recompute.sources import Ahead, FetchedRun, ProjectedRun, places
 from kvstore_client.segments.runs import segment_prompt
 
-Planes = list[tuple[torch.Tensor, torch.Tensor]]
+PlanePairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Arrivals:
@@ -41,7 +41,7 @@ class Arrivals:
         transfer = self._ahead[cache, layer] = self._asked(cache, (0,), None, (layer,))
         return StoredE(cache, layer, transfer.token_count, transfer.reason)
 
-    def run(self, plan: Plan) -> tuple[list[Run], Planes]:
+    def run(self, plan: Plan) -> tuple[list[Run], PlanePairs]:
         """Start the plan's fetches. Returns its runs, and the memory where they land. The merge of these runs waits for
         each layer that is fetched: after it nothing writes there any more."""
         runner = self._request.runner
@@ -103,7 +103,7 @@ class Arrivals:
         ahead = Ahead(self._ahead[run.cache, run.hidden_layer], run.hidden_layer, rows)
         return FetchedRun(self._timeout_s, runner.device, ahead)
 
-    def _follow(self, source: FetchedRun, plan: Plan, run: PlannedRun, planes: Planes) -> None:
+    def _follow(self, source: FetchedRun, plan: Plan, run: PlannedRun, planes: PlanePairs) -> None:
         """Bring the source's other layers by the one transfer of its cache; the first layer came with E, if E was
         fetched."""
         layers = run.layers if run.hidden_layer is None else run.layers[1:]
@@ -113,7 +113,7 @@ class Arrivals:
             self._transfers[run.cache] = self._started(plan, run, layers, planes)
         source.follow(self._transfers[run.cache])
 
-    def _started(self, plan: Plan, run: PlannedRun, layers: tuple[int, ...], planes: Planes) -> Transfer:
+    def _started(self, plan: Plan, run: PlannedRun, layers: tuple[int, ...], planes: PlanePairs) -> Transfer:
         cache, spec, into = run.cache, self._spec(run.cache), None
         parts = [each for each in plan.runs if each.cache == cache]
         if not spec.keeps_e:

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, Unavailable
 from kvstore.planning import Plan, Recompute
 from kvstore.planning.loading import LoadPlan, Prefill, Way
@@ -26,7 +24,7 @@ from kvstore_client.caches import Caches
 from kvstore_client.fetch.transfer import without_frames
 from kvstore_client.loading.call import PrefillCall
 from kvstore_client.loading.patience import Patience, prior_s
-from kvstore_client.recompute.arrivals import Arrivals
+from kvstore_client.recompute.arrivals import Arrivals, PlanePairs
 from kvstore_client.recompute.fused import recompute
 from kvstore_client.recompute.inquiry import ask
 from kvstore_client.recompute.racing import Race, RacedRun
@@ -38,7 +36,6 @@ from kvstore_client.recompute.weighing import begin_probes, settled, weighed
 
 _log = logging.getLogger("kvstore.client")
 LOST = (DataLoss, DeadlineExceeded, Exhausted, Unavailable)
-Planes = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def partial_prefill(client: Caches, request: Request, timeout_s: float, clock: Clock) -> PartialPrefill:
@@ -78,7 +75,7 @@ class _Prompt:
         self._is_given_up = self._is_late = False
         self._front = 0
         self._took: Prefill | None = None
-        self._planes: Planes | None = None
+        self._planes: PlanePairs | None = None
         self._race: Race | None = None
 
     def reused(self) -> tuple[Plan, Recomputed, float]:

@@ -18,7 +18,7 @@ from kvstore_client.fetch.fetched import FetchedKV
 from kvstore_client.recompute.merged import dense_planes
 from kvstore_client.recompute.runner import ModelRunner, check_runner
 
-Planes = tuple[torch.Tensor, torch.Tensor]
+_Pair = tuple[torch.Tensor, torch.Tensor]
 _LOST = (DataLoss, DeadlineExceeded)
 
 
@@ -44,7 +44,7 @@ def projector_of(runner: ModelRunner) -> Projector:
 
 
 def project_into(
-    runner: Projector, layer: int, hidden: torch.Tensor, into: Planes, step_tokens: int, token_start: int = 0
+    runner: Projector, layer: int, hidden: torch.Tensor, into: _Pair, step_tokens: int, token_start: int = 0
 ) -> None:
     """Project K and V of consecutive tokens from ``token_start`` on, ``step_tokens`` at a time, into their planes.
 

@@ -11,7 +11,7 @@ from kvstore.keys import Extra, Tokens
 from kvstore.spec import Exactness, MissReason
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.lookup.match import SegmentMatch, chunk_matches, missed_chunks
-from kvstore_client.lookup.presence import Answer
+from kvstore_client.lookup.presence import LookupAnswer
 from kvstore_client.prompt import NO_TOKENS, GivenTokens, Prompt, check_preamble, preamble_tokens
 from kvstore_client.segments.known import KnownSegments
 
@@ -74,7 +74,10 @@ def named_segments(
 
 
 def matched(
-    cut: Sequence[tuple[range, Prompt]], found: Sequence[pb.SegmentFound | Answer], prefix: int, known: KnownSegments
+    cut: Sequence[tuple[range, Prompt]],
+    found: Sequence[pb.SegmentFound | LookupAnswer],
+    prefix: int,
+    known: KnownSegments,
 ) -> tuple[SegmentMatch, ...]:
     """Return the match of each segment. A sidecar that knows no segments reports none: they count as missing."""
     matches = []

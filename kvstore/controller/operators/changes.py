@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from kvstore.catalog import Copies, Identity
+from kvstore.catalog import Copies, RowIdentity
 from kvstore.catalog.lineage import descend
 from kvstore.controller.operators.looks import Looks, blame
 from kvstore.controller.operators.selection import Chosen
@@ -81,11 +81,11 @@ class Changes:
         await turn.next()
         return Meant(np.concatenate(rows), np.concatenate(spaces), digests)
 
-    def _is_it(self, row: int, identity: Identity) -> bool:
+    def _is_it(self, row: int, identity: RowIdentity) -> bool:
         """True when the row is still that chunk, and some tier of the node has it."""
         return self._table.identity(row) == identity and self._table.is_resident(row)
 
-    def _is_visible(self, row: int, identity: Identity) -> bool:
+    def _is_visible(self, row: int, identity: RowIdentity) -> bool:
         return self._table.identity(row) == identity and self._catalog.is_visible(row)
 
     def _size(self, row: int) -> int:

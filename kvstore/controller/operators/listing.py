@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 import numpy as np
 
 from kvstore.catalog import Namespace, parent_digest
-from kvstore.controller.operators.selection import Chosen, Rows
+from kvstore.controller.operators.selection import Chosen, RowNumbers
 from kvstore.controller.operators.turns import Turn, Turns
 from kvstore.controller.operators.values import (
     ChunkEntry,
@@ -99,7 +99,7 @@ class Totals:
         self._of: dict[bytes, ModelTotal] = {}
         self._names: dict[int, bytes] = {}
 
-    async def add(self, rows: Rows, turn: Turn) -> None:
+    async def add(self, rows: RowNumbers, turn: Turn) -> None:
         """Count these rows, which are resident now. Chunks of one namespace and length have the same size, so they are
         counted together."""
         table = self._catalog.table

@@ -24,7 +24,7 @@ BLOCK_ROWS = 8192
 """Rows that are looked at in one step: some 0.2 ms."""
 PART_ROWS = 256
 """Rows of a block whose digests or sizes are looked at in one step."""
-Rows = NDArray[np.int64]
+RowNumbers = NDArray[np.int64]
 FINGERPRINT_DIGITS_MIN = 8
 MEMORY_NAMES = ("memory", "dram")
 NAMED_COUNT_MAX = 8
@@ -89,7 +89,7 @@ class Chosen:
                 return self._table.shared, shared.said_bit
         raise no_such_tier(parts, name)
 
-    async def blocks(self, turn: Turn) -> AsyncIterator[Rows]:
+    async def blocks(self, turn: Turn) -> AsyncIterator[RowNumbers]:
         """Give the rows of selected chunks, at most a block at a time, each at the beginning of a step. The rows are
         right until the caller awaits something."""
         await self._recognize(turn)
@@ -127,7 +127,7 @@ class Chosen:
         if self._selection.model:
             self._numbers = np.array(namespaces_named(self._catalog, self._selection.model), np.int64)
 
-    async def _chained(self, turn: Turn) -> AsyncIterator[Rows]:
+    async def _chained(self, turn: Turn) -> AsyncIterator[RowNumbers]:
         """Give the rows of selected chunks among ``selection.chain``, namespace by namespace, some of the chain at a
         time."""
         chain = self._selection.chain
@@ -154,7 +154,7 @@ class Chosen:
         """True when columns alone do not decide, and each chunk's digest or size is looked at."""
         return bool(self._digits.text or self._selection.byte_count_min or self._selection.byte_count_max)
 
-    def _of(self, start: int, stop: int) -> Rows:
+    def _of(self, start: int, stop: int) -> RowNumbers:
         table, selection = self._table, self._selection
         found = np.zeros(stop - start, np.bool_)
         for copies in table.copies:

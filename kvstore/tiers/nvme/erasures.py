@@ -13,7 +13,7 @@ from typing import Any
 
 from kvstore.errors import KVStoreError
 from kvstore.tiers.contract import Residency
-from kvstore.tiers.nvme.newest import WHOLE_FILE, Newest, Place
+from kvstore.tiers.nvme.newest import WHOLE_FILE, Newest, SlotPlace
 from kvstore.tiers.nvme.regions import Regions
 from kvstore.tiers.nvme.slots import RegionFile
 
@@ -86,7 +86,7 @@ class Erasures:
             if unseen or self.newest.knows(writes):
                 await self._run(self.newest.note, writes, unseen)
 
-    def _unseen(self, writes: Mapping[bytes, int] | None = None) -> frozenset[Place]:
+    def _unseen(self, writes: Mapping[bytes, int] | None = None) -> frozenset[SlotPlace]:
         """Return the places that may hold a write which could not be read, or not be erased. A locked slot shows its
         key: it counts where ``writes`` replace that key, or an earlier write did."""
         places = {(name, WHOLE_FILE) for name in self._regions.away}

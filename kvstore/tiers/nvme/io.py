@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvstore.chunk import AEAD, Run, Sealer, Sealing, write_seat
+from kvstore.chunk import AEAD, Sealer, Sealing, StripMemory, write_seat
 from kvstore.errors import DataLoss
 from kvstore.seams import Disk
 from kvstore.seams.memory import Bytes
@@ -90,7 +90,7 @@ def write_runs(io: DeviceIO, descriptor: int, offset: int, runs: Sequence[Bytes]
 
 def write_sealed(
     io: DeviceIO, descriptor: int, offset: int, header_bytes: int, sealing: Sealing, seat: int, header: Bytes,
-    runs: Sequence[Run],
+    runs: Sequence[StripMemory],
 ) -> None:  # fmt: skip
     """Write a chunk in an envelope. ``runs`` are its body; its header takes ``header_bytes`` and is written last, for
     it has the tags of all. Blocking. Raises DataLoss, before the header is written, where memory does not match its

@@ -27,7 +27,7 @@ from kvstore.tiers.nvme.directory import NEWEST, Directory
 
 NEWEST_FILE = "newest"
 COUNT_MAX = 4096
-Place = tuple[str, int]
+SlotPlace = tuple[str, int]
 """A region file's name, and a slot."""
 WHOLE_FILE = (1 << 64) - 1
 """Stands in the place of a slot: all slots of the file."""
@@ -43,7 +43,7 @@ class Newest:
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._marks: dict[bytes, int] = {}
-        self.closed: frozenset[Place] = frozenset()
+        self.closed: frozenset[SlotPlace] = frozenset()
         """Places where nothing replaceable is believed."""
         self._is_damaged = False
 
@@ -75,7 +75,7 @@ class Newest:
         believed."""
         return any(key in self._marks for key in keys)
 
-    def is_stale(self, key: bytes, mark: int, place: Place) -> bool:
+    def is_stale(self, key: bytes, mark: int, place: SlotPlace) -> bool:
         """Return True when a write that a scan found at ``place`` is not to be believed."""
         return self._is_damaged or self._closes(place) or self._marks.get(key, mark) != mark
 
@@ -83,10 +83,10 @@ class Newest:
         """Return True when nothing replaceable is believed in the file, or in some slot of it."""
         return self._is_damaged or any(place[0] == file for place in self.closed)
 
-    def _closes(self, place: Place) -> bool:
+    def _closes(self, place: SlotPlace) -> bool:
         return place in self.closed or (place[0], WHOLE_FILE) in self.closed
 
-    def note(self, writes: Mapping[bytes, int], unseen: frozenset[Place]) -> None:
+    def note(self, writes: Mapping[bytes, int], unseen: frozenset[SlotPlace]) -> None:
         """Believe no other writes of these keys from now on. Other writes may lie in the ``unseen`` places, and nowhere
         else."""
         marks = {**self._marks, **writes}
@@ -95,7 +95,7 @@ class Newest:
         else:
             self._replace(marks, self.closed)
 
-    def forget(self, unseen: frozenset[Place]) -> None:
+    def forget(self, unseen: frozenset[SlotPlace]) -> None:
         """Drop the records that are no longer needed: an older write can lie only in the ``unseen`` places, all others
         are erased."""
         whole = {file for file, slot in unseen if slot == WHOLE_FILE}
@@ -103,7 +103,7 @@ class Newest:
         closed |= {place for place in self.closed if place[0] in whole}
         self._replace(self._marks if unseen and not self._is_damaged else {}, frozenset(closed))
 
-    def _replace(self, marks: Mapping[bytes, int], closed: frozenset[Place]) -> None:
+    def _replace(self, marks: Mapping[bytes, int], closed: frozenset[SlotPlace]) -> None:
         if not self._is_damaged and (marks, closed) == (self._marks, self.closed):
             return
         records = [(_RECORD.pack(key, mark), _KEY) for key, mark in marks.items()]

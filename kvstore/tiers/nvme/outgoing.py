@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.chunk import ChunkHeader, ChunkLayout, Run, Sealing, sealed_header_bytes, slab_range, slab_runs, stored_run
+from kvstore.chunk import (
+    ChunkHeader,
+    ChunkLayout,
+    Sealing,
+    StripMemory,
+    sealed_header_bytes,
+    slab_range,
+    slab_runs,
+    stored_run,
+)
 from kvstore.seams.memory import Bytes, joined
 from kvstore.spec import CacheKind
 from kvstore.tiers.nvme.io import IO_BYTES, seated, write_runs, write_sealed
@@ -50,10 +59,10 @@ class Outgoing:
         runs = joined(self.memory)
         return write_runs, (seated(runs, self.layout.header_bytes, seat) if self.may_be_replaced else runs,)
 
-    def _runs(self) -> list[Run]:
+    def _runs(self) -> list[StripMemory]:
         """Return the body, cut where slabs end, in runs of about the size of one device request."""
         header, layout = self.header, self.layout
-        key, write_id, runs = header.storage_key, header.write_id, list[Run]()
+        key, write_id, runs = header.storage_key, header.write_id, list[StripMemory]()
         for slabs in _parts(layout):
             if header.stored is None:
                 memory = self.memory[1 + slabs.start : 1 + slabs.stop]

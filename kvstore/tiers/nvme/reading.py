@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from kvstore.chunk import (
     ChunkHeader,
     ChunkLayout,
-    Run,
+    StripMemory,
     StripRun,
     Trust,
     are_right,
@@ -142,7 +142,7 @@ class NvmeChunk:
             self._owner.closed(self._region, self._slot)
 
 
-def read_raw(io: DeviceIO, descriptor: int, offset: int, runs: Sequence[Run], expected: bytes) -> bool:
+def read_raw(io: DeviceIO, descriptor: int, offset: int, runs: Sequence[StripMemory], expected: bytes) -> bool:
     """Fill runs of memory, which lie one after the other on the device. Returns True when all strips are right.
     Blocking."""
     for data, _ in runs:

@@ -148,18 +148,18 @@ async def scan(
     return (await _read_all(runs, newest, plain, io, readers)).columns()
 
 
-Run = tuple[RegionFile, int, int]
+SlotRun = tuple[RegionFile, int, int]
 """Slots ``first .. stop`` of a region: one job."""
 
 
-def _runs(region: RegionFile) -> Iterator[Run]:
+def _runs(region: RegionFile) -> Iterator[SlotRun]:
     step = SLOTS_PER_JOB if region.slot_bytes > SMALL_SLOT_BYTES else max(1, IO_BYTES // region.slot_bytes)
     for first in range(0, region.slot_count, step):
         yield region, first, min(first + step, region.slot_count)
 
 
 async def _read_all(
-    runs: Sequence[Run], newest: Newest, plain: PlainCopies, io: DeviceIO, readers: Workers
+    runs: Sequence[SlotRun], newest: Newest, plain: PlainCopies, io: DeviceIO, readers: Workers
 ) -> Gathered:
     """Read these slots. A slot that the device cannot read, or whose key is not here, is ``unread`` from now on: it may
     hold a chunk. A slot that an earlier process erased is ``unerased``: this process has not synced the erasure, and a

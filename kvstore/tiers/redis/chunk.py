@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvstore.chunk import ChunkHeader, Run, StripRun, Trust, slab_range, slab_runs, strip_run
+from kvstore.chunk import ChunkHeader, StripMemory, StripRun, Trust, slab_range, slab_runs, strip_run
 from kvstore.errors import DataLoss
 from kvstore.tiers.contract import Buffer, ChunkName, check_header, host_memory
 from kvstore.tiers.redis.control import Opened
@@ -69,7 +69,7 @@ class RedisChunk:
         await self._read(slabs, strips=strips)
 
     async def _read(
-        self, slabs: range, runs: Sequence[Run] = (), strips: StripRun | None = None,
+        self, slabs: range, runs: Sequence[StripMemory] = (), strips: StripRun | None = None,
         decoded: DecodedSlabs | None = None,
     ) -> None:  # fmt: skip
         start, byte_count = slab_range(self.header, self._layout, slabs.start, slabs.stop)

@@ -13,7 +13,7 @@ from kvstore.chunk import (
     ChunkHeader,
     ChunkLayout,
     Making,
-    Run,
+    StripMemory,
     StripRun,
     are_right,
     decode_slabs,
@@ -63,7 +63,7 @@ class PartRead(NamedTuple):
 
     fields: Sequence[FieldRead]
     expected: bytes
-    runs: Sequence[Run] = ()
+    runs: Sequence[StripMemory] = ()
     strips: StripRun | None = None
     decoded: DecodedSlabs | None = None
 

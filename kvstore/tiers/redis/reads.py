@@ -22,7 +22,7 @@ JOB_BYTES_MAX = 16 << 20
 AHEAD = 2
 """Jobs given to the movers for each of their threads."""
 Job = asyncio.Future[list[bool]]
-Waiting = tuple[PartRead, "asyncio.Future[tuple[Job, int]]"]
+_Waiting = tuple[PartRead, "asyncio.Future[tuple[Job, int]]"]
 
 
 class ChunkReads:
@@ -31,11 +31,11 @@ class ChunkReads:
     def __init__(self, server: Server, key: bytes) -> None:
         self.server = server
         self.key = key
-        self.waiting: deque[Waiting] = deque()
+        self.waiting: deque[_Waiting] = deque()
 
-    def take(self) -> list[Waiting]:
+    def take(self) -> list[_Waiting]:
         """Return the next reads, as many as one job does."""
-        taken: list[Waiting] = []
+        taken: list[_Waiting] = []
         byte_count = 0
         while self.waiting:
             byte_count += self.waiting[0][0].byte_count
@@ -83,7 +83,7 @@ class Reads:
             if taken:
                 self._start(chunk, taken)
 
-    def _start(self, chunk: ChunkReads, taken: list[Waiting]) -> None:
+    def _start(self, chunk: ChunkReads, taken: list[_Waiting]) -> None:
         parts = [part for part, _ in taken]
         byte_count = sum(part.byte_count for part in parts)
         until_s = self._clock.monotonic() + limit_s(JOB_S_MAX, byte_count)

@@ -12,7 +12,7 @@ import numpy as np
 from kvstore.chunk import (
     ChunkHeader,
     ChunkLayout,
-    Run,
+    StripMemory,
     are_right,
     decode_slabs,
     slab_range,
@@ -106,7 +106,7 @@ class S3Chunk:
 
 
 def read_runs(
-    settings: S3Settings, storage_key: bytes, etag: str, offset: int, runs: Sequence[Run], expected: bytes
+    settings: S3Settings, storage_key: bytes, etag: str, offset: int, runs: Sequence[StripMemory], expected: bytes
 ) -> bool:  # fmt: skip
     """Fill runs of memory, which lie one after the other in the object. Returns True when all strips are right.
     Blocking. Raises DataLoss where another object is there now, or none; Unavailable."""
@@ -114,7 +114,7 @@ def read_runs(
     return settle_runs(runs, expected)
 
 
-def settle_runs(runs: Sequence[Run], expected: bytes) -> bool:
+def settle_runs(runs: Sequence[StripMemory], expected: bytes) -> bool:
     """Check the strips of runs of memory that were filled, and zero the gaps between them. Returns True when all are
     right. Blocking."""
     good = are_right(runs, expected)

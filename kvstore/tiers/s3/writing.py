@@ -25,7 +25,7 @@ PART_BYTES = 16 << 20
 PART_COUNT_MAX = 9000
 PARTS_AT_ONCE = 4
 ABORT_S_MAX = 5.0
-Part = tuple[Sequence[Bytes], str]
+UploadPart = tuple[Sequence[Bytes], str]
 """Memory, and its CRC32 in base64."""
 Condition = Mapping[str, str]
 """The condition on the object that is there: IfNoneMatch "*", IfMatch with an ETag, or nothing."""
@@ -45,7 +45,7 @@ def write_object(settings: S3Settings, storage_key: bytes, pieces: Sequence[Byte
     total = sum(run.size for run in runs)
     part_bytes = max(PART_BYTES, -(-total // PART_COUNT_MAX))
     parts = [runs] if total <= MULTIPART_BYTES else ranges_of(runs, part_bytes)
-    bodies: list[Part] = [(part, _crc32(part)) for part in parts]
+    bodies: list[UploadPart] = [(part, _crc32(part)) for part in parts]
     put = _put_whole if len(parts) == 1 else _put_parts
     work = partial(_put, put, settings, object_place(settings, storage_key), bodies, condition)
     return total if finished(settings, "write", work, limit_s(WRITE_S_MAX, total)) else 0
@@ -73,8 +73,8 @@ def _crc32(runs: Sequence[Bytes]) -> str:
 
 
 async def _put(
-    put: Callable[..., Coroutine[Any, Any, None]], settings: S3Settings, place: dict[str, str], bodies: list[Part],
-    condition: Condition, connection: S3Connection,
+    put: Callable[..., Coroutine[Any, Any, None]], settings: S3Settings, place: dict[str, str],
+    bodies: list[UploadPart], condition: Condition, connection: S3Connection,
 ) -> bool:  # fmt: skip
     sealed = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": settings.sse_kms_key_id}
     options = sealed if settings.sse_kms_key_id else {}
@@ -94,7 +94,7 @@ async def _put(
 
 
 async def _put_whole(
-    place: dict[str, str], bodies: list[Part], condition: Condition, options: dict[str, str],
+    place: dict[str, str], bodies: list[UploadPart], condition: Condition, options: dict[str, str],
     connection: S3Connection,
 ) -> None:  # fmt: skip
     [(runs, checksum)] = bodies
@@ -106,7 +106,7 @@ async def _put_whole(
 
 
 async def _put_parts(
-    place: dict[str, str], bodies: list[Part], condition: Condition, options: dict[str, str],
+    place: dict[str, str], bodies: list[UploadPart], condition: Condition, options: dict[str, str],
     connection: S3Connection,
 ) -> None:  # fmt: skip
     """Write the object in parts. However it ends, no part is left behind: stores bill for parts."""

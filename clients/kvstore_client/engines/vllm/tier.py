@@ -33,7 +33,7 @@ from kvstore_client.engines.vllm.settings import OffloadTierSettings
 from kvstore_client.engines.vllm.versions import TIER, check_interface, check_version
 
 _log = logging.getLogger("kvstore.vllm")
-Move = Callable[[list[bytes], list[Any]], list[bool]]
+_Move = Callable[[list[bytes], list[Any]], list[bool]]
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # vLLM is not there where types are checked
@@ -97,7 +97,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not th
     def submit_load(self, job_metadata: Any) -> None:
         self._submit(job_metadata, self._loading, self._values.load)
 
-    def _submit(self, job: Any, threads: WorkerThreads, move: Move) -> None:
+    def _submit(self, job: Any, threads: WorkerThreads, move: _Move) -> None:
         keys = [bytes(key) for key in job.keys]
         rows = [self._row(int(number)) for number in job.chunk_ids]
 

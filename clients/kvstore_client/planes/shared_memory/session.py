@@ -9,7 +9,7 @@ from kvstore.spec import Exactness
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.lookup.presence import Answer, ChainName
+from kvstore_client.lookup.presence import ChainName, LookupAnswer
 from kvstore_client.planes.incoming import opened
 from kvstore_client.planes.shared_memory.chunk import Chunk
 from kvstore_client.planes.shared_memory.mapped import MappedMemory
@@ -35,7 +35,7 @@ class MappedSession(MappedMemory):
         return prefix
 
     def open_warm(
-        self, wanted: Wanted, name: ChainName, digests: Sequence[bytes], seen: Answer, exactness: Exactness
+        self, wanted: Wanted, name: ChainName, digests: Sequence[bytes], seen: LookupAnswer, exactness: Exactness
     ) -> WarmPrefix | None:
         """Open a prefix from places known from earlier fetches, and shared memory. None for a sidecar that takes no
         reports of use: it would not know that the chunks are used."""

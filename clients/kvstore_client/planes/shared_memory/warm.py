@@ -15,7 +15,7 @@ from kvstore.seams import FaultPoints
 from kvstore.spec import ChunkState, Exactness, MissReason, Tier
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.lookup.presence import Answer, ChainName
+from kvstore_client.lookup.presence import ChainName, LookupAnswer
 from kvstore_client.planes.prefix import Target
 from kvstore_client.planes.shared_memory.chunk import Chunk
 from kvstore_client.planes.shared_memory.mapped import MappedMemory
@@ -66,7 +66,7 @@ def warm_prefix(
     wanted: Wanted,
     name: ChainName,
     digests: Sequence[bytes],
-    seen: Answer,
+    seen: LookupAnswer,
     exactness: Exactness,
     on_used: Callable[[Sequence[Chunk]], None],
 ) -> WarmPrefix | None:
