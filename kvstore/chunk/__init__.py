@@ -18,7 +18,7 @@ its place, so that right bytes in a wrong place fail. A copy outside memory may 
 attacker alters unseen. The parser trusts nothing. This room does no I/O.
 """
 
-from kvstore.chunk.alone import check_alone, object_lengths
+from kvstore.chunk.alone import check_alone, object_lengths, open_alone
 from kvstore.chunk.checksum import checksum_strips, strip_seeds, verify_slab
 from kvstore.chunk.encoding import EncodedChunk, decode_slab, encode_chunk, raw_header, slab_range, stored_run
 from kvstore.chunk.envelope import (
@@ -79,6 +79,7 @@ __all__ = [
     "is_sealed",
     "layout_of",
     "object_lengths",
+    "open_alone",
     "open_file",
     "open_slabs",
     "pack_header",

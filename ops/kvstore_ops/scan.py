@@ -13,7 +13,8 @@ from rich.text import Text
 
 from kvstore.config import S3Settings, Settings
 from kvstore.errors import InvalidRequest
-from kvstore.server.secrets import read_keys
+from kvstore.seams import EnvelopeRing
+from kvstore.server.secrets import read_envelope_keys, read_keys
 from kvstore.tiers.s3.listing import Examined, examine, pages
 from kvstore.tiers.s3.writing import remove_objects
 from kvstore.units import format_bytes
@@ -93,12 +94,14 @@ class Row:
 class Found:
     """The counts of a scan. ``damaged``: numbers of damaged objects by their problem. ``newer``: objects that only a
     newer release can read. ``unread``: objects that are too large to be read whole: only their headers are checked.
-    ``foreign``: objects that are no chunks."""
+    ``unopened``: objects in envelopes whose key is not in the configuration: they were to be read whole, and are not
+    checked. ``foreign``: objects that are no chunks."""
 
     rows: dict[tuple[str, str, str], Row] = field(default_factory=dict)
     damaged: dict[str, int] = field(default_factory=dict)
     newer_count: int = 0
     unread_count: int = 0
+    unopened_count: int = 0
     foreign_count: int = 0
     object_count: int = 0
     byte_count: int = 0
@@ -110,15 +113,21 @@ class Found:
         self.object_count += 1
         self.byte_count += found.listed.byte_count
         self.unread_count += found.is_too_large
-        if found.header is not None:
+        self.unopened_count += found.is_unopened
+        if found.reason == "newer":
+            self.newer_count += 1
+        elif found.reason:
+            self.damaged[found.reason] = self.damaged.get(found.reason, 0) + 1
+        elif found.header is not None:
             digest = found.header.tenant_digest.hex()
             model, kind = found.header.fingerprint.hex()[:MODEL_DIGITS], str(found.header.kind)
             tenant = tenants.get(digest, digest)
             self.rows.setdefault((tenant, model, kind), Row(tenant, model, kind)).add(found)
-        elif found.reason == "newer":
-            self.newer_count += 1
-        else:
-            self.damaged[found.reason] = self.damaged.get(found.reason, 0) + 1
+
+    @property
+    def is_all_checked(self) -> bool:
+        """True when no object was left out of a check of all bytes."""
+        return not (self.newer_count or self.unread_count or self.unopened_count)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the counts as plain values for JSON."""
@@ -137,6 +146,12 @@ def names_of_tenants(settings: Settings) -> dict[str, str]:
     return {keys.digest.hex(): name for name, keys in read_keys(settings.tenants).items()}
 
 
+def ring_of(settings: Settings) -> EnvelopeRing:
+    """Return the envelope keys of all tenants of the settings. Raises InvalidRequest for a file that is no key file."""
+    keys = read_keys(settings.tenants)
+    return EnvelopeRing([key for name in keys for key in read_envelope_keys(keys[name], settings.tenants.get(name))])
+
+
 def scan(
     settings: Settings, wanted: Wanted, *, verify: bool, delete: bool, now_s: float,
     progress: Callable[[Found], None] = lambda _: None,
@@ -144,7 +159,8 @@ def scan(
     """Examine every object, and count those that are ``wanted``; with ``delete``, delete these. Objects of a newer
     release and objects that are no chunks are never deleted. Raises InvalidRequest, PermissionDenied, Unavailable."""
     s3, tenants, found = settings_of(settings), names_of_tenants(settings), Found()
-    for each in _examined(s3, found, verify=verify):
+    ring = ring_of(settings) if verify else None
+    for each in _examined(s3, found, ring):
         meant = [one for one in each if one.reason != "gone" and wanted.has(one, now_s)]
         for one in meant:
             found.add(one, tenants)
@@ -157,11 +173,12 @@ def scan(
     return found
 
 
-def _examined(settings: S3Settings, found: Found, *, verify: bool) -> Iterator[list[Examined]]:
+def _examined(settings: S3Settings, found: Found, ring: EnvelopeRing | None) -> Iterator[list[Examined]]:
+    """``ring``: the keys that open envelopes, where all bytes are read. None: headers are."""
     for listed, others in pages(settings):
         found.foreign_count += others
         for start in range(0, len(listed), PAGE_COUNT):
-            yield examine(settings, listed[start : start + PAGE_COUNT], whole=verify)
+            yield examine(settings, listed[start : start + PAGE_COUNT], whole=ring is not None, ring=ring)
 
 
 def render(found: Found, now_s: float, *, is_verified: bool) -> Group:
@@ -173,7 +190,10 @@ def render(found: Found, now_s: float, *, is_verified: bool) -> Group:
     lines = [f"{found.object_count:,} objects, {format_bytes(found.byte_count)}"]
     how = "all bytes" if is_verified else "headers and lengths; --verify reads all bytes"
     damaged = ", ".join(f"{count:,} {reason}" for reason, count in sorted(found.damaged.items()))
-    lines.append(f"damaged: {damaged or 'none'} (by {how})")
+    none = "none" if found.is_all_checked or not is_verified else "none of what was checked"
+    lines.append(f"damaged: {damaged or none} (by {how})")
+    if found.unopened_count:
+        lines.append(f"not checked (sealed with a key that this configuration does not have): {found.unopened_count:,}")
     if found.newer_count:
         lines.append(f"written by a newer release: {found.newer_count:,}, left alone")
     if found.unread_count:

@@ -11,6 +11,7 @@ T_LIMITS = "tests/tiers/s3/test_limits.py"
 WAYS = "tests/tiers/s3/test_ways.py"
 E2E = "tests/e2e/test_s3.py"
 ENVELOPE = "tests/tiers/s3/test_envelope.py"
+SCAN = "tests/ops/test_scan.py"
 CONTRACT = "tests/contracts/shared/test_chunks.py"
 SHARED = "kvstore/movement/shared.py"
 
@@ -237,7 +238,23 @@ MUTANTS = [
         "            if xxhash.xxh3_128_digest(strip.data, seed) == expected:\n",
         "            if True:\n",
         "a scan takes damaged chunks for whole ones",
-        ("tests/ops/test_scan.py::test_a_chunk_is_checked_without_its_spec",),
+        (f"{SCAN}::test_a_chunk_is_checked_without_its_spec",),
+    ),
+    Mutant(
+        "strips-in-envelopes-are-believed-by-a-scan",
+        "kvstore/chunk/alone.py",
+        "        if not header.seal.opens(number, strip.copy(), header.checksums_of(number, number + 1)):\n",
+        "        if False:\n",
+        "kvstore scan --verify calls a corrupted bucket undamaged",
+        (f"{SCAN}::test_what_is_sealed_with_a_key_of_the_configuration_is_opened",),
+    ),
+    Mutant(
+        "what-no-key-opens-counts-as-checked",
+        f"{ROOM}/listing.py",
+        "is_unopened=opened is None)",
+        "is_unopened=False)",
+        "kvstore scan --verify calls objects undamaged that it did not check",
+        (f"{SCAN}::test_what_is_sealed_with_another_key_is_never_called_undamaged",),
     ),
     Mutant(
         "a-client-in-use-is-closed",

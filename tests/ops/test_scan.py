@@ -17,13 +17,14 @@ from kvstore_ops import scan as scanning
 from kvstore_ops.cli import app
 from typer.testing import CliRunner
 
-from kvstore.chunk import check_alone, encode_chunk
+from kvstore.chunk import Making, Sealing, Trust, check_alone, encode_chunk, open_alone, sealed_header_bytes
 from kvstore.errors import DataLoss, InvalidRequest, KVStoreError
-from kvstore.seams import TenantKeys
+from kvstore.seams import EnvelopeKey, EnvelopeRing, TenantKeys
+from kvstore.spec import ENVELOPES, Encoding
 from kvstore.tiers.s3 import listing
 from kvstore.tiers.s3.listing import Examined, Listed
 from tests.contracts.chunks import SMALL, Chunk, chunk, layouts
-from tests.contracts.shared.s3_stand import S3Stand
+from tests.contracts.shared.s3_stand import S3Stand, tier_of
 from tests.contracts.shared.stands import write
 from tests.tiers.s3.objects import bytes_of, newer, put_bytes
 
@@ -37,10 +38,12 @@ def stand(tmp_path: Path) -> Iterator[S3Stand]:
     made.switches.close()
 
 
-def scan(stand: S3Stand, *arguments: str, **more: str) -> Any:
+def scan(stand: S3Stand, *arguments: str, key_file: Path | None = None, **more: str) -> Any:
     """What the command prints; its error's message where it fails."""
     own = {"BUCKET": stand.server.bucket, "PREFIX": stand.settings.prefix, "ENDPOINT_URL": stand.server.url, **more}
     environment = {f"KVSTORE__TIERS__S3__{name}": value for name, value in own.items()}
+    if key_file is not None:
+        environment["KVSTORE__TENANTS__DEFAULT__ENVELOPE_KEY_FILE"] = str(key_file)
     done = CliRunner().invoke(app, ["scan", *arguments], env=environment)
     if isinstance(done.exception, KVStoreError):
         return done.exception.message
@@ -87,6 +90,7 @@ def test_it_tells_what_is_there_and_what_is_damaged(stand: S3Stand) -> None:
     assert (found["newer_count"], found["foreign_count"], found["object_count"]) == (1, 1, 10)
     assert found["byte_count"] == 10 * SMALL.total_bytes - 1
     assert sum(scan(stand, "--json", "--verify")["damaged"].values()) == 3
+    assert scan(stand, "--json", "--verify", "--tenant", "default")["damaged"] == {"checksum": 1}
     shown = scan(stand)
     assert all(word in shown for word in ("default", "111111111111", "10 objects", "newer release: 1"))
     assert scan(stand, "--json", "--tenant", "7474")["object_count"] == 4
@@ -142,10 +146,10 @@ def test_what_is_large_is_read_alone_and_what_is_too_large_by_its_header(
         most.append(held)
         return found
 
-    def judging(looked: Any) -> Any:
+    def judging(*arguments: Any) -> Any:
         nonlocal held
         held -= 1
-        return judged(looked)
+        return judged(*arguments)
 
     monkeypatch.setattr(listing, "_whole", reading)
     monkeypatch.setattr(listing, "_judged_whole", judging)
@@ -161,6 +165,65 @@ def test_what_is_large_is_read_alone_and_what_is_too_large_by_its_header(
     found = scan(stand, "--json", "--verify")
     assert not most
     assert (found["unread_count"], sum(found["damaged"].values())) == (10, 2)
+
+
+OWN, OTHERS = b"o" * 40, b"t" * 40
+SEALS = ENVELOPES[1:]
+FIRST_STRIP = sealed_header_bytes(SMALL.strip_count)
+
+
+def file_of(home: Path, *keys: bytes) -> Path:
+    """An envelope key file."""
+    path = home / "keys"
+    path.write_bytes(b"\n".join(keys) + b"\n")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.parametrize("kind", SEALS)
+def test_what_is_sealed_with_a_key_of_the_configuration_is_opened(stand: S3Stand, kind: str, tmp_path: Path) -> None:
+    chunks = sealed_chunks(stand, kind, OWN)
+    key_file = file_of(tmp_path, OTHERS, OWN)
+    found = scan(stand, "--json", "--verify", key_file=key_file)
+    assert (found["damaged"], found["unopened_count"], found["object_count"]) == ({}, 0, 3)
+    assert "damaged: none (by all bytes)" in scan(stand, "--verify", key_file=key_file)
+    for each, offset in zip(chunks, (FIRST_STRIP, FIRST_STRIP + 100, 340), strict=True):  # the last is in the header
+        stand.flip(each.header.storage_key, offset)
+    found = scan(stand, "--json", "--verify", key_file=key_file)
+    assert found["damaged"] == {"tag": 2, "header": 1}
+    assert "damaged: 1 header, 2 tag (by all bytes)" in scan(stand, "--verify", key_file=key_file)
+    whose = chunks[0].header.tenant_digest.hex()
+    assert scan(stand, "--json", "--verify", "--tenant", whose, key_file=key_file)["damaged"] == {"tag": 2}
+
+
+@pytest.mark.parametrize("kind", SEALS)
+def test_what_is_sealed_with_another_key_is_never_called_undamaged(stand: S3Stand, kind: str, tmp_path: Path) -> None:
+    chunks = sealed_chunks(stand, kind, OTHERS)
+    for each in chunks:
+        stand.flip(each.header.storage_key, FIRST_STRIP)
+    for key_file in (None, file_of(tmp_path, OWN)):
+        found = scan(stand, "--json", "--verify", key_file=key_file)
+        assert (found["damaged"], found["unopened_count"], found["object_count"]) == ({}, 3, 3)
+        shown = scan(stand, "--verify", key_file=key_file)
+        assert "damaged: none of what was checked (by all bytes)" in shown
+        assert "not checked (sealed with a key that this configuration does not have): 3" in shown
+    found = scan(stand, "--json", key_file=file_of(tmp_path, OWN))
+    assert found["unopened_count"] == 0, "headers alone were asked for"
+    assert "tenants.default.envelope_key_file" in scan(stand, "--verify", key_file=tmp_path / "none")
+
+
+def sealed_chunks(stand: S3Stand, kind: str, key: bytes) -> list[Chunk]:
+    """Three chunks in envelopes, and nothing else."""
+    tier = tier_of(stand.settings, Trust(kind, EnvelopeRing([EnvelopeKey.derived(key)])))
+    chunks = [chunk(number) for number in range(3)]
+
+    async def scenario() -> None:
+        for each in chunks:
+            await write(tier, each)
+        await tier.close()
+
+    stand.run(scenario)
+    return chunks
 
 
 def test_mistakes_name_the_setting(stand: S3Stand) -> None:
@@ -184,6 +247,29 @@ def test_a_chunk_is_checked_without_its_spec(kind: str) -> None:
             altered[at] ^= 1
             with pytest.raises(DataLoss):
                 check_alone(altered)
+
+
+@pytest.mark.parametrize("seal", SEALS)
+@pytest.mark.parametrize("kind", layouts())
+def test_a_sealed_chunk_is_checked_without_its_spec(kind: str, seal: str) -> None:
+    what, key = chunk(1, layouts()[kind]), EnvelopeKey.derived(OWN)
+    for encoding in (Encoding.RAW, Encoding.LZ4):
+        making = Making(header=what.header, layout=what.layout, encoding=encoding, sealing=Sealing(seal, key))
+        data = np.concatenate(making.made(what.pieces)[1])
+        data.flags.writeable = False
+        opened = open_alone(data, EnvelopeRing([key]))
+        assert opened is not None
+        assert opened.write_id == what.header.write_id
+        assert open_alone(data, EnvelopeRing()) is None
+        assert open_alone(data, EnvelopeRing([EnvelopeKey.derived(OTHERS)])) is None
+        with pytest.raises(DataLoss):
+            open_alone(data[:-1], EnvelopeRing([key]))
+        assert opened.envelope is not None
+        for at in (9, 300, 500, opened.envelope.header_bytes, opened.envelope.header_bytes + 1):
+            altered = data.copy()
+            altered[at] ^= 1
+            with pytest.raises(DataLoss):
+                open_alone(altered, EnvelopeRing([key]))
 
 
 def test_a_strip_in_another_ones_place_is_wrong() -> None:

@@ -15,11 +15,13 @@ from kvstore.chunk import (
     is_newer_format,
     is_sealed,
     object_lengths,
+    open_alone,
     parse_header,
     shown_header,
 )
 from kvstore.config import S3Settings
 from kvstore.errors import DataLoss, Unavailable
+from kvstore.seams import EnvelopeRing
 from kvstore.tiers.s3.connection import S3Connection, together
 from kvstore.tiers.s3.looking import Looked, first_bytes
 from kvstore.tiers.s3.objects import LOOK_S_MAX, VERSION, bucket_of, finished, object_key
@@ -46,15 +48,17 @@ class Listed(NamedTuple):
 
 @dataclass(frozen=True)
 class Examined:
-    """The result of examining an object. ``header``: of a chunk that is right as far as it was checked. Of a chunk in
-    an envelope it has only the fields that are shown, and the strips are not checked. ``reason``: why it is damaged;
-    "newer": only a newer release can tell; "gone": it was removed meanwhile. ``is_too_large``: it was to be read whole,
-    and only its header was."""
+    """The result of examining an object. ``header``: None where it is damaged itself, or was not read. Of a chunk in an
+    envelope that was not opened it has only the fields that are shown. ``reason``: why the object is damaged; "newer":
+    only a newer release can tell; "gone": it was removed meanwhile; empty: it is right as far as it was checked.
+    ``is_too_large``: it was to be read whole, and only its header was. ``is_unopened``: it was read whole, and could
+    not be checked, because its envelope's key is missing."""
 
     listed: Listed
     header: ChunkHeader | None = None
     reason: str = ""
     is_too_large: bool = False
+    is_unopened: bool = False
 
 
 def pages(settings: S3Settings) -> Iterator[tuple[list[Listed], int]]:
@@ -96,16 +100,19 @@ def storage_key_of(settings: S3Settings, key: str) -> bytes | None:
     return found if len(found) == 32 and object_key(settings, found) == key else None
 
 
-def examine(settings: S3Settings, listed: Sequence[Listed], *, whole: bool) -> list[Examined]:
-    """Examine these objects by their headers, or by all of their bytes. Blocking. Raises PermissionDenied,
-    Unavailable."""
+def examine(
+    settings: S3Settings, listed: Sequence[Listed], *, whole: bool, ring: EnvelopeRing | None = None
+) -> list[Examined]:
+    """Examine these objects by their headers, or by all of their bytes. ``ring``: the keys that open envelopes, for the
+    latter. Blocking. Raises PermissionDenied, Unavailable."""
     if not whole:
         return finished(settings, "read", partial(_all, settings, listed, _by_header, HEADERS_AT_ONCE), EXAMINE_S_MAX)
     small = [each for each in listed if each.byte_count <= SEVERAL_BYTES_MAX]
     large = [each for each in listed if each.byte_count > SEVERAL_BYTES_MAX]
-    found = finished(settings, "read", partial(_all, settings, small, _by_all_bytes, WHOLE_AT_ONCE), EXAMINE_S_MAX)
+    examined = partial(_by_all_bytes, ring or EnvelopeRing())
+    found = finished(settings, "read", partial(_all, settings, small, examined, WHOLE_AT_ONCE), EXAMINE_S_MAX)
     for each in large:
-        found += finished(settings, "read", partial(_all, settings, [each], _by_all_bytes, 1), EXAMINE_S_MAX)
+        found += finished(settings, "read", partial(_all, settings, [each], examined, 1), EXAMINE_S_MAX)
     return found
 
 
@@ -120,11 +127,11 @@ async def _by_header(settings: S3Settings, each: Listed, connection: S3Connectio
     return _examined(each, await _header(settings, each, connection), _judged)
 
 
-async def _by_all_bytes(settings: S3Settings, each: Listed, connection: S3Connection) -> Examined:
+async def _by_all_bytes(ring: EnvelopeRing, settings: S3Settings, each: Listed, connection: S3Connection) -> Examined:
     """Judge the object here, so that its bytes are free before the next one is read."""
     if each.byte_count > WHOLE_BYTES_MAX:
         return replace(await _by_header(settings, each, connection), is_too_large=True)
-    return _examined(each, await _whole(settings, each, connection), _judged_whole)
+    return _examined(each, await _whole(settings, each, connection), partial(_judged_whole, ring))
 
 
 def _place(settings: S3Settings, each: Listed) -> dict[str, str]:
@@ -143,19 +150,22 @@ async def _whole(settings: S3Settings, each: Listed, connection: S3Connection) -
     return await first_bytes(_place(settings, each), max(1, each.byte_count), connection)
 
 
-def _examined(each: Listed, looked: Looked | None, judged: Callable[[Looked], ChunkHeader]) -> Examined:
+def _examined(each: Listed, looked: Looked | None, judged: Callable[[Looked], ChunkHeader | None]) -> Examined:
+    """``judged`` returns None for an object that it cannot open."""
     if looked is None:
         return Examined(each, reason="gone")
-    in_envelope = is_sealed(looked.data)
-    if is_newer_format(looked.data) and not in_envelope:
+    if is_newer_format(looked.data) and not is_sealed(looked.data):
         return Examined(each, reason="newer")
+    header: ChunkHeader | None = None
     try:
-        header = _judged(looked) if in_envelope else judged(looked)
-        if header.storage_key != each.storage_key:
+        shown = _judged(looked)
+        if shown.storage_key != each.storage_key:
             raise DataLoss("another chunk lies where this one should", reason="header")
+        header = shown
+        opened = judged(looked)
     except DataLoss as error:
-        return Examined(each, reason=str(error.fields.get("reason", error.message)))
-    return Examined(each, header)
+        return Examined(each, header, reason=str(error.fields.get("reason", error.message)))
+    return Examined(each, opened or header, is_unopened=opened is None)
 
 
 def _judged(looked: Looked) -> ChunkHeader:
@@ -165,5 +175,6 @@ def _judged(looked: Looked) -> ChunkHeader:
     return header
 
 
-def _judged_whole(looked: Looked) -> ChunkHeader:
-    return check_alone(np.frombuffer(looked.data, np.uint8))
+def _judged_whole(ring: EnvelopeRing, looked: Looked) -> ChunkHeader | None:
+    data = np.frombuffer(looked.data, np.uint8)
+    return open_alone(data, ring) if is_sealed(looked.data) else check_alone(data)
