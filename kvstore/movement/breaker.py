@@ -51,3 +51,8 @@ class Breaker:
         self._failures = 0
         self.reason = ""
         self._closes_s = float("-inf")
+
+
+def told_of(tier: str, reason: str) -> str:
+    """Return a reason behind its tier's name in settings, which it may begin with."""
+    return reason if reason.startswith(f"tiers.{tier}") else f"tiers.{tier}: {reason}"

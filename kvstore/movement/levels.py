@@ -11,6 +11,7 @@ from typing import NamedTuple
 from kvstore.catalog import ROOT_ROW, Catalog, RowIdentity
 from kvstore.config import LEVEL_SETTINGS
 from kvstore.errors import InvalidRequest
+from kvstore.movement.breaker import told_of
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.questions import PROBE_COUNT_MAX
 from kvstore.movement.shared import SharedCopies, is_for_others
@@ -269,7 +270,7 @@ class Levels:
     def _why_not(self, shared: SharedWrites, row: int) -> str:
         writes, name = shared.writes, shared.writes.target.name
         if writes.reason:
-            return f"tiers.{name}: {writes.reason}"
+            return told_of(name, writes.reason)
         if row in writes:
             return f"tiers.{name} has not taken it yet"
         if writes.is_parked(row):

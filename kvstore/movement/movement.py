@@ -12,6 +12,7 @@ from kvstore.arena import Arena, Placement
 from kvstore.catalog import Catalog, Copies, MappedCopies
 from kvstore.config import PolicySettings
 from kvstore.movement.accounts import TierAccount, accounts_of
+from kvstore.movement.breaker import told_of
 from kvstore.movement.canary import Canaries
 from kvstore.movement.checks import Checks
 from kvstore.movement.clearing import Clearing
@@ -190,8 +191,9 @@ class Movement:
     @property
     def problems(self) -> list[str]:
         """Reasons why tiers are not in use, or lack chunks that they should have; empty when all is well."""
-        refused = (f"tiers.{writes.target.name}: {writes.reason}" for writes in self.all_writes if writes.reason)
-        return [*self.absent, *refused]
+        refused = {each.target.name: told_of(each.target.name, each.reason) for each in self.all_writes if each.reason}
+        failing = [each.problem for each in self.shared_tiers.tiers if each.tier.name not in refused]
+        return [*self.absent, *refused.values(), *filter(None, failing)]
 
     @property
     def all_writes(self) -> list[Writes]:

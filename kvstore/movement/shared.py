@@ -13,7 +13,7 @@ from typing import TypeVar
 from kvstore.catalog import Catalog, Namespace
 from kvstore.chunk import ChunkHeader, ChunkLayout
 from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, KVStoreError, PermissionDenied, Unavailable
-from kvstore.movement.breaker import Breaker
+from kvstore.movement.breaker import Breaker, told_of
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.questions import Questions
 from kvstore.seams import Clock
@@ -104,6 +104,12 @@ class SharedCopies:
         """True when lookups may wait for the tier: it is asked, and does not owe an answer for long."""
         return self.is_asked and not self._questions.is_silent
 
+    @property
+    def problem(self) -> str:
+        """Why the tier is of no use at present, with its name; empty while it is of use."""
+        found = self.statistics()
+        return told_of(self.tier.name, found.reason) if found.state == "failing" else ""
+
     def worked(self) -> None:
         """Count a call that the tier answered."""
         self.breaker.worked()
@@ -152,8 +158,10 @@ class SharedCopies:
                 self._counters.add_of(name, "late_answers")
             return None
         except Exception as error:  # noqa: BLE001 - the boundary: what an engine does fails no lookup
-            _log.warning("a shared tier could not be asked", extra={"tier": name, "reason": str(error)})
-            self.breaker.failed(_reason_of(error))
+            reason = _reason_of(error)
+            if reason != self.breaker.reason:  # the same outage is told once
+                _log.warning("a shared tier could not be asked", extra={"tier": name, "reason": reason})
+            self.breaker.failed(reason)
             return None
         self.worked()
         return answers
@@ -314,7 +322,7 @@ class SharedTarget:
         except (Exhausted, PermissionDenied):  # it answers, and may well be read
             raise
         except Exception as error:
-            reason = f"tiers.{self.name} did not take a chunk: {error}"
+            reason = told_of(self.name, str(error))
             shared.breaker.failed(reason)
             raise Unavailable(reason) from error
         shared.worked()

@@ -185,6 +185,30 @@ def test_chunks_that_are_too_small_stay_at_home_quietly(server: S3Server) -> Non
     assert server.keys(PREFIX) == before
 
 
+@pytest.mark.parametrize("policy", ["never", "reuse"])
+def test_a_bucket_that_is_not_there_is_told_by_a_node_that_only_reads(server: S3Server, policy: str) -> None:
+    bucket = f"kvstore-missing-{os.getpid()}-{policy}"
+    with BucketSidecar(server.url, bucket, TIERS__S3__WRITE=policy) as node, connect(node.socket_address) as client:
+        eventually(lambda: get(client, next(SEEDS)) == (0, MissReason.UNAVAILABLE), 20.0)
+        eventually(lambda: get(client, next(SEEDS))[0] == 0 and "NoSuchBucket" in client.stats().tier_problem, 20.0)
+        reasons = {each.reason for each in client.lookup(SPEC, tokens_of(COUNT, next(SEEDS))).chunks}
+        assert reasons == {MissReason.UNAVAILABLE}
+        stats, command = client.stats(), [sys.executable, "-m", "kvstore_ops.cli", "status", "--socket"]
+        assert stats.tiers[0].state == "failing"
+        status = subprocess.run([*command, node.socket_address], capture_output=True, text=True, check=True).stdout
+        words, log = ("NoSuchBucket", "create it", "tiers.s3.bucket"), (node.directory / "log").read_text()
+        for said in (stats.tier_problem, stats.tiers[0].reason, " ".join(status.split()), log):
+            assert all(word in said for word in words), said
+        lines = [line for line in log.splitlines() if "NoSuchBucket" in line]
+        assert len(lines) <= 4, "the log does not say it again and again"
+        server.client.create_bucket(Bucket=bucket)
+        try:
+            eventually(lambda: get(client, next(SEEDS)) == (0, MissReason.COLD), 40.0)
+            assert (client.stats().tiers[0].state, client.stats().tier_problem) == ("up", "")
+        finally:
+            server.client.delete_bucket(Bucket=bucket)
+
+
 def test_slow_down_is_tried_again_and_costs_nothing_more(nodes: Nodes, one: Client, two: Client) -> None:
     seed = given(one)
     nodes.line.refusals = [(503, "SlowDown")] * 2

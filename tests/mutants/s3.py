@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 ROOM = "kvstore/tiers/s3"
 TESTS = "tests/tiers/s3/test_objects.py"
 T_ENDPOINTS = "tests/tiers/s3/test_endpoints.py"
+T_BUCKET = "tests/tiers/s3/test_bucket.py"
 T_LIMITS = "tests/tiers/s3/test_limits.py"
 WAYS = "tests/tiers/s3/test_ways.py"
 E2E = "tests/e2e/test_s3.py"
@@ -255,6 +256,30 @@ MUTANTS = [
         "is_unopened=False)",
         "kvstore scan --verify calls objects undamaged that it did not check",
         (f"{SCAN}::test_what_is_sealed_with_another_key_is_never_called_undamaged",),
+    ),
+    Mutant(
+        "a-missing-bucket-is-an-empty-one",
+        f"{ROOM}/looking.py",
+        "        if refused.code == NO_BUCKET:\n            raise\n",
+        "",
+        "a node that only reads takes a wrong tiers.s3.bucket for a bucket without its chunks, for ever",
+        (f"{T_BUCKET}::test_a_reader_finds_out_and_finds_it_again_without_a_request_per_miss",),
+    ),
+    Mutant(
+        "every-miss-asks-for-the-bucket",
+        f"{ROOM}/tier.py",
+        "        asks_bucket = self._bucket.is_due\n",
+        "        asks_bucket = True\n",
+        "each miss costs a request more",
+        (f"{T_BUCKET}::test_a_reader_finds_out_and_finds_it_again_without_a_request_per_miss",),
+    ),
+    Mutant(
+        "any-outage-is-a-missing-bucket",
+        f"{ROOM}/bucket.py",
+        '        if error.fields.get("code") == NO_BUCKET:\n',
+        "        if True:\n",
+        "an endpoint that is away for a moment counts as a missing bucket",
+        (f"{T_BUCKET}::test_another_outage_says_nothing_of_the_bucket",),
     ),
     Mutant(
         "a-client-in-use-is-closed",

@@ -223,7 +223,7 @@ MUTANTS = [
     Mutant(
         "an-engine-condemns-what-memory-has",
         SHARED,
-        '            reason = f"tiers.{self.name} did not take a chunk: {error}"\n',
+        "            reason = told_of(self.name, str(error))\n",
         "            raise\n",
         "a chunk that was acknowledged is given up because an engine calls it damaged",
         (f"{ODD}::test_a_write_that_is_refused_oddly_costs_the_node_nothing",),

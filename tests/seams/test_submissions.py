@@ -73,6 +73,7 @@ SITES = {
             ("redis/tier.py", "RedisTier._move_once"),
             ("redis/tier.py", "RedisTier._write"),
             ("s3/reading.py", "S3Chunk._fetch"),
+            ("s3/tier.py", "S3Tier._ask_for_bucket"),
             ("s3/tier.py", "S3Tier._judge"),
             ("s3/tier.py", "S3Tier._put"),
             ("s3/tier.py", "S3Tier._run"),

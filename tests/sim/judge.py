@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvstore.chunk import parse_header
 from kvstore.controller import FetchResult, Session
+from kvstore.controller.fetches.lookup import namespaces_of
 from kvstore.controller.values import Resident
 from kvstore.spec import MissReason
 from tests.sim.life import Life
@@ -28,11 +29,19 @@ class Judge:
         if count == len(chain.digests):
             return
         self._trace.check(result.reason is not MissReason.NONE, f"{chain} misses for no reason")
-        if result.reason not in (MissReason.OVERLOADED, MissReason.UNAVAILABLE, MissReason.CORRUPT):
+        if result.reason not in (MissReason.OVERLOADED, MissReason.CORRUPT) and not self._did_not_come(chain, result):
             names = [chain.name(count, layer) for layer in chain.layers]
             oracle = self._life.oracle
             gone = any(name not in oracle.must or name in oracle.hidden for name in names) or self._life.nvme is None
             self._trace.check(gone, f"{chain} misses chunk {count}, which was acknowledged: {result.reason.name}")
+
+    def _did_not_come(self, chain: Chain, result: FetchResult) -> bool:
+        """True when a chunk that the node knows could not be had. UNAVAILABLE is no excuse for one that it does not
+        know: a miss is called so as long as a shared tier fails."""
+        catalog, query = self._life.parts.catalog, chain.query()
+        walk = catalog.walk(namespaces_of(catalog, query), query.digests)
+        is_unknown = walk.hit_count <= result.hit_count and walk.reason is MissReason.COLD
+        return result.reason is MissReason.UNAVAILABLE and not is_unknown
 
     def check_bytes(
         self,

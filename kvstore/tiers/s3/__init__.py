@@ -15,6 +15,7 @@ its own (``connection``): signing, TLS and bytes stay away from the loop that an
 - ``looking``     the first bytes of objects, and which chunks are probably there
 - ``listing``     the bucket read back, for ``kvstore scan``
 - ``depth``       finds the end of a chain in few questions
+- ``bucket``      whether the bucket is there: a miss alone does not tell
 - ``judging``     classifies an object for a reader or writer of one chunk (pure)
 - ``bodies``      bytes between memory and bodies
 - ``objects``     names, and how a job is done within a time limit

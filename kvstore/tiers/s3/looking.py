@@ -15,7 +15,7 @@ from kvstore.tiers.s3.bodies import pour
 from kvstore.tiers.s3.connection import S3Connection, connection_to
 from kvstore.tiers.s3.depth import are_there
 from kvstore.tiers.s3.objects import LOOK_S_MAX, READ_S_MAX, finished, object_place
-from kvstore.tiers.s3.refusals import ABSENT, DENIED, TOO_SHORT, WORDLESS, Refused, error_of
+from kvstore.tiers.s3.refusals import ABSENT, DENIED, NO_BUCKET, TOO_SHORT, WORDLESS, Refused, error_of
 
 
 class Looked(NamedTuple):
@@ -63,25 +63,60 @@ async def first_bytes(
     return Looked(b"", empty["ETag"], int(empty["ContentLength"]))
 
 
+class Probed(NamedTuple):
+    """A flag per key, True when it is probably there; the number of requests; whether reads were denied; and whether
+    the answers prove that the bucket is there."""
+
+    answers: list[bool]
+    request_count: int
+    is_denied: bool
+    is_bucket_seen: bool
+
+
 def probe_objects(
-    settings: S3Settings, storage_keys: Sequence[bytes], chains: Sequence[int], timeout_s: float
-) -> tuple[list[bool], int, bool]:
-    """Return which of these are probably there, the number of requests, and whether reads were denied. Blocking. Raises
-    DeadlineExceeded, Unavailable."""
+    settings: S3Settings, storage_keys: Sequence[bytes], chains: Sequence[int], timeout_s: float, asks_bucket: bool
+) -> Probed:
+    """Ask which of these are probably there. ``asks_bucket``: where none is, ask whether the bucket is. Blocking.
+    Raises DeadlineExceeded; Unavailable, also where there is no such bucket."""
     try:
-        return connection_to(settings).run(partial(_probe, settings, storage_keys, chains), timeout_s)
+        return connection_to(settings).run(partial(_probe, settings, storage_keys, chains, asks_bucket), timeout_s)
     except Refused as refused:
         raise error_of(refused, "read") from refused
 
 
 async def _probe(
-    settings: S3Settings, storage_keys: Sequence[bytes], chains: Sequence[int], connection: S3Connection
-) -> tuple[list[bool], int, bool]:
+    settings: S3Settings, storage_keys: Sequence[bytes], chains: Sequence[int], asks_bucket: bool,
+    connection: S3Connection,
+) -> Probed:  # fmt: skip
     async def is_there(storage_key: bytes) -> bool:
         return await _is_there(object_place(settings, storage_key), connection)
 
     answers, count = await are_there(storage_keys, is_there, chains)
-    return answers, count, connection.hides and not any(answers)
+    is_seen = any(answers)
+    if asks_bucket and not is_seen:
+        is_seen, count = await _is_bucket_told(object_place(settings, storage_keys[0]), connection), count + 1
+    return Probed(answers, count, connection.hides and not any(answers), is_seen)
+
+
+def ask_for_bucket(settings: S3Settings, storage_key: bytes) -> bool:
+    """Ask as ``_is_bucket_told`` does. Blocking. Raises DeadlineExceeded, Unavailable."""
+    try:
+        return connection_to(settings).run(partial(_is_bucket_told, object_place(settings, storage_key)), LOOK_S_MAX)
+    except Refused as refused:
+        raise error_of(refused, "read") from refused
+
+
+async def _is_bucket_told(place: dict[str, str], connection: S3Connection) -> bool:
+    """Ask for the first byte of an object that is probably not there. Return False when the answer says nothing of the
+    bucket, as while the endpoint is overloaded; True when it says nothing against it. That is a denial, too: whoever
+    may not list is told no more. Raises Refused where there is no such bucket."""
+    try:
+        await connection.ask(partial(_first_byte, place), is_urgent=True)
+    except Refused as refused:
+        if refused.code == NO_BUCKET:
+            raise
+        return refused.code in ABSENT | TOO_SHORT | DENIED or refused.status == 403
+    return True
 
 
 async def _is_there(place: dict[str, str], connection: S3Connection) -> bool:

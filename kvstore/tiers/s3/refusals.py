@@ -5,6 +5,8 @@ from __future__ import annotations
 from kvstore.errors import DataLoss, Exhausted, KVStoreError, PermissionDenied, Unavailable
 
 ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
+NO_BUCKET = "NoSuchBucket"
+"""Only an answer with a body has this code: to a HEAD it is "404", as for a missing object."""
 DENIED = frozenset({"AccessDenied", "AllAccessDisabled", "AccountProblem", "MethodNotAllowed"})
 CHANGED = frozenset({"412", "PreconditionFailed", "409", "ConditionalRequestConflict", "OperationAborted"})
 """A condition on the object there does not hold, or another node writes it at this moment."""
@@ -36,7 +38,7 @@ _REGION = (
     "where http:// is sent there"
 )
 _REMEDIES = {
-    "NoSuchBucket": "there is no such bucket: create it, or set tiers.s3.bucket",
+    NO_BUCKET: "there is no such bucket: create it, or set tiers.s3.bucket to the name of one that is there",
     "InvalidBucketName": "set tiers.s3.bucket to a valid name",
     "ParamValidationError": "set tiers.s3.bucket to a valid name, tiers.s3.expected_owner to an account's 12 digits",
     "PermanentRedirect": _REGION,

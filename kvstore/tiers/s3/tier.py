@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 from kvstore.chunk import ChunkHeader, ChunkLayout, Making, Trust, encoding_cost
 from kvstore.config import S3Settings
-from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, PermissionDenied, Unavailable
+from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, KVStoreError, PermissionDenied, Unavailable
 from kvstore.seams import Clock, Workers
-from kvstore.seams.jobs import begun, in_time, to_its_end
+from kvstore.seams.jobs import begun, failure_of, in_time, to_its_end
 from kvstore.seams.memory import Bytes, joined
 from kvstore.spec import Durability, Encoding, Tier
 from kvstore.tiers.choice import EncodingChoice
@@ -38,9 +38,10 @@ from kvstore.tiers.contract import (
 )
 from kvstore.tiers.pace import Pace, Timed, grace_s, timed
 from kvstore.tiers.s3.allowance import Allowance
+from kvstore.tiers.s3.bucket import BucketPresence
 from kvstore.tiers.s3.guesses import RawGuesses
 from kvstore.tiers.s3.judging import Finding, Judgement, judge
-from kvstore.tiers.s3.looking import look, probe_objects
+from kvstore.tiers.s3.looking import ask_for_bucket, look, probe_objects
 from kvstore.tiers.s3.objects import warm_up
 from kvstore.tiers.s3.reading import S3Chunk
 from kvstore.tiers.s3.writing import (
@@ -100,6 +101,7 @@ class S3Tier:
         self._clock = clock
         self._pace = {workers: Pace() for workers in lanes}
         self._allowance = Allowance(settings, clock, account)
+        self._bucket = BucketPresence(clock)
         self._damaged: OrderedDict[bytes, str] = OrderedDict()
         """Storage key -> ETag of objects whose strips failed their check although their headers are right."""
         self._said: dict[str, float] = {}
@@ -142,16 +144,40 @@ class S3Tier:
     ) -> Sequence[bool]:
         if not storage_keys or self._is_spent():
             return [False] * len(storage_keys)
-        asked = (list(storage_keys), list(chains))
-        job = asyncio.wrap_future(begun(self._lanes.askers, probe_objects, self._settings, *asked, timeout_s))
+        asks_bucket = self._bucket.is_due
+        if asks_bucket:
+            self._bucket.asked()
+        elif self._bucket.problem:
+            raise Unavailable(self._bucket.problem)
+        asked = (list(storage_keys), list(chains), timeout_s, asks_bucket)
+        job = asyncio.wrap_future(begun(self._lanes.askers, probe_objects, self._settings, *asked))
         try:
-            answers, count, is_denied = await in_time(job, timeout_s)
+            found = await in_time(job, timeout_s)
         except (TimeoutError, DeadlineExceeded) as error:
+            if asks_bucket:
+                self._ask_for_bucket(storage_keys[0])  # beside the caller, who had no time for it
             raise DeadlineExceeded(f"tiers.s3 has not answered within {timeout_s:g} s") from error
-        self._allowance.used(0, count)
-        if is_denied:
+        except Unavailable as error:
+            self._bucket.refused(error)
+            raise
+        self._allowance.used(0, found.request_count)
+        if found.is_bucket_seen:
+            self._bucket.seen()
+        if found.is_denied:
             self._say_denied()
-        return answers
+        return found.answers
+
+    def _ask_for_bucket(self, storage_key: bytes) -> None:
+        job = asyncio.wrap_future(begun(self._lanes.askers, ask_for_bucket, self._settings, storage_key))
+        self._allowance.used(0, 1)
+        job.add_done_callback(self._bucket_told)
+
+    def _bucket_told(self, job: asyncio.Future[bool]) -> None:
+        error = failure_of(job)
+        if isinstance(error, KVStoreError):
+            self._bucket.refused(error)
+        elif error is None and job.result():
+            self._bucket.seen()
 
     async def claim(self, storage_keys: Sequence[bytes], claim_s: float, timeout_s: float) -> Sequence[UploadState]:
         """See ``SharedTier.claim``. Chunks that another node has claimed are not looked for: each look is a request.
@@ -194,6 +220,10 @@ class S3Tier:
         except PermissionDenied:
             self._say_denied()
             return Judgement(Finding.HIDDEN)
+        except Unavailable as error:
+            self._bucket.refused(error)
+            raise
+        self._bucket.seen()
         found = judge(looked, name, self._trust)
         if found.finding is Finding.NEWER:
             self._say(
@@ -283,6 +313,7 @@ class S3Tier:
             sent_bytes = await self._put(header, layout, source, condition_of(replaced, refused))
             if sent_bytes:
                 self._damaged.pop(header.storage_key, None)
+                self._bucket.seen()
                 self._allowance.used(sent_bytes - byte_count, 0)  # an encoded copy is smaller, a sealed one larger
                 self._written_bytes += sent_bytes
                 return
@@ -354,11 +385,12 @@ class S3Tier:
         """Return the account without the bucket's content, which is not known: ``kvstore scan`` counts it, in its own
         time."""
         reached = self._allowance.reached
-        state = "failing" if reached else "read-only" if self._is_read_only else "up"
+        problem = f"tiers.s3.{reached} is reached" if reached else self._bucket.problem
+        state = "failing" if problem else "read-only" if self._is_read_only else "up"
         denied = "the bucket does not take writes from this node: give it s3:PutObject" if self._is_read_only else ""
         return TierStatistics(
             name=self.name, state=state, capacity_bytes=0, file_bytes=0, allocated_bytes=0, free_bytes=0,
             quarantined_bytes=0, overhead_bytes=0, chunk_count=0, read_bytes=self._read_bytes,
             written_bytes=self._written_bytes, envelope=self._trust.kind,
-            reason=f"tiers.s3.{reached} is reached" if reached else denied, encodings=self._choice.figures(),
+            reason=problem or denied, encodings=self._choice.figures(),
         )  # fmt: skip

@@ -97,7 +97,7 @@ def test_a_caller_in_a_hurry_is_told_what_the_node_has(world: World) -> None:
     world.run(scenario)
 
 
-def test_an_outage_is_gone_without_and_ends_by_itself(world: World) -> None:
+def test_an_outage_is_gone_without_and_ends_by_itself(world: World, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         await world.one.give(*PATH)
         other = world.other
@@ -105,12 +105,17 @@ def test_an_outage_is_gone_without_and_ends_by_itself(world: World) -> None:
         for token in range(10, 14):
             assert (await other.lookup(token)).hit_count == 0
         asked = other.controller.stats().counters["redis_asked_chunks"]
-        assert (await other.lookup(*PATH)).hit_count == 0
+        found = await other.lookup(*PATH)
+        assert (found.hit_count, {run.reason for run in found.runs}) == (0, {MissReason.UNAVAILABLE})
+        assert await other.fetch(*PATH) == (0, MissReason.UNAVAILABLE), "it may be there"
+        assert other.controller.stats().tier_problem.startswith("tiers.redis: the fake is away")
+        assert caplog.text.count("could not be asked") == 1, "one outage is told once"
         assert other.controller.stats().counters["redis_asked_chunks"] == asked, "it is left alone"
         await other.keep(7, 8)
         assert "tiers.redis" in other.controller.parts.movement.problems[0]
         world.switches.turn_off()
         await asyncio.sleep(10.0)
+        assert await other.fetch(99) == (0, MissReason.COLD)
         assert await other.fetch(*PATH) == (3, MissReason.NONE)
         await other.controller.parts.movement.retry()
         await other.quiet()
