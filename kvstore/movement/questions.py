@@ -22,8 +22,8 @@ answers within three of its bounds."""
 SILENT_S_MAX = 1.0
 """Lookups ask again after so many seconds of silence at most, however long the bound."""
 
-Answers = Sequence[bool] | None
-"""A flag per key; None: no answer."""
+Answers = Sequence[bool | None] | None
+"""A flag per key, None where the tier does not know; None: no answer."""
 
 
 class Questions:
@@ -58,8 +58,8 @@ class Questions:
         self._waits.answered()
 
     async def answer(
-        self, question: Coroutine[Any, Any, Answers], timeout_s: float, late: Callable[[Sequence[bool]], None], *,
-        is_patient: bool,
+        self, question: Coroutine[Any, Any, Answers], timeout_s: float,
+        late: Callable[[Sequence[bool | None]], None], *, is_patient: bool,
     ) -> Answers:  # fmt: skip
         """Return the answer. Raises TimeoutError where it takes longer than ``timeout_s``. Where the question
         ``is_patient`` (``may_be_late``), it stays asked then until it ends by itself, and ``late`` gets its answer."""
@@ -95,7 +95,7 @@ class Questions:
             await asyncio.wait(late)
 
 
-def _hand_over(ended: asyncio.Task[Answers], late: Callable[[Sequence[bool]], None]) -> None:
+def _hand_over(ended: asyncio.Task[Answers], late: Callable[[Sequence[bool | None]], None]) -> None:
     if not ended.cancelled() and (answers := ended.result()) is not None:
         late(answers)
 

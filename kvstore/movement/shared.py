@@ -117,11 +117,11 @@ class SharedCopies:
 
     async def ask(
         self, keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = (),
-        late: Callable[[Sequence[bool]], None] = lambda _: None,
-    ) -> Sequence[bool] | None:  # fmt: skip
-        """Return a flag per key: True when the tier says that it has the chunk. ``chains``: see ``SharedTier.probe``.
-        None: no answer in time. ``late`` gets an answer that comes after ``timeout_s``: that is counted, but is no
-        failure of the tier. Silence for STALL_S is one."""
+        late: Callable[[Sequence[bool | None]], None] = lambda _: None,
+    ) -> Sequence[bool | None] | None:  # fmt: skip
+        """Return a flag per key: True when the tier says that it has the chunk, None where it does not know.
+        ``chains``: see ``SharedTier.probe``. None: no answer in time. ``late`` gets an answer that comes after
+        ``timeout_s``: that is counted, but is no failure of the tier. Silence for STALL_S is one."""
         is_patient = self._questions.may_be_late
         patience_s = max(STALL_S, timeout_s) if is_patient else timeout_s
         question = self._answered(

@@ -126,7 +126,8 @@ class KeyHint(NamedTuple):
 
 
 class TierWord(NamedTuple):
-    """The keys that a tier says it has. Not ``is_whole``: it may have more, as it was not asked, or did not answer."""
+    """The keys that a tier says it has. Not ``is_whole``: it may have more, as it was not asked, or did not answer for
+    all."""
 
     kind: Tier
     keys: set[bytes]
@@ -250,8 +251,8 @@ class SharedTiers:
 
     async def _ask_all(self, chains: list[list[bytes]], until_s: float) -> None:
         """Ask each tier for the keys that no faster tier has. A key that none of them has is remembered as such only if
-        all of them answered."""
-        have_all_answered = True
+        all of them answered for it."""
+        unknown = set[bytes]()
         for shared in self.tiers:
             now_s = self._clock.monotonic()
             timeout_s = min(shared.lookup_s_max, until_s - now_s)
@@ -259,14 +260,13 @@ class SharedTiers:
             asked, lengths = [key for keys in parts for key in keys], [len(keys) for keys in parts if keys]
             is_asked = asked and shared.is_asked_by_lookups and timeout_s > 0
             answers = await self._answers(shared, asked, timeout_s, lengths) if is_asked else None
-            have_all_answered &= answers is not None or not asked
+            unknown.update(key for key, each in zip(asked, answers or repeat(None), strict=False) if each is None)
             found = self._said_there(shared, asked, answers or ())
             chains = [[key for key in keys if key not in found] for keys in chains]
-        if have_all_answered:
-            nowhere = KeyHint(self._clock.monotonic(), None, is_there=False)
-            self._remember([key for keys in chains for key in keys], nowhere)
+        nowhere = KeyHint(self._clock.monotonic(), None, is_there=False)
+        self._remember([key for keys in chains for key in keys if key not in unknown], nowhere)
 
-    def _said_there(self, shared: SharedCopies, asked: Sequence[bytes], answers: Sequence[bool]) -> set[bytes]:
+    def _said_there(self, shared: SharedCopies, asked: Sequence[bytes], answers: Sequence[bool | None]) -> set[bytes]:
         """Remember the keys that a tier says are there, and return them."""
         found, there = set(compress(asked, answers)), KeyHint(self._clock.monotonic(), shared, is_there=True)
         self._remember(found, there)
@@ -274,8 +274,8 @@ class SharedTiers:
 
     async def _answers(
         self, shared: SharedCopies, keys: Sequence[bytes], timeout_s: float, lengths: Sequence[int]
-    ) -> Sequence[bool] | None:
-        def late(answers: Sequence[bool]) -> None:
+    ) -> Sequence[bool | None] | None:
+        def late(answers: Sequence[bool | None]) -> None:
             """Serve the lookups that follow. What a faster tier, or a read, said meanwhile stays."""
             now_s = self._clock.monotonic()
             unheard = [self._hint_of(key, now_s) is None for key in keys]
@@ -283,7 +283,7 @@ class SharedTiers:
 
         with self._tracing.span("kvstore.ask", tier=shared.tier.name, asked_chunks=len(keys)) as span:
             answers = await shared.ask(keys, timeout_s, lengths, late)
-            span.note(**{"is_late": True} if answers is None else {"there_chunks": sum(answers)})
+            span.note(**{"is_late": True} if answers is None else {"there_chunks": sum(map(bool, answers))})
             return answers
 
     async def said(self, chains: Sequence[Sequence[bytes]], timeout_s: float) -> list[TierWord]:
@@ -296,7 +296,7 @@ class SharedTiers:
     async def _said(
         self, shared: SharedCopies, questions: Sequence[Sequence[Sequence[bytes]]], until_s: float
     ) -> TierWord:
-        found = set[bytes]()
+        found, is_whole = set[bytes](), True
         for chains in questions:
             keys = [key for chain in chains for key in chain]
             timeout_s = min(shared.lookup_s_max, until_s - self._clock.monotonic())
@@ -305,7 +305,8 @@ class SharedTiers:
             if answers is None:
                 return TierWord(shared.tier.kind, found, is_whole=False)
             found.update(compress(keys, answers))
-        return TierWord(shared.tier.kind, found, is_whole=True)
+            is_whole &= None not in answers
+        return TierWord(shared.tier.kind, found, is_whole)
 
     def _hint_of(self, key: bytes, now_s: float) -> KeyHint | None:
         """Return the hint of a key, unless it is too old."""

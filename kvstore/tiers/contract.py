@@ -307,8 +307,9 @@ class SharedTier(Protocol):
 
     async def probe(
         self, storage_keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = ()
-    ) -> Sequence[bool]:
-        """Return a flag per key: True when the chunk is probably there. A flag is a hint: only a read proves it.
+    ) -> Sequence[bool | None]:
+        """Return a flag per key: True when the chunk is probably there, None where that is unknown, as a part of the
+        engine does not answer. A flag is a hint: only a read proves it.
         ``chains``: the number of keys of each chain; the keys are in order, each chain root first. A chain is of use
         only up to its first missing chunk, so a tier that pays for each question need not ask for every key; without
         ``chains`` it asks for every key. Raises Unavailable, DeadlineExceeded."""

@@ -9,13 +9,14 @@ pipeline.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from redis.asyncio.cluster import ClusterNode, PipelineCommand, RedisCluster
 from redis.exceptions import AskError, ClusterDownError, MovedError, SlotNotCoveredError
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from kvstore.config import RedisAddress
 from kvstore.tiers.redis.access import Access, Server
@@ -56,17 +57,20 @@ class ClusterNodes:
             raise found
         return found
 
-    async def ask_each(self, commands: Sequence[Command]) -> list[Any]:
+    async def ask_each(self, commands: Sequence[Command], node_s_max: float | None = None) -> list[Any]:
         """Return each command's result, or the error that it ends with: one pipeline per node, all at once. A command
-        is asked once more where a node no longer has the key, or where a kept connection failed. Raises where there is
-        no map."""
-        found = await self._round(commands, [None] * len(commands))
+        is asked once more where a node no longer has the key, or where a kept connection failed. ``node_s_max``: the
+        seconds after which a node has failed, so that one which stands still does not keep the others' results. Raises
+        where there is no map."""
+        found = await self._round(commands, [None] * len(commands), node_s_max)
         again = [number for number, each in enumerate(found) if isinstance(each, AskError | RedisConnectionError)]
         if not again:
             return found
         if any(isinstance(found[number], MovedError) for number in again):
             await self.refresh()
-        second = await self._round([commands[number] for number in again], [found[number] for number in again])
+        second = await self._round(
+            [commands[number] for number in again], [found[number] for number in again], node_s_max
+        )
         for number, each in zip(again, second, strict=True):
             found[number] = each
             if isinstance(each, RedisConnectionError | ClusterDownError):
@@ -82,7 +86,7 @@ class ClusterNodes:
             self.doubt()
         return found
 
-    async def _round(self, commands: Sequence[Command], said: Sequence[Any]) -> list[Any]:
+    async def _round(self, commands: Sequence[Command], said: Sequence[Any], node_s_max: float | None) -> list[Any]:
         """Send each command once. ``said``: the result of each in the round before, if there was one."""
         await self._ready()
         piles: dict[str, tuple[Any, list[Any]]] = {}
@@ -101,10 +105,13 @@ class ClusterNodes:
                 pile.append(PipelineCommand(0, "ASKING"))
             pile.append(sent[-1])
         ends = await asyncio.gather(
-            *(node.execute_pipeline(pile) for node, pile in piles.values()), return_exceptions=True
+            *(_in_time(node.execute_pipeline(pile), node_s_max) for node, pile in piles.values()),
+            return_exceptions=True,
         )
         for (_, pile), end in zip(piles.values(), ends, strict=True):
             if isinstance(end, BaseException):
+                if isinstance(end, RedisTimeoutError):
+                    self.doubt()
                 for each in pile:
                     each.result = end
         return [each.result for each in sent]
@@ -151,3 +158,14 @@ class ClusterNodes:
 
     async def close(self) -> None:
         await self.client.aclose()
+
+
+async def _in_time(asked: Awaitable[Any], seconds: float | None) -> Any:
+    """Return an answer. Raises redis-py's TimeoutError where it takes longer; None: it may take any time."""
+    if seconds is None:
+        return await asked
+    try:
+        async with asyncio.timeout(seconds):
+            return await asked
+    except TimeoutError as error:
+        raise RedisTimeoutError(f"no answer within {seconds:g} s") from error

@@ -53,6 +53,8 @@ _CODES = {
 """The code of a server's error reply for which redis-py has a class; MovedError is an AskError."""
 _STATES = {ord("1"): UploadState.THERE, ord("f"): UploadState.FREE, ord("t"): UploadState.TAKEN}
 _DATABASE = re.compile("db[0-9]+")
+REDIS_ERRORS = (RedisError, RedisClusterException, OSError)
+"""What redis-py raises where a server refuses something, or fails."""
 
 
 class Opened(NamedTuple):
@@ -85,8 +87,9 @@ class Control:
         self._turns = asyncio.Semaphore(count)
         self._waits = waits
 
-    async def there(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
-        """Return a flag per key: True when it is there. Raises DeadlineExceeded, too."""
+    async def there(self, keys: Sequence[bytes], timeout_s: float) -> list[bool | None]:
+        """Return a flag per key: True when it is there, None where its node of a cluster does not answer. Raises
+        DeadlineExceeded, too."""
         return await self._answered(self._there, keys, timeout_s=timeout_s) if keys else []
 
     async def claim(
@@ -126,14 +129,14 @@ class Control:
         except _Late as error:
             raise DeadlineExceeded(error.message) from error
 
-    async def _there(self, keys: Sequence[bytes]) -> list[bool]:
-        """See ``there``. In a cluster the keys of a node that fails count as absent, while other nodes answer."""
+    async def _there(self, keys: Sequence[bytes]) -> list[bool | None]:
+        """See ``there``. Raises where no node of a cluster answers."""
         if self._cluster is None:
             return [found == ord("1") for found in await self._run(THERE, keys)]
         found = await self._cluster.ask_each([Command(key, ("EXISTS", key)) for key in keys])
         if all(isinstance(each, Exception) for each in found):
             raise found[0]
-        return [each == 1 for each in found]
+        return [None if isinstance(each, Exception) else each == 1 for each in found]
 
     async def open(self, key: bytes, byte_count: int) -> Opened | None:
         """Return a chunk's header, at most ``byte_count`` bytes of it. None: there is no chunk."""
@@ -262,17 +265,26 @@ def _translated(answered: Callable[[], None]) -> Iterator[None]:
     """Translate redis-py's errors into ours. A refusal counts as an answer."""
     try:
         yield
-    except (RedisError, RedisClusterException, OSError) as raised:
-        error = _said(raised)
-        code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), "")
-        if isinstance(error, AuthenticationError):
-            code = "NOAUTH" if "required" in str(error) else "WRONGPASS"
-        if code or isinstance(error, ResponseError):
+    except REDIS_ERRORS as raised:
+        if (refused := refused_by(raised)) is not None:
             answered()
-            raise refusal(f"{code} {error}".strip(), _WHERE) from raised
-        if isinstance(raised, MasterNotFoundError) and "Authentication" in str(raised):
-            raise unreachable("a Sentinel", "it wants another tiers.redis.sentinel_password_file") from raised
-        raise unreachable(_WHERE, error) from raised
+        raise refused or outage_of(raised) from raised
+
+
+def refused_by(raised: BaseException) -> KVStoreError | None:
+    """Return a server's refusal, which redis-py raised, as our error. None: no server refused anything, one failed."""
+    error = _said(raised)
+    code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), "")
+    if isinstance(error, AuthenticationError):
+        code = "NOAUTH" if "required" in str(error) else "WRONGPASS"
+    return refusal(f"{code} {error}".strip(), _WHERE) if code or isinstance(error, ResponseError) else None
+
+
+def outage_of(raised: BaseException) -> Unavailable:
+    """Return our error for a server that failed: what redis-py raised, where that is no refusal."""
+    if isinstance(raised, MasterNotFoundError) and "Authentication" in str(raised):
+        return unreachable("a Sentinel", "it wants another tiers.redis.sentinel_password_file")
+    return unreachable(_WHERE, _said(raised))
 
 
 def _said(raised: BaseException) -> BaseException:

@@ -17,13 +17,24 @@ _IN_SCRIPT = re.compile(
 )
 """The refusal of a command in a script: the server puts it into the text of another error. Where the user lacks a right
 Redis 6 and 7 name no code, and Redis 7 begins with these words."""
+RIGHTS = (
+    "HGET", "HSET", "HDEL", "HGETALL", "HLEN", "HSTRLEN", "EXISTS", "PEXPIRE", "RENAME", "UNLINK", "SET", "GET", "ZADD",
+    "ZREM", "ZRANGE", "ZREMRANGEBYSCORE", "TIME", "EVAL", "EVALSHA", "PING", "INFO",
+)  # fmt: skip
+"""The commands that a user needs on the keys of tiers.redis.prefix: for chunks, claims, hints and the directory."""
+CLUSTER_RIGHTS = ("CLUSTER", "COMMAND", "ASKING")
+"""The commands that a user of a cluster needs, too."""
+DATABASE_RIGHTS = ("SELECT",)
+"""The commands that a user needs, too, where tiers.redis.url names another database than 0."""
+_DENIED = re.compile(r"run the '([\w|]+)' command")
+"""The command in a refusal: the words of Redis 6 and 7 and of Valkey, from a script only those of the newer ones."""
 _REMEDIES = {
     "NOAUTH": "it wants a password: set tiers.redis.password_file, and tiers.redis.username where there are users",
     "WRONGPASS": "it does not take this password: put the right one into tiers.redis.password_file, or change "
     "tiers.redis.username",
-    "NOPERM": "the user of tiers.redis.username lacks a right: give it HGET, HSET, HLEN, HSTRLEN, EXISTS, PEXPIRE, "
-    "RENAME, UNLINK, SET, GET, EVAL, EVALSHA, PING and INFO on the keys of tiers.redis.prefix, in a cluster CLUSTER, "
-    "COMMAND and ASKING, too",
+    "NOPERM": f"the user of tiers.redis.username lacks a right: give it {', '.join(RIGHTS[:-1])} and {RIGHTS[-1]} on "
+    f"the keys of tiers.redis.prefix, in a cluster {', '.join(CLUSTER_RIGHTS[:-1])} and {CLUSTER_RIGHTS[-1]}, too, and "
+    f"{' and '.join(DATABASE_RIGHTS)} where {URL} names a database",
     "READONLY": f"it is a replica that takes no writes: name the primary in {URL}, or set tiers.redis.write = never",
     "LOADING": "it is still loading its data: it is asked again later",
     "BUSY": "a script keeps it busy: it is asked again later",
@@ -65,6 +76,8 @@ def refusal(text: str, where: str) -> KVStoreError:
     if code == "ERR" and "without any password" in rest:
         return Unavailable(f"tiers.redis: {where} has no password: leave it out of {URL} and tiers.redis.password_file")
     remedy = _REMEDIES.get(code, f"it says {text[:200]}: kvstore needs Redis 6.2 or Valkey, see {URL}")
+    if code == "NOPERM" and (denied := _DENIED.search(text)):
+        remedy = remedy.replace("lacks a right", f"lacks the right {denied[1].upper()}")
     fields = {NO_WRITES: code} if code in _WRITE_REFUSALS else {}
     return Unavailable(f"tiers.redis: {where}: {remedy}", **fields)
 

@@ -79,7 +79,7 @@ class RedisTier:
 
     async def probe(
         self, storage_keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = ()
-    ) -> Sequence[bool]:
+    ) -> Sequence[bool | None]:
         self.begin()
         return await self._control.there(self._keys.chunks(storage_keys), timeout_s)
 

@@ -22,6 +22,7 @@ from kvstore.tiers import UploadState
 from kvstore.tiers.redis import errands
 from kvstore.tiers.redis.access import Access, Server
 from kvstore.tiers.redis.line import Line
+from kvstore.tiers.redis.replies import CLUSTER_RIGHTS, RIGHTS
 from tests.contracts.chunks import SMALL, Chunk, chunk
 from tests.fakes.redis_server import KEYS, NO_OTHER, RedisServer, other_binary
 from tests.fakes.tls import encrypted, made_certificates
@@ -224,7 +225,8 @@ async def test_a_user_of_a_cluster_has_enough_with_the_rights_that_the_message_n
     async with redis_tier(url) as tier:
         with pytest.raises(PermissionDenied) as refused:
             await put(tier, chunk(230))
-    rights = ["+" + name.lower() for name in re.findall(r"\b[A-Z]{3,}\b", str(refused.value).partition("a right: ")[2])]
+    assert set(CLUSTER_RIGHTS) <= set(re.findall(r"\b[A-Z]{3,}\b", str(refused.value)))
+    rights = ["+" + name.lower() for name in (*RIGHTS, *CLUSTER_RIGHTS)]
     for server in cluster.servers:
         server.client().execute_command("ACL", "SETUSER", "writer", *rights)
     async with redis_tier(url) as tier:
@@ -268,7 +270,7 @@ async def test_a_node_that_dies_costs_its_chunks_and_no_others(program: Path | N
             for each, is_lost in zip(found, lost, strict=True):
                 assert isinstance(each, Unavailable) if is_lost else each is True
             there = await tier.probe([each.header.storage_key for each in chunks], 5.0)
-            assert there == [not each for each in lost], "what the others have is found"
+            assert there == [None if each else True for each in lost], "what the others have is found"
             left = key_of(next(each for each, is_lost in zip(chunks, lost, strict=True) if not is_lost))
             gone = key_of(next(each for each, is_lost in zip(chunks, lost, strict=True) if is_lost))
             client = cluster.servers[cluster.owner_of(left)].client()
@@ -295,7 +297,7 @@ async def test_a_slot_without_a_node_costs_its_chunks_and_no_others(program: Pat
         for server in cluster.servers:
             server.client().execute_command("CLUSTER", "DELSLOTS", key_slot(key_of(chunks[0])))
         async with redis_tier(cluster.url) as tier:
-            assert await tier.probe(keys, 5.0) == [False, *[True] * (COUNT - 1)]
+            assert await tier.probe(keys, 5.0) == [None, *[True] * (COUNT - 1)]
             found = await asyncio.gather(*(got(tier, each) for each in chunks), return_exceptions=True)
             assert isinstance(found[0], Unavailable)
             assert "CLUSTER INFO" in found[0].message
