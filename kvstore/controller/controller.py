@@ -374,7 +374,7 @@ class Controller:
             loading_bytes=movement.loading_bytes,
             backlog_count=movement.backlog_count,
             tiers=movement.statistics(),
-            tier_problem="; ".join(movement.problems),
+            tier_problem="; ".join(parts.problems),
             counters=parts.counters.snapshot(),
             rates=parts.meters.tiers,
         )

@@ -53,18 +53,18 @@ class Locates:
     async def _others(
         self, chains: Sequence[Sequence[Sequence[bytes]]], deadline: Deadline
     ) -> tuple[list[list[NodePrefix]], str]:
-        """Return the prefixes of each chain that other nodes have. Where that is unknown, return nothing and the
-        reason."""
+        """Return the prefixes of each chain that other nodes have, and the reason why there may be more."""
         nothing: list[list[NodePrefix]] = [[] for _ in chains]
         directory = self._parts.directory
         if directory is None:
             return nothing, NO_DIRECTORY
         asked = list(dict.fromkeys(key for chunks in chains for keys in chunks for key in keys))
         try:
-            found = dict(zip(asked, await directory.where(asked, deadline.left_s), strict=True))
+            said = await directory.where(asked, deadline.left_s)
         except Unavailable as error:
             return nothing, error.message
-        return [_of_nodes([[found[key] for key in keys] for keys in chunks]) for chunks in chains], ""
+        found = dict(zip(asked, said.chunks, strict=True))
+        return [_of_nodes([[found[key] for key in keys] for keys in chunks]) for chunks in chains], said.reason
 
     async def _said(self, chains: Sequence[Sequence[Sequence[bytes]]], deadline: Deadline) -> list[TierWord]:
         parts = [part for chunks in chains for part in zip(*chunks, strict=True)]
@@ -93,12 +93,24 @@ def _prefixes(node: str, tiers: Sequence[Tier]) -> list[NodePrefix]:
     return found
 
 
-def _of_nodes(chunks: Sequence[Sequence[Mapping[str, Tier]]]) -> list[NodePrefix]:
-    """Return the prefixes by node. ``chunks``: for each part of each chunk, the tier by node."""
-    first = chunks[0] if chunks else ()
-    nodes = sorted(set.intersection(*(set(part) for part in first))) if first else []
+def _of_nodes(chunks: Sequence[Sequence[Mapping[str, Tier] | None]]) -> list[NodePrefix]:
+    """Return the prefixes by node. ``chunks``: for each part of each chunk, the tier by node; None: it is unknown."""
+    nodes = sorted(next((part for parts in chunks for part in parts if part is not None), ()))
     found = []
     for node in nodes:
-        tiers = [[part.get(node, Tier.NONE) for part in each] for each in chunks]
-        found += _prefixes(node, [max(each, key=SPEED.index) for each in takewhile(all, tiers)])
+        tiers = ([Tier.NONE if part is None else part.get(node) for part in parts] for parts in chunks)
+        found += _prefixes(node, _bridged(list(takewhile(lambda parts: None not in parts, tiers))))
     return found
+
+
+def _bridged(chunks: Sequence[Sequence[Tier | None]]) -> list[Tier]:
+    """Return the slowest tier of each leading chunk. ``chunks``: the tier of each part; NONE: it is unknown. Unknown
+    chunks count as in the tier of the next known one, for a node that has a chunk has those before it; those after the
+    last known one do not count."""
+    found: list[Tier] = []
+    for parts in reversed(chunks):
+        if all(parts):
+            found.append(max((each for each in parts if each), key=SPEED.index))
+        elif found:
+            found.append(found[-1])
+    return found[::-1]

@@ -95,6 +95,12 @@ class Parts:
         )  # fmt: skip
         return Movement(parts, self.leases.revoke_stale)
 
+    @property
+    def problems(self) -> list[str]:
+        """Reasons why tiers are not in use or lack chunks, and why other nodes do not hear of this one."""
+        told = self.directory.problem if self.directory is not None else ""
+        return [*self.movement.problems, *([told] if told else [])]
+
     def deadline(self, remaining_s: float | None = None) -> Deadline:
         """Return the deadline of a call that begins now: ``remaining_s`` if given, and ``deadline_s`` at most."""
         return Deadline.of(self.clock, remaining_s, self.deadline_s)

@@ -73,8 +73,9 @@ class NodePrefix(NamedTuple):
 
 class Located(NamedTuple):
     """The places of chains: for each chain, prefixes on this node (certain), on other nodes and in shared tiers
-    (hints). ``node``: this node's name. ``reason``: why other nodes are left out; empty: they are not. ``unknown``: the
-    shared tiers that may have more, because they were not asked, or did not answer."""
+    (hints). ``node``: this node's name. ``reason``: why other nodes are left out, or may have more; empty: all
+    is known of them. ``unknown``: the shared tiers that may have more, because they were not asked, or did not answer
+    for all chunks."""
 
     node: str
     chains: list[list[NodePrefix]]

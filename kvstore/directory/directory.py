@@ -4,29 +4,43 @@
     <prefix>:v1:d:{<storage key>}   hash: node -> "<incarnation> <tier>", the fastest tier there that has the chunk
     <prefix>:v1:hot:<tenant>:<fingerprint>  hash: what the node that fetches most of a model fetches most (``hints``)
 
-A node's entries count while its incarnation was heard within ``LIVE_S``: so no entry needs to be renewed, and the
-entries of a dead node count no more. A node begins a new incarnation, and tells all its chunks again, at each start and
-whenever it cannot be sure that Redis has all that it told.
+A node's entries count while its incarnation was heard within ``LIVE_S``: the entries of a dead node count no more at
+once, and those of a living one need no renewal to count. A node begins a new incarnation, and tells all its chunks
+again, at each start and whenever it cannot be sure that Redis has all that it told.
+
+What bounds it: a chunk's hash expires ``ENTRY_S`` after a node told of the chunk or kept it. A living node keeps all
+that it has (``keep``) within ``KEEP_S`` or, with very many chunks, somewhat more, so its entries never expire. Whoever
+keeps a chunk removes the entries of others that were not heard for ``FORGOTTEN_S``, so a hash has no more entries than
+nodes that were heard since the last pass. What only dead nodes had expires.
+
+In a cluster a node that fails costs the entries that lie on it: it is said of how many chunks nothing is known. Where
+it has the members, those that were heard last count for ``KEPT_S`` more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
 
 from kvstore.directory.hints import HINT_BYTES_MAX
-from kvstore.errors import Unavailable
+from kvstore.errors import DataLoss, KVStoreError, Unavailable
 from kvstore.seams import Clock, Random
 from kvstore.spec import Tier
 
 LIVE_S = 30.0
 ENTRY_S = 7 * 86400
-"""The entries of a chunk expire when no node told of the chunk for so many seconds."""
+"""The entries of a chunk expire when no node told of the chunk, or kept it, for so many seconds."""
+KEEP_S = ENTRY_S / 4
+"""Seconds between the beginnings of two passes in which a node keeps all that it has."""
 FORGOTTEN_S = 3600
 """A node that was not heard for so many seconds is removed from the members."""
+KEPT_S = 600.0
+"""Seconds for which the members that were heard last count while Redis does not say who they are."""
 CALL_S_MAX = 5.0
 PIPELINE_COUNT = 128
 """Commands of one pipeline: Redis answers other clients between two pipelines."""
@@ -35,25 +49,23 @@ PIPELINES_AT_ONCE = 4
 SLOW_S = 1.0
 """A question with a shorter timeout than this that was not answered in time does not show that Redis is down."""
 INCARNATION_BYTES = 8
-BEAT = """
-local time = redis.call('TIME')
-local now = time[1] + time[2] / 1000000
-local added = redis.call('ZADD', KEYS[1], now, ARGV[1])
-redis.call('ZREM', KEYS[1], ARGV[2])
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - ARGV[3])
-return {string.format('%.6f', now), added, redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')}
+FORMER_COUNT_MAX = 16
+"""Incarnations of this node of which it is not known that Redis has removed them; it forgets older ones by itself."""
+DROP = """
+for at = 1, #ARGV, 2 do
+  if redis.call('HGET', KEYS[1], ARGV[at]) == ARGV[at + 1] then redis.call('HDEL', KEYS[1], ARGV[at]) end
+end
 """
-"""Adds a member; removes the node's former incarnation and the members that were not heard for long. Returns Redis's
-time, 1 where the member is new, and all members with when they were heard."""
+"""Removes entries that are still as they were read: a node may have told of the chunk anew meanwhile."""
 SEAL_BYTES_MAX = 256
 """Bytes that an envelope adds to hints, at most."""
 HINT_S = 3600
 """Hints expire when their node has given none for so many seconds."""
 GIVE_HINTS = """
-local node, heat = unpack(redis.call('HMGET', KEYS[1], 'node', 'heat'))
+local node, heat = redis.call('HGET', KEYS[1], 'node'), redis.call('HGET', KEYS[1], 'heat')
 if node and node ~= ARGV[1] and (tonumber(heat) or 0) > tonumber(ARGV[2]) then return 0 end
 redis.call('HSET', KEYS[1], 'node', ARGV[1], 'heat', ARGV[2], 'runs', ARGV[3])
-return redis.call('EXPIRE', KEYS[1], ARGV[4])
+return redis.call('PEXPIRE', KEYS[1], ARGV[4])
 """
 """Replaces the hints of the same node, or of one that fetches less."""
 READ_HINTS = """
@@ -62,29 +74,63 @@ return redis.call('HGET', KEYS[1], 'runs')
 """
 _TIERS: dict[str, Tier] = {str(int(tier)): tier for tier in Tier}
 _log = logging.getLogger("kvstore.directory")
+Command = tuple[str, Sequence[object]]
+"""The key that says which server is asked, and the words."""
+Member = tuple[str, str]
+"""A node's name and its incarnation."""
+
+
+class DirectoryServers(Protocol):
+    """The servers in which the directory lies."""
+
+    async def ask_each(self, commands: Sequence[Command]) -> list[Any]:
+        """Return each command's result, or the error that it ends with: PermissionDenied where this node lacks a right
+        or the server takes no writes, DataLoss where something of another type has the key, Exhausted where the server
+        is full, else Unavailable. Raises Unavailable where no server can be asked."""
+
+    async def close(self) -> None:
+        """Idempotent."""
+
+
+class Whereabouts(NamedTuple):
+    """For each chunk the other nodes that have it, each with its fastest tier there; None where that is unknown.
+    ``reason``: why some of it is unknown; empty: all is known."""
+
+    chunks: list[dict[str, Tier] | None]
+    reason: str
 
 
 class NodeDirectory:
-    """One node's view of the directory, through an asyncio ``client`` of redis-py of its own. ``node`` is this node's
-    name for others, ``owner`` its tenant. All calls but ``renew`` and ``close`` raise Unavailable when Redis does not
-    answer."""
+    """One node's view of the directory. ``servers``: where it lies; they belong to the directory. ``node`` is this
+    node's name for others, ``owner`` its tenant. All calls but ``renew`` and ``close`` raise Unavailable when Redis
+    does not answer; those that tell something raise PermissionDenied where this node may only read, and Exhausted where
+    Redis is full."""
 
-    def __init__(self, client: Any, node: str, prefix: str, owner: str, clock: Clock, random: Random) -> None:
+    def __init__(
+        self, servers: DirectoryServers, node: str, prefix: str, owner: str, clock: Clock, random: Random
+    ) -> None:  # fmt: skip
         self.node = node
         self.is_reachable = False
-        """True when Redis answered the last question."""
-        self._client = client
+        """True when Redis answered the last question, if only with a refusal."""
+        self.problem = ""
+        """The reason why others cannot hear of this node, for operators; empty while they can, or Redis is away."""
+        self._servers = servers
         self._prefix = prefix
         self._nodes = f"{prefix}:v1:nodes:{owner or 'default'}"
         self._hot = f"{prefix}:v1:hot:{owner or 'default'}"
         self._clock = clock
         self._random = random
-        self._former = ""
+        self._formers: deque[str] = deque(maxlen=FORMER_COUNT_MAX)
         self._incarnation = self._drawn()
         self._began_s = float("inf")
         """The time at which this process was first heard, by Redis's clock."""
         self._ahead_s = 0.0
         """The seconds by which Redis's clock is ahead of this process's."""
+        self._newest_s = 0.0
+        """When the member that was heard last was heard."""
+        self._live: set[Member] = set()
+        self._live_s = float("-inf")
+        """The members that lived when they were last read, and when that was."""
         self._has_rival = False
         self._turns = asyncio.Semaphore(PIPELINES_AT_ONCE)
 
@@ -97,99 +143,164 @@ class NodeDirectory:
 
     def renew(self) -> None:
         """Begin a new incarnation: entries told before count no more, from the next ``beat`` on."""
-        self._former, self._incarnation = self._member, self._drawn()
+        self._formers.append(self._member)
+        self._incarnation = self._drawn()
+
+    # ------------------------------------------------------------ tell
 
     async def beat(self) -> bool:
-        """Say that this node lives; call it several times within ``LIVE_S``. False: Redis did not know this
-        incarnation, and may have lost its entries."""
-        told = self._client.eval(BEAT, 1, self._nodes, self._member, self._former, FORGOTTEN_S)
-        now, added, heard = await self._answered(told, CALL_S_MAX)
-        self._ahead_s = float(now) - self._clock.monotonic()
-        self._began_s = min(self._began_s, float(now))
-        lately = [member for member, at_s in zip(heard[::2], heard[1::2], strict=True) if float(at_s) > self._began_s]
-        self._look_for_rival(_members(lately))
+        """Say that this node lives, and learn who else does; call it several times within ``LIVE_S``. False: Redis did
+        not know this incarnation, and may have lost its entries. A node that may only read learns who lives before this
+        raises PermissionDenied."""
+        nodes = self._nodes
+        time, heard = await self._asked([(nodes, ("TIME",)), (nodes, ("ZRANGE", nodes, 0, -1, "WITHSCORES"))])
+        self._learn(_known(heard), time)
+        now_s = _seconds(_known(time))
+        told = [
+            ("ZADD", nodes, f"{now_s:.6f}", self._member),
+            ("ZREM", nodes, "", *self._formers),
+            ("ZREMRANGEBYSCORE", nodes, "-inf", f"{now_s - FORGOTTEN_S:.6f}"),
+        ]
+        added, *_ = map(_known, await self._asked([(nodes, words) for words in told]))
+        self._began_s = min(self._began_s, now_s)
+        self._look_for_rival(heard)
+        self._formers.clear()
         return not added
 
-    def _look_for_rival(self, heard: Iterable[tuple[str, str]]) -> None:
+    def _learn(self, heard: Sequence[bytes], time: Any) -> None:
+        """Learn Redis's time and the living members. A node that may not ask for the time takes that at which somebody
+        was heard lately for it."""
+        scores = {member: float(at_s) for member, at_s in zip(_members(heard[::2]), heard[1::2], strict=True)}
+        newest_s, now_s = max(scores.values(), default=0.0), self._clock.monotonic()
+        if not isinstance(time, KVStoreError):
+            self._ahead_s = _seconds(time) - now_s
+        elif newest_s != self._newest_s:
+            self._ahead_s = newest_s - now_s
+        self._newest_s = newest_s
+        since_s = now_s + self._ahead_s - LIVE_S
+        self._live, self._live_s = {member for member, at_s in scores.items() if at_s >= since_s}, now_s
+
+    def _look_for_rival(self, heard: Sequence[bytes]) -> None:
         """Log an error, once, when another node uses this node's name. A member of that name that was heard after this
         process began is another node; one that was not is this node before it started again."""
-        has_rival = any(node == self.node and each != self._incarnation for node, each in heard)
+        own = {self._member, *self._formers}
+        lately = [
+            member for member, at_s in zip(heard[::2], heard[1::2], strict=True) if float(at_s) > self._began_s
+        ]  # fmt: skip
+        has_rival = any(node == self.node and f"{node} {each}" not in own for node, each in _members(lately))
         if has_rival and not self._has_rival:
             _log.error("another node has this node's name: set server.node to its own", extra={"node": self.node})
         self._has_rival = has_rival
 
-    async def tell(self, changes: Mapping[bytes, Tier]) -> None:
-        """Publish changes: storage key -> the fastest tier here that has the chunk; NONE: no tier has it any more."""
-        pipeline = self._client.pipeline(transaction=False)
+    async def tell(self, changes: Mapping[bytes, Tier]) -> list[bytes]:
+        """Publish changes: storage key -> the fastest tier here that has the chunk; NONE: no tier has it any more.
+        Returns the keys of which the server did not answer."""
+        keys, commands = list[bytes](), list[Command]()
         for key, tier in changes.items():
             name = self._entry(key)
-            if tier is Tier.NONE:
-                pipeline.hdel(name, self.node)
-            else:
-                pipeline.hset(name, self.node, f"{self._incarnation} {int(tier)}")
-                pipeline.expire(name, ENTRY_S)
-        await self._answered(pipeline.execute(), CALL_S_MAX)
+            told: list[tuple[object, ...]] = [("HDEL", name, self.node)]
+            if tier is not Tier.NONE:
+                told = [("HSET", name, self.node, f"{self._incarnation} {int(tier)}"), _expiring(name, ENTRY_S)]
+            keys += [key] * len(told)
+            commands += [(name, words) for words in told]
+        failed = dict[bytes, None]()
+        for key, answer in zip(keys, await self._asked(commands), strict=True):
+            if isinstance(answer, Unavailable):
+                failed[key] = None
+            elif not isinstance(answer, DataLoss):  # another program has the key: there is no entry to be had
+                _known(answer)
+        return list(failed)
 
-    async def where(self, keys: Sequence[bytes], timeout_s: float) -> list[dict[str, Tier]]:
-        """Return for each chunk the other nodes that have it, each with its fastest tier there. One round trip, or none
-        where Redis did not answer the last question. Raises Unavailable, also after ``timeout_s`` seconds."""
+    async def keep(self, here: Mapping[bytes, Tier]) -> list[bytes]:
+        """``tell`` again what is here, so that it does not expire, and remove what nodes told of these chunks that are
+        no members any more. A node that comes back begins anew, and tells all that it has."""
+        failed = await self.tell(here)
+        names = [self._entry(key) for key in here]
+        found = await self._asked([(name, ("HGETALL", name)) for name in names])
+        [heard] = await self._asked(
+            [(self._nodes, ("ZRANGE", self._nodes, 0, -1))]
+        )  # after the entries: who told, beat
+        if not isinstance(heard, KVStoreError):
+            members = set(_members(heard))
+            dead = [(name, _dead(each, members)) for name, each in zip(names, found, strict=True)]
+            await self._asked([(name, ("EVAL", DROP, 1, name, *words)) for name, words in dead if words])
+        return failed
+
+    # ------------------------------------------------------------ ask
+
+    async def where(self, keys: Sequence[bytes], timeout_s: float) -> Whereabouts:
+        """Return for each chunk the other nodes that have it. One round trip, or none where Redis did not answer the
+        last question. Raises Unavailable where nothing is known, also after ``timeout_s`` seconds."""
         if not self.is_reachable:
             raise Unavailable("the directory in Redis does not answer at present")
         since_s = self._clock.monotonic() + self._ahead_s - LIVE_S
-        pipelines = [self._client.pipeline(transaction=False).zrangebyscore(self._nodes, since_s, "+inf")]
-        for first in range(0, len(keys), PIPELINE_COUNT):
-            pipelines.append(self._client.pipeline(transaction=False))
-            for key in keys[first : first + PIPELINE_COUNT]:
-                pipelines[-1].hgetall(self._entry(key))
-        asked = asyncio.gather(*map(self._executed, pipelines))
-        (live,), *found = await self._answered(asked, timeout_s)
-        if isinstance(live, Exception):
-            raise Unavailable(f"the directory in Redis did not answer: {live}") from live
-        members = set(_members(live))
-        return [self._counted(each, members) if isinstance(each, dict) else {} for some in found for each in some]
+        names = [self._entry(key) for key in keys]
+        members = (self._nodes, ("ZRANGE", self._nodes, f"{since_s:.6f}", "+inf", "BYSCORE"))
+        live, *found = await self._asked([members, *((name, ("HGETALL", name)) for name in names)], timeout_s)
+        failed = [each for each in found if isinstance(each, KVStoreError) and not isinstance(each, DataLoss)]
+        if not isinstance(live, KVStoreError):
+            who, said = set(_members(live)), ""
+            self._live, self._live_s = who, self._clock.monotonic()
+        elif isinstance(live, Unavailable) and len(failed) < len(keys) and self._knew_lately():
+            who, said = self._live, f"it is not known which nodes still live ({live.message})"
+        else:
+            raise Unavailable(f"the directory in Redis did not answer: {live.message}") from live
+        unknown = f"of {len(failed)} of {len(keys)} chunks it is not known which nodes have them" if failed else ""
+        unknown += f" ({failed[0].message})" if failed else ""
+        return Whereabouts([self._counted(each, who) for each in found], "; ".join(filter(None, (said, unknown))))
+
+    def _knew_lately(self) -> bool:
+        return self._clock.monotonic() - self._live_s <= KEPT_S
 
     async def give_hints(self, fingerprint: bytes, heat: float, runs: bytes) -> None:
         """Leave a model's hints for nodes that begin, unless a node that fetches more of it has left some."""
-        told = self._client.eval(
-            GIVE_HINTS, 1, f"{self._hot}:{fingerprint.hex()}", self.node, f"{heat:.6f}", runs, HINT_S
-        )
-        await self._answered(told, CALL_S_MAX)
+        name = f"{self._hot}:{fingerprint.hex()}"
+        words = ("EVAL", GIVE_HINTS, 1, name, self.node, f"{heat:.6f}", runs, 1000 * HINT_S)
+        [told] = await self._asked([(name, words)])
+        _known(told)
 
     async def hints(self, fingerprint: bytes) -> bytes | None:
         """Return a model's hints; None: nobody left any, or they are larger than ours ever are."""
-        asked = self._client.eval(READ_HINTS, 1, f"{self._hot}:{fingerprint.hex()}", HINT_BYTES_MAX + SEAL_BYTES_MAX)
-        found: bytes | None = await self._answered(asked, CALL_S_MAX)
-        return found
+        name = f"{self._hot}:{fingerprint.hex()}"
+        [found] = await self._asked([(name, ("EVAL", READ_HINTS, 1, name, HINT_BYTES_MAX + SEAL_BYTES_MAX))])
+        hints: bytes | None = _known(found)
+        return hints
 
-    async def _executed(self, pipeline: Any) -> list[Any]:
-        async with self._turns:
-            found: list[Any] = await pipeline.execute(raise_on_error=False)
-            return found
-
-    def _counted(self, entries: Mapping[bytes, bytes], members: set[tuple[str, str]]) -> dict[str, Tier]:
-        """Return the entries of other nodes that live. A malformed entry, or one with an unknown tier, is skipped:
-        another program wrote it, or a newer release about a new tier."""
+    def _counted(self, entries: Any, members: set[Member]) -> dict[str, Tier] | None:
+        """Return the entries of other nodes that live; None where they are unknown. A malformed entry, or one with an
+        unknown tier, is skipped: another program wrote it, or a newer release about a new tier."""
+        if isinstance(entries, KVStoreError):
+            return {} if isinstance(entries, DataLoss) else None
         found: dict[str, Tier] = {}
         for field, value in entries.items():
-            node, (incarnation, _, number) = (
-                field.decode(errors="replace"),
-                value.decode(errors="replace").partition(" "),
-            )
+            member, number = _told(field, value)
             tier = _TIERS.get(number, Tier.NONE)
-            if node != self.node and (node, incarnation) in members and tier is not Tier.NONE:
-                found[node] = tier
+            if member[0] != self.node and member in members and tier is not Tier.NONE:
+                found[member[0]] = tier
         return found
 
+    # ------------------------------------------------------------ Redis
+
     async def close(self) -> None:
-        """Withdraw this node's entries and close the client. Never raises."""
+        """Withdraw this node's entries and close the connections. Never raises."""
         with suppress(Unavailable):
             if self.is_reachable:
-                await self._answered(self._client.zrem(self._nodes, self._member), CALL_S_MAX)
+                await self._asked([(self._nodes, ("ZREM", self._nodes, self._member))])
         with suppress(Unavailable):
-            await self._answered(self._client.aclose(), CALL_S_MAX)
+            await self._answered(self._servers.close(), CALL_S_MAX)
 
     def _entry(self, key: bytes) -> str:
         return f"{self._prefix}:v1:d:{{{key.hex()}}}"
+
+    async def _asked(self, commands: Sequence[Command], timeout_s: float = CALL_S_MAX) -> list[Any]:
+        """Return each command's result, or the error that it ends with."""
+        parts = [commands[first : first + PIPELINE_COUNT] for first in range(0, len(commands), PIPELINE_COUNT)]
+        found: list[list[Any]] = await self._answered(asyncio.gather(*map(self._executed, parts)), timeout_s)
+        return list(chain.from_iterable(found))
+
+    async def _executed(self, commands: Sequence[Command]) -> list[Any]:
+        async with self._turns:
+            return await self._servers.ask_each(commands)
 
     async def _answered(self, asked: Awaitable[Any], timeout_s: float) -> Any:
         try:
@@ -198,18 +309,42 @@ class NodeDirectory:
         except TimeoutError as error:
             self.is_reachable = self.is_reachable and timeout_s < SLOW_S
             raise Unavailable("the directory in Redis did not answer in time") from error
-        except Exception as error:
-            from redis.exceptions import RedisError  # here, not above: importing redis-py costs memory and time
-
-            if not isinstance(error, RedisError | OSError):
-                raise
+        except KVStoreError as error:
             self.is_reachable = False
-            raise Unavailable(f"the directory in Redis did not answer: {error}") from error
+            raise Unavailable(f"the directory in Redis did not answer: {error.message}") from error
         self.is_reachable = True
         return answer
 
 
-def _members(raw: Iterable[bytes]) -> list[tuple[str, str]]:
+def _members(raw: Iterable[bytes]) -> list[Member]:
     """Return (node, incarnation) of each member. A node's name has no spaces."""
     parts = [each.decode(errors="replace").partition(" ") for each in raw]
     return [(node, incarnation) for node, _, incarnation in parts]
+
+
+def _told(field: bytes, value: bytes) -> tuple[Member, str]:
+    """Return who told an entry, and the number of the tier."""
+    incarnation, _, number = value.decode(errors="replace").partition(" ")
+    return (field.decode(errors="replace"), incarnation), number
+
+
+def _dead(entries: Any, members: set[Member]) -> list[bytes]:
+    """Return the entries that no member told, each as field and value."""
+    if isinstance(entries, KVStoreError):
+        return []
+    return [word for each in entries.items() if _told(*each)[0] not in members for word in each]
+
+
+def _known(answer: Any) -> Any:
+    """Return a command's result. Raises the error that it ended with."""
+    if isinstance(answer, KVStoreError):
+        raise answer
+    return answer
+
+
+def _seconds(time: tuple[int, int]) -> float:
+    return time[0] + time[1] / 1e6
+
+
+def _expiring(name: str, seconds: float) -> tuple[object, ...]:
+    return ("PEXPIRE", name, int(1000 * seconds))

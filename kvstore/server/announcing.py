@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 from kvstore.catalog import Event, Namespace
 from kvstore.controller import Controller
-from kvstore.directory import LIVE_S, NodeDirectory
-from kvstore.errors import Unavailable
+from kvstore.directory import KEEP_S, LIVE_S, NodeDirectory
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import Clock
 from kvstore.spec import CacheKind, EventKind, Tier
 
@@ -18,13 +18,19 @@ BATCH_COUNT_MAX = 64
 """Chunks that are told in one Redis pipeline, which takes a millisecond of the loop."""
 BEAT_S = LIVE_S / 3
 LOOK_S = 1.0
-"""Seconds between two checks whether everything must be told anew."""
+"""Seconds between two checks whether everything must be told anew, and between two batches of chunks that are kept."""
+NOWHERE = bytes(32)
+"""The storage key of no chunk: that it is not here is told to see whether this node may tell what leaves it."""
 _log = logging.getLogger("kvstore.directory")
 
 
 class Announcer:
     """Announces one tenant's chunks. ``key_of`` gives a chunk's storage key, the same on every node of the tenant. When
-    Redis did not answer or events were lost, the node begins a new incarnation and tells all of its chunks again."""
+    Redis did not answer or events were lost, the node begins a new incarnation and tells all of its chunks again. Where
+    a node of a cluster does not answer, the others are told on, and everything is told again once it answers.
+
+    Each ``KEEP_S`` all chunks are kept, so that their entries do not expire: ``BATCH_COUNT_MAX`` a ``LOOK_S`` at most,
+    so at most three commands for each of 64 chunks a second, and 38 million chunks before the first entries expire."""
 
     def __init__(
         self,
@@ -38,6 +44,18 @@ class Announcer:
         self._key_of = key_of
         self._clock = clock
         self._is_behind = True
+        """True when everything must be told anew."""
+        self._is_heard = False
+        """True when the last beat was taken."""
+        self._has_begun = False
+        """True when an incarnation was told."""
+        self._is_troubled = False
+        """True from the log line that something fails, until everything was told."""
+        self._missed: bytes | None = None
+        """A key whose node of a cluster did not answer; its answer shows that everything can be told again."""
+        self._kept: Iterator[list[Event]] = iter(())
+        self._keep_s = self._pass_s = float("inf")
+        """When the next batch is kept, and when the pass began that it belongs to."""
         self._watcher = controller.watch_all()
 
     async def run(self) -> None:
@@ -57,19 +75,20 @@ class Announcer:
         while True:
             try:
                 is_known = await self._directory.beat()
+                if self._missed is not None and not await self._directory.tell({self._missed: Tier.NONE}):
+                    self._missed, self._is_behind = None, True  # all nodes of the cluster answer again
                 if not is_known and not is_first:
                     self._is_behind = True  # Redis lost its keys
-                is_first = False
-            except Unavailable as error:
-                if not self._is_behind:
-                    _log.warning("the directory cannot be told what is here", extra={"reason": error.message})
-                self._is_behind = True
+                is_first, self._is_heard = False, True
+            except KVStoreError as error:
+                self._failed(error)
             await self._clock.sleep(BEAT_S if self._directory.is_reachable else LOOK_S)
 
     async def _tell(self) -> None:
         while True:
-            if self._is_behind and self._directory.is_reachable:
+            if self._is_behind and self._is_heard:
                 await self._tell_all()
+            await self._keep()
             try:
                 async with asyncio.timeout(LOOK_S):
                     news = await self._watcher.take(BATCH_COUNT_MAX)
@@ -79,8 +98,13 @@ class Announcer:
                 return
             if news.lost_count:
                 self._is_behind = True
-            if not self._is_behind:
-                await self._send(news.events)
+            if self._may_tell:
+                await self._send(self._directory.tell, news.events)
+
+    @property
+    def _may_tell(self) -> bool:
+        """True when Redis takes what is told, as far as we know; perhaps a node of a cluster does not."""
+        return self._has_begun and self._directory.is_reachable and not self._directory.problem
 
     async def _tell_all(self) -> None:
         """Begin a new incarnation, and tell all chunks. Changes meanwhile follow as events."""
@@ -88,15 +112,36 @@ class Announcer:
         self._is_behind = False
         try:
             await self._directory.beat()
-        except Unavailable:
-            self._is_behind = True
+            await self._directory.tell({NOWHERE: Tier.NONE})
+        except KVStoreError as error:
+            self._failed(error)
             return
+        self._has_begun = True
         for events in self._controller.stored(BATCH_COUNT_MAX):
-            await self._send(events)
+            await self._send(self._directory.tell, events)
             if self._is_behind:
                 return
+        self._kept, self._pass_s = iter(()), self._clock.monotonic()
+        self._keep_s = self._pass_s + KEEP_S
+        self._directory.problem = ""
+        if self._missed is None:
+            self._is_troubled = False
 
-    async def _send(self, events: Iterable[Event]) -> None:
+    async def _keep(self) -> None:
+        """Keep the next chunks, when it is time. One task keeps and tells: what left meanwhile is told afterwards."""
+        now_s = self._clock.monotonic()
+        if not self._may_tell or now_s < self._keep_s:
+            return
+        events = next(self._kept, None)
+        if events is not None:
+            self._keep_s = now_s + LOOK_S
+            await self._send(self._directory.keep, events)
+        elif self._pass_s + KEEP_S <= now_s:
+            self._kept, self._pass_s = self._controller.stored(BATCH_COUNT_MAX), now_s
+        else:
+            self._keep_s = self._pass_s + KEEP_S
+
+    async def _send(self, tell: Callable[[dict[bytes, Tier]], Awaitable[list[bytes]]], events: Iterable[Event]) -> None:
         changes = {
             self._key_of(event.space, event.digest): Tier.NONE if event.kind is EventKind.REMOVED else event.tier
             for event in events if event.space.model_kind is not CacheKind.OPAQUE
@@ -104,6 +149,23 @@ class Announcer:
         if not changes:
             return
         try:
-            await self._directory.tell(changes)
-        except Unavailable:
-            self._is_behind = True
+            missed = await tell(changes)
+        except KVStoreError as error:
+            self._failed(error)
+            return
+        if missed:
+            self._missed = missed[0]
+            self._warn("other nodes hear of a part of what is here", "a node of the cluster does not answer")
+
+    def _failed(self, error: KVStoreError) -> None:
+        """Have everything told anew, once Redis takes it."""
+        self._is_behind, self._is_heard = True, False
+        said = f"other nodes do not hear of this one (server.node = {self._directory.node}): {error.message}"
+        self._directory.problem = "" if isinstance(error, Unavailable) else said
+        self._warn("this node is not announced: other nodes do not hear what is here", error.message)
+
+    def _warn(self, message: str, reason: str) -> None:
+        """Log the first of several failures."""
+        if not self._is_troubled:
+            _log.warning(message, extra={"reason": reason})
+        self._is_troubled = True

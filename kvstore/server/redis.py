@@ -44,11 +44,11 @@ def open_directory(settings: Settings, world: World, owner: str) -> NodeDirector
     redis = settings.tiers.redis
     if not redis.url:
         return None
+    from kvstore.tiers.redis.commands import Commands
     from kvstore.tiers.redis.topology import topology_of
 
-    address = RedisAddress.of(redis.url)
-    topology = topology_of(redis, address, redis.control_count)
-    return NodeDirectory(topology.client, settings.server.node, redis.prefix, owner, world.clock, world.random)
+    servers = Commands(topology_of(redis, RedisAddress.of(redis.url), redis.control_count))
+    return NodeDirectory(servers, settings.server.node, redis.prefix, owner, world.clock, world.random)
 
 
 def needs_of_redis(settings: Settings) -> list[Need]:

@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
-import redis.asyncio
 
+from kvstore.config import RedisAddress, RedisSettings
 from kvstore.directory import LIVE_S, NodeDirectory
 from kvstore.errors import Unavailable
 from kvstore.seams import SystemRandom
 from kvstore.spec import Tier
+from kvstore.tiers.redis.commands import Commands
+from kvstore.tiers.redis.topology import topology_of
 from tests.fakes.redis_server import RedisServer
 
 KEYS = [bytes([number]) * 32 for number in range(4)]
@@ -34,12 +36,17 @@ def server() -> Iterator[RedisServer]:
         yield running
 
 
+def servers(url: str) -> Commands:
+    """The way to them that a node has."""
+    settings = RedisSettings(url=url)
+    return Commands(topology_of(settings, RedisAddress.of(url), settings.control_count))
+
+
 @asynccontextmanager
 async def node(
     server: RedisServer, name: str, owner: str = "", clock: HandClock | None = None
 ) -> AsyncIterator[NodeDirectory]:
-    client = redis.asyncio.Redis(unix_socket_path=server.path)
-    directory = NodeDirectory(client, name, "kvstore", owner, clock or HandClock(), SystemRandom())  # type: ignore[arg-type]  # it only tells the time
+    directory = NodeDirectory(servers(server.url), name, "kvstore", owner, clock or HandClock(), SystemRandom())  # type: ignore[arg-type]  # it only tells the time
     try:
         yield directory
     finally:
@@ -53,10 +60,10 @@ async def test_what_one_node_tells_the_other_finds(server: RedisServer) -> None:
         await b.beat()
         await a.tell({KEYS[0]: Tier.DRAM, KEYS[1]: Tier.NVME})
         await b.tell({KEYS[0]: Tier.NVME})
-        assert await b.where(KEYS[:3], TIMEOUT_S) == [{"a": Tier.DRAM}, {"a": Tier.NVME}, {}]
-        assert await a.where(KEYS[:3], TIMEOUT_S) == [{"b": Tier.NVME}, {}, {}]
+        assert (await b.where(KEYS[:3], TIMEOUT_S)).chunks == [{"a": Tier.DRAM}, {"a": Tier.NVME}, {}]
+        assert (await a.where(KEYS[:3], TIMEOUT_S)).chunks == [{"b": Tier.NVME}, {}, {}]
         await a.tell({KEYS[0]: Tier.NVME, KEYS[1]: Tier.NONE})
-        assert await b.where(KEYS[:2], TIMEOUT_S) == [{"a": Tier.NVME}, {}]
+        assert (await b.where(KEYS[:2], TIMEOUT_S)).chunks == [{"a": Tier.NVME}, {}]
 
 
 async def test_who_was_not_heard_lately_counts_no_more(server: RedisServer) -> None:
@@ -66,9 +73,9 @@ async def test_who_was_not_heard_lately_counts_no_more(server: RedisServer) -> N
         await b.beat()
         await a.tell({KEYS[0]: Tier.DRAM})
         clock.now_s += LIVE_S - 1
-        assert await b.where(KEYS[:1], TIMEOUT_S) == [{"a": Tier.DRAM}]
+        assert (await b.where(KEYS[:1], TIMEOUT_S)).chunks == [{"a": Tier.DRAM}]
         clock.now_s += 2
-        assert await b.where(KEYS[:1], TIMEOUT_S) == [{}]
+        assert (await b.where(KEYS[:1], TIMEOUT_S)).chunks == [{}]
 
 
 @pytest.mark.parametrize("how", ["closed", "renewed", "started again"])
@@ -77,7 +84,7 @@ async def test_what_an_earlier_incarnation_told_counts_no_more(server: RedisServ
         await b.beat()
         await a.beat()
         await a.tell({KEYS[0]: Tier.DRAM})
-        assert await b.where(KEYS[:1], TIMEOUT_S) == [{"a": Tier.DRAM}]
+        assert (await b.where(KEYS[:1], TIMEOUT_S)).chunks == [{"a": Tier.DRAM}]
         if how == "closed":
             await a.close()
         elif how == "renewed":
@@ -87,9 +94,9 @@ async def test_what_an_earlier_incarnation_told_counts_no_more(server: RedisServ
             async with node(server, "a") as again:
                 await again.beat()
                 await again.tell({KEYS[0]: Tier.NVME, KEYS[1]: Tier.DRAM})
-                assert await b.where(KEYS[:2], TIMEOUT_S) == [{"a": Tier.NVME}, {"a": Tier.DRAM}]
+                assert (await b.where(KEYS[:2], TIMEOUT_S)).chunks == [{"a": Tier.NVME}, {"a": Tier.DRAM}]
                 return
-        assert await b.where(KEYS[:1], TIMEOUT_S) == [{}]
+        assert (await b.where(KEYS[:1], TIMEOUT_S)).chunks == [{}]
 
 
 async def test_tenants_do_not_meet(server: RedisServer) -> None:
@@ -97,7 +104,7 @@ async def test_tenants_do_not_meet(server: RedisServer) -> None:
         await a.beat()
         await b.beat()
         await a.tell({KEYS[0]: Tier.DRAM})
-        assert await b.where(KEYS[:1], TIMEOUT_S) == [{}]
+        assert (await b.where(KEYS[:1], TIMEOUT_S)).chunks == [{}]
 
 
 async def test_two_nodes_of_one_name_are_told_so(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -142,9 +149,9 @@ async def test_what_others_wrote_there_is_no_entry(server: RedisServer) -> None:
             )
             for value in strange:
                 client.hset(names[0], "a", value)
-                assert await b.where(KEYS[:2], TIMEOUT_S) == [{}, {"a": Tier.DRAM}], value
+                assert (await b.where(KEYS[:2], TIMEOUT_S)).chunks == [{}, {"a": Tier.DRAM}], value
             client.set(names[2], "no hash")
-        assert await b.where(KEYS[:3], TIMEOUT_S) == [{}, {"a": Tier.DRAM}, {}]
+        assert (await b.where(KEYS[:3], TIMEOUT_S)).chunks == [{}, {"a": Tier.DRAM}, {}]
 
 
 async def test_a_redis_that_is_away_is_unavailable_and_found_again(server: RedisServer) -> None:
@@ -162,4 +169,4 @@ async def test_a_redis_that_is_away_is_unavailable_and_found_again(server: Redis
         assert not await a.beat()
         await a.tell({KEYS[0]: Tier.DRAM})
         await b.beat()
-        assert await b.where(KEYS[:1], TIMEOUT_S) == [{"a": Tier.DRAM}]
+        assert (await b.where(KEYS[:1], TIMEOUT_S)).chunks == [{"a": Tier.DRAM}]

@@ -12,6 +12,7 @@ from kvstore.directory.directory import PIPELINE_COUNT, PIPELINES_AT_ONCE, SLOW_
 from kvstore.errors import Unavailable
 from kvstore.seams import SystemClock, SystemRandom
 from kvstore.spec import Tier
+from tests.directory.test_directory import servers
 from tests.fakes.redis_server import RedisServer
 
 KEY = bytes(32)
@@ -25,8 +26,7 @@ def server() -> Iterator[RedisServer]:
 
 
 def node(server: RedisServer, name: str) -> NodeDirectory:
-    client = redis.asyncio.Redis(unix_socket_path=server.path)
-    return NodeDirectory(client, name, "kvstore", "", SystemClock(), SystemRandom())
+    return NodeDirectory(servers(server.url), name, "kvstore", "", SystemClock(), SystemRandom())
 
 
 async def test_a_caller_without_patience_leaves_the_directory_to_the_others(server: RedisServer) -> None:
@@ -36,7 +36,7 @@ async def test_a_caller_without_patience_leaves_the_directory_to_the_others(serv
     await a.tell({KEY: Tier.DRAM})
     with pytest.raises(Unavailable):
         await b.where([KEY], 0.0)
-    assert await b.where([KEY], TIMEOUT_S) == [{"a": Tier.DRAM}]
+    assert (await b.where([KEY], TIMEOUT_S)).chunks == [{"a": Tier.DRAM}]
     server.stop()
     try:
         with pytest.raises(Unavailable, match="in time"):
@@ -59,7 +59,7 @@ async def test_a_newer_releases_tier_is_no_entry(server: RedisServer) -> None:
     incarnation = (await client.hget(name, "a")).split(b" ")[0]
     for tier in (b"99", b"9" * 5000, "²".encode(), b"-1", b""):
         await client.hset(name, "a", incarnation + b" " + tier)
-        assert await b.where([KEY], TIMEOUT_S) == [{}]
+        assert (await b.where([KEY], TIMEOUT_S)).chunks == [{}]
     await client.aclose()
     await a.close()
     await b.close()

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,15 @@ from tests.fakes.redis_server import RedisServer
 from tests.fakes.s3_server import ENDPOINT, S3Server
 from tests.server.raw import eventually
 from tests.specs import random_cache, small_spec, tokens_of
+from tests.tiers.redis.test_topology import Cluster
 
 SPEC = small_spec()
 STEP = SPEC.chunk_tokens
 
 
 class Node(Sidecar):
-    def __init__(self, name: str, redis: RedisServer) -> None:
-        own = {"KVSTORE__SERVER__NODE": name, "KVSTORE__TIERS__REDIS__URL": redis.url}
+    def __init__(self, name: str, redis: RedisServer, url: str = "") -> None:
+        own = {"KVSTORE__SERVER__NODE": name, "KVSTORE__TIERS__REDIS__URL": url or redis.url}
         super().__init__("--capacity", "2 MiB", nvme="16 MiB", plane="remote", environment={**os.environ, **own})
 
 
@@ -119,6 +121,49 @@ def test_what_leaves_a_node_is_told_and_so_is_all_after_redis_lost_everything(re
             client.flushall()
         assert router.locate(SPEC, first).prefixes == ()
         eventually(lambda: router.locate(SPEC, first).nodes == {"d": 2 * STEP}, 30)
+
+
+def test_a_node_that_may_only_read_is_not_announced_and_says_so_and_finds_the_others(
+    redis: RedisServer, a: Node
+) -> None:
+    rights = ("reset", "on", ">pw", "~*", "+@read", "+@scripting", "+ping", "+info", "-@write")
+    redis.client().execute_command("ACL", "SETUSER", "reader", *rights)
+    with Node("reader", redis, f"unix://reader:pw@{redis.path}") as node, local(node) as reader, local(a) as writer:
+        tokens = keep(writer, 2 * STEP, 41)
+        eventually(lambda: reader.locate(SPEC, tokens).nodes == {"a": 2 * STEP})
+        assert reader.locate(SPEC, tokens).reason == ""
+        eventually(lambda: "server.node = reader" in reader.stats().tier_problem)
+        assert "tiers.redis.username" in reader.stats().tier_problem
+        assert "do not hear of this one" not in writer.stats().tier_problem
+        keep(reader, 3 * STEP, 42)
+        assert (node.directory / "log").read_text().count("this node is not announced") == 1
+
+
+def test_a_node_of_a_cluster_that_dies_takes_no_other_nodes_rows_away() -> None:
+    """What is shared is told as far as it can be read, and that there may be more."""
+    with ExitStack() as stack:
+        cluster = Cluster(stack, None)
+        for each in cluster.servers:
+            each.client().config_set("cluster-require-full-coverage", "no")
+        one, two = (stack.enter_context(Node(name, cluster.servers[0], cluster.url)) for name in ("one", "two"))
+        writer, router = stack.enter_context(local(one)), stack.enter_context(local(two))
+        tokens = keep(writer, 40 * STEP, 51)
+
+        def is_known() -> bool:
+            found = router.locate(SPEC, tokens)
+            rows = {("one", Tier.DRAM, 40 * STEP), ("", Tier.REDIS, 40 * STEP)}
+            return rows <= set(found.prefixes) and (found.reason, found.unknown) == ("", ())
+
+        eventually(is_known, 20)
+        cluster.servers[cluster.owner_of(b"kvstore:v1:nodes:default")].kill()
+
+        def is_partly_known() -> bool:
+            found = router.locate(SPEC, tokens)
+            return (
+                "still live" in found.reason and Tier.REDIS in found.unknown and found.nodes.get("one", 0) > 30 * STEP
+            )
+
+        eventually(is_partly_known, 20)
 
 
 def test_without_a_redis_only_this_node_is_known(sidecar: Sidecar) -> None:

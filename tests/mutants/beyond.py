@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 LEVELS = "kvstore/movement/levels.py"
 LOCATING = "kvstore/controller/locating.py"
 DIRECTORY = "kvstore/directory/directory.py"
+ANNOUNCING = "tests/server/test_announcing.py"
 LISTING = "kvstore/tiers/s3/listing.py"
 ROUTERS = "tests/directory/test_routers.py"
 LOCATED = "tests/tiers/shared/test_located.py"
@@ -85,6 +86,46 @@ MUTANTS = [
         "        if True:\n",
         "one call of a router opens a hundred connections",
         (f"{ROUTERS}::test_many_keys_take_few_connections",),
+    ),
+    Mutant(
+        "a-key-on-a-dead-node-is-absent",
+        "kvstore/tiers/redis/control.py",
+        "        return [None if isinstance(each, Exception) else each == 1 for each in found]\n",
+        "        return [each == 1 for each in found]\n",
+        "a router takes what lies on a dead node of a cluster for what nobody stored",
+        ("tests/tiers/redis/test_topology.py::test_a_node_that_dies_costs_its_chunks_and_no_others",),
+    ),
+    Mutant(
+        "what-is-unknown-is-remembered-as-absent",
+        "kvstore/movement/shared_tiers.py",
+        "        self._remember([key for keys in chains for key in keys if key not in unknown], nowhere)\n",
+        "        self._remember([key for keys in chains for key in keys], nowhere)\n",
+        "lookups miss what a node of a cluster has for seconds after it answers again",
+        (f"{LOCATED}::test_what_a_part_of_a_tier_does_not_answer_for_is_unknown_and_not_absent",),
+    ),
+    Mutant(
+        "entries-of-a-living-node-expire",
+        "kvstore/server/announcing.py",
+        "            await self._keep()\n",
+        "",
+        "the chunks that are used longest drop out of the directory",
+        (f"{ANNOUNCING}::test_entries_of_a_living_node_stay_and_those_of_a_dead_one_go",),
+    ),
+    Mutant(
+        "what-was-told-anew-goes-with-the-dead",
+        DIRECTORY,
+        "  if redis.call('HGET', KEYS[1], ARGV[at]) == ARGV[at + 1] then redis.call('HDEL', KEYS[1], ARGV[at]) end\n",
+        "  redis.call('HDEL', KEYS[1], ARGV[at])\n",
+        "a node that comes back is not found by what it has",
+        (f"{ANNOUNCING}::test_what_told_anew_meanwhile_is_not_removed_with_the_dead",),
+    ),
+    Mutant(
+        "who-lives-is-forgotten-with-the-members",
+        DIRECTORY,
+        "        elif isinstance(live, Unavailable) and len(failed) < len(keys) and self._knew_lately():\n",
+        "        elif False:\n",
+        "one dead node of a cluster takes the whole directory away",
+        (f"{ANNOUNCING}::test_a_node_of_a_cluster_that_dies_takes_its_entries_and_no_others",),
     ),
     Mutant(
         "given-up-meanwhile-and-forgotten",

@@ -25,9 +25,10 @@ class PrefixAt(NamedTuple):
 class Location:
     """The places of one context's prefix. ``prefixes``: a row per node and tier that has more of it than the node's
     faster tiers. Rows of the asked node are certain; rows of others and of shared tiers are hints. ``asked``: that
-    node's name; empty when it was gone. ``reason``: why other nodes are missing; empty: they are included.
-    ``unknown``: the shared tiers that may have more than is told, as they gave no answer: a tier that fails is not
-    asked, and none is waited for beyond its bound. A sidecar of an older release tells none."""
+    node's name; empty when it was gone. ``reason``: why other nodes are missing, or may have more; empty: all is known
+    of them. ``unknown``: the shared tiers that may have more than is told, as they gave no answer, or none for some
+    chunks: a tier that fails is not asked, and none is waited for beyond its bound. A sidecar of an older release tells
+    none."""
 
     prefixes: tuple[PrefixAt, ...]
     asked: str

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.controller.locating import _of_nodes
 from kvstore.movement.questions import PROBE_COUNT_MAX, SILENT_BOUNDS
 from kvstore.spec import Tier
 from tests.fakes import Switch
@@ -109,3 +110,48 @@ def test_of_a_tier_that_stands_still_it_is_said_that_nothing_is_known(tmp_path: 
         assert (await other.controller.locate([other.query(*PATH)])).unknown == (kind,)
 
     run([node, other], scenario)
+
+
+def test_what_a_part_of_a_tier_does_not_answer_for_is_unknown_and_not_absent(tmp_path: Path) -> None:
+    """As of a cluster of which one node is dead: it is asked again at once, and a router hears that there may be
+    more."""
+    wide = Wide(tmp_path)
+    node, other = wide.node(s3="never"), wide.node(s3="never")
+
+    async def scenario() -> None:
+        await node.give(*PATH)
+        probe, asked, dead = other.shared[0].probe, list[int](), {other.key(*PATH[:2])}
+
+        async def partly(keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = ()) -> list[bool | None]:
+            asked.append(len(keys))
+            found = await probe(keys, timeout_s, chains)
+            return [None if key in dead else each for key, each in zip(keys, found, strict=True)]
+
+        other.shared[0].probe = partly
+        found = await other.controller.locate([other.query(*PATH)])
+        assert [(each.tier, each.chunk_count) for each in found.chains[0]] == [(Tier.REDIS, 1)]
+        assert Tier.REDIS in found.unknown
+        assert (await other.lookup(*PATH, 9)).hit_count == 1
+        dead.clear()
+        asked.clear()
+        assert (await other.lookup(*PATH, 9)).hit_count == 3, "it was not taken for absent"
+        assert Tier.REDIS not in (await other.controller.locate([other.query(*PATH)])).unknown
+
+    run([node, other], scenario)
+
+
+def test_a_node_has_what_comes_before_a_chunk_that_it_has() -> None:
+    """Where the entries of some chunks are unknown, the others still tell how far it has the prompt."""
+    here, slow, nowhere = {"a": Tier.DRAM}, {"a": Tier.NVME}, dict[str, Tier]()
+    for chunks, found in (
+        ([here, None, here, None], [("a", Tier.DRAM, 3)]),
+        ([None, None, here, here], [("a", Tier.DRAM, 4)]),
+        ([here, None, nowhere, here], [("a", Tier.DRAM, 1)]),
+        ([here, None, slow], [("a", Tier.DRAM, 1), ("a", Tier.NVME, 3)]),
+        ([None, nowhere, here], []),
+        ([None, None], []),
+        ([], []),
+    ):
+        assert _of_nodes([[each] for each in chunks]) == found, chunks
+    assert _of_nodes([[here, here], [here, None], [None, here]]) == [("a", Tier.DRAM, 1)], "a part of it is unknown"
+    assert _of_nodes([[here, here], [here, None], [here, here]]) == [("a", Tier.DRAM, 3)]
