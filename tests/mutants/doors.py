@@ -208,8 +208,8 @@ MUTANTS = [
     Mutant(
         "first-problem-only",
         "kvstore/controller/controller.py",
-        '"; ".join(movement.problems)',
-        'next(iter(movement.problems), "")',
+        '"; ".join(parts.problems)',
+        'next(iter(parts.problems), "")',
         "of two tiers that are off operators hear of one",
         (f"{T_TIERS}::test_any_number_of_tiers_is_taken_into_use_in_their_order",),
     ),
