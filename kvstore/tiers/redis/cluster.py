@@ -25,7 +25,7 @@ REFRESH_S_MIN = 1.0
 """Seconds between two refreshes of the map that failures cause: each refresh makes all connections anew."""
 
 
-class Command(NamedTuple):
+class KeyCommand(NamedTuple):
     """A command for the node that has ``key``."""
 
     key: bytes
@@ -52,12 +52,12 @@ class ClusterNodes:
 
     async def ask(self, key: bytes, *words: object) -> Any:
         """Return the result of one command. Raises redis-py's errors."""
-        [found] = await self.ask_each([Command(key, words)])
+        [found] = await self.ask_each([KeyCommand(key, words)])
         if isinstance(found, Exception):
             raise found
         return found
 
-    async def ask_each(self, commands: Sequence[Command], node_s_max: float | None = None) -> list[Any]:
+    async def ask_each(self, commands: Sequence[KeyCommand], node_s_max: float | None = None) -> list[Any]:
         """Return each command's result, or the error that it ends with: one pipeline per node, all at once. A command
         is asked once more where a node no longer has the key, or where a kept connection failed. ``node_s_max``: the
         seconds after which a node has failed, so that one which stands still does not keep the others' results. Raises
@@ -86,7 +86,7 @@ class ClusterNodes:
             self.doubt()
         return found
 
-    async def _round(self, commands: Sequence[Command], said: Sequence[Any], node_s_max: float | None) -> list[Any]:
+    async def _round(self, commands: Sequence[KeyCommand], said: Sequence[Any], node_s_max: float | None) -> list[Any]:
         """Send each command once. ``said``: the result of each in the round before, if there was one."""
         await self._ready()
         piles: dict[str, tuple[Any, list[Any]]] = {}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.errors import KVStoreError, PermissionDenied
-from kvstore.tiers.redis.cluster import Command
+from kvstore.tiers.redis.cluster import KeyCommand
 from kvstore.tiers.redis.control import REDIS_ERRORS, outage_of, refused_by
 from kvstore.tiers.redis.replies import NO_WRITES
 from kvstore.tiers.redis.topology import Topology
@@ -34,7 +34,7 @@ class Commands:
 
     async def _sent(self, commands: Sequence[tuple[str, Sequence[object]]]) -> list[Any]:
         if self._topology.cluster is not None:
-            asked = [Command(key.encode(), tuple(words)) for key, words in commands]
+            asked = [KeyCommand(key.encode(), tuple(words)) for key, words in commands]
             return await self._topology.cluster.ask_each(asked, NODE_S_MAX)
         pipeline = self._topology.client.pipeline(transaction=False)
         for _, words in commands:

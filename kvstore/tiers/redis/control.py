@@ -34,7 +34,7 @@ from kvstore.seams.scheduler import Result
 from kvstore.tiers.contract import UploadState
 from kvstore.tiers.pace import Waits
 from kvstore.tiers.redis.access import Server
-from kvstore.tiers.redis.cluster import Command
+from kvstore.tiers.redis.cluster import KeyCommand
 from kvstore.tiers.redis.packed import run_packed
 from kvstore.tiers.redis.replies import refusal, unreachable
 from kvstore.tiers.redis.scripts import CLAIM, COMMIT, HEADER_BYTES_MAX, OPEN, THERE, TOUCH, Script
@@ -113,13 +113,13 @@ class Control:
             return [_STATES[each] for each in found]
         there = await self._there(chunks) if chunks else [False] * len(claims)
         absent = list(compress(claims, map(not_, there)))
-        commands: list[Command] = []
+        commands: list[KeyCommand] = []
         for key in absent:
-            commands += (Command(key, ("SET", key, who, "NX", "PX", claim_ms)), Command(key, ("GET", key)))
+            commands += (KeyCommand(key, ("SET", key, who, "NX", "PX", claim_ms)), KeyCommand(key, ("GET", key)))
         answers = await self._cluster.ask_each(commands)
         found = list(zip(answers[::2], answers[1::2], strict=True))
         own = [key for key, (was_set, holder) in zip(absent, found, strict=True) if not was_set and holder == who]
-        await self._cluster.ask_each([Command(key, ("PEXPIRE", key, claim_ms)) for key in own])
+        await self._cluster.ask_each([KeyCommand(key, ("PEXPIRE", key, claim_ms)) for key in own])
         states = (_state(was_set, holder, who) for was_set, holder in found)
         return [UploadState.THERE if each else next(states) for each in there]
 
@@ -133,7 +133,7 @@ class Control:
         """See ``there``. Raises where no node of a cluster answers."""
         if self._cluster is None:
             return [found == ord("1") for found in await self._run(THERE, keys)]
-        found = await self._cluster.ask_each([Command(key, ("EXISTS", key)) for key in keys])
+        found = await self._cluster.ask_each([KeyCommand(key, ("EXISTS", key)) for key in keys])
         if all(isinstance(each, Exception) for each in found):
             raise found[0]
         return [None if isinstance(each, Exception) else each == 1 for each in found]
@@ -160,7 +160,7 @@ class Control:
         if self._cluster is None:
             await self._client.unlink(*keys)
         else:
-            await self._done([Command(key, ("UNLINK", key)) for key in keys])
+            await self._done([KeyCommand(key, ("UNLINK", key)) for key in keys])
 
     async def touch(self, keys: Sequence[bytes], ttl_ms: int) -> None:
         """Have these chunks stay for ``ttl_ms`` from now on."""
@@ -184,9 +184,9 @@ class Control:
         if self._cluster is None:
             await self._run(TOUCH, keys, ttl_ms)
         else:
-            await self._done([Command(key, ("PEXPIRE", key, ttl_ms)) for key in keys])
+            await self._done([KeyCommand(key, ("PEXPIRE", key, ttl_ms)) for key in keys])
 
-    async def _done(self, commands: Sequence[Command]) -> None:
+    async def _done(self, commands: Sequence[KeyCommand]) -> None:
         """Run each command on its node of the cluster. Raises the first error, when all have ended."""
         assert self._cluster is not None
         for each in await self._cluster.ask_each(commands):
