@@ -33,7 +33,7 @@ from kvstore.handoff.packets import (
     PLACES,
     QUESTIONS,
     NoPacket,
-    Place,
+    FieldPlace,
     decode_answer,
     decode_question,
     encode,
@@ -107,7 +107,7 @@ def test_what_a_later_release_says_besides_is_not_read() -> None:
 
 
 @pytest.mark.parametrize(("kind", "place"), NUMBERS)
-def test_a_number_beyond_its_limit_is_refused_by_name(kind: type[Question], place: Place) -> None:
+def test_a_number_beyond_its_limit_is_refused_by_name(kind: type[Question], place: FieldPlace) -> None:
     def said(value: object) -> bytes:
         return json.dumps({"op": kind.op, place.name: value}).encode()
 
