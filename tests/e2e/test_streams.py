@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kvstore_client import Client
+from kvstore_client import Client, connect
+from kvstore_ops.sidecar import Sidecar
 
+from kvstore.errors import Unavailable
+from tests.server.raw import eventually
 from tests.specs import random_cache, small_spec, tokens_of
 
 SPEC = small_spec(model_id="streams")
@@ -62,3 +68,44 @@ def test_fetches_cancelled_before_they_are_read(stored: Client) -> None:
 
 def test_watches(stored: Client) -> None:
     assert grown_by(lambda: stored.watch().close()) < GROWN_BYTES_MAX
+
+
+def fd_count() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_clients_that_close_at_once(sidecar: Sidecar) -> None:
+    """What is still to be ended when a session ends is ended all the same: else gRPC keeps its connection, too."""
+
+    def session() -> None:
+        with connect(sidecar.address) as client:
+            client.watch()
+            layers = client.fetch_layers(SPEC, tokens_of(COUNT, 1))
+            next(iter(layers), None)
+
+    for _ in range(5):
+        session()
+    eventually(lambda: len(threading.enumerate()) < 30)
+    before, descriptors = own_bytes(), fd_count()
+    for _ in range(60):
+        session()
+    eventually(lambda: fd_count() <= descriptors + 8)
+    assert own_bytes() - before < GROWN_BYTES_MAX
+
+
+def test_a_remote_sidecar_that_is_not_there(plane: str) -> None:
+    if plane == "local":
+        pytest.skip("a local one is a socket that is not there")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def attempt() -> None:
+        with pytest.raises(Unavailable):
+            connect(address, timeout_s=5.0)
+
+    for _ in range(20):
+        attempt()
+    before = own_bytes()
+    for _ in range(150):
+        attempt()
+    assert own_bytes() - before < GROWN_BYTES_MAX // 3, "each left 15 KB behind"

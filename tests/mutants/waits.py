@@ -173,8 +173,8 @@ MUTANTS = [
     Mutant(
         "stream-that-nobody-ends",
         "clients/kvstore_client/planes/incoming.py",
-        '        while hasattr(call, "_consume_next_event") and call._state.due:\n',
-        "        while False:\n",
+        '    while hasattr(call, "_consume_next_event") and call._state.due:\n',
+        "    while False:\n",
         "each fetch by a call leaves 18 KB behind in the engine's process",
         ("tests/e2e/test_streams.py::test_fetches_read_to_their_end",),
     ),

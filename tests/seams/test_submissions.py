@@ -102,6 +102,7 @@ SITES = {
     ("clients/kvstore_client/planes/shared_memory/mapped.py", "MappedMemory.__init__"): NO_THREAD,
     ("clients/kvstore_client/planes/stream/session.py", "StreamSession.__init__"): NO_THREAD,
     ("clients/kvstore_client/planes/returns.py", "Returns.start"): NO_THREAD,
+    ("clients/kvstore_client/planes/incoming.py", "Ends.start"): NO_THREAD,
     ("clients/kvstore_client/lookup/feed.py", "Feed.__init__"): NO_THREAD,
     ("clients/kvstore_client/fetch/transfer.py", "Transfer.start"): NO_THREAD,
     ("clients/kvstore_client/engines/vllm/embeddings.py", "Fetching._ask"): ENCODER,

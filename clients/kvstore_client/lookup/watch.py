@@ -50,7 +50,7 @@ class Watch:
             call = session.cache.Watch(pb.WatchRequest(tenant=tenant), metadata=session.metadata)
         except ValueError as error:
             raise Unavailable(GONE) from error  # the channel was closed meanwhile
-        self._feed = Feed(Incoming(call, session.returns), translated)
+        self._feed = Feed(Incoming(call), translated)
         self._asked: Future[pb.WatchResponse] | None = None
         first = self._first()
         self._events: Iterator[pb.ChunkEvent] = iter(first.events)

@@ -2,15 +2,61 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
+from collections.abc import Callable
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
 
 from kvstore.errors import Unavailable
-from kvstore_client.planes.returns import Returns
+from kvstore.seams.scheduler import start_thread
+from kvstore_client.forks import in_children
 from kvstore_client.planes.session import ClientSession, cancel, noted, translated
+
+_log = logging.getLogger("kvstore.client")
+
+
+class Ends:
+    """The thread of this process that ends streams, of all sessions: a stream may end after its session. To hand over
+    takes no lock, so that a destructor may do it."""
+
+    def __init__(self) -> None:
+        self._renew()
+        in_children(self._renew)
+
+    def _renew(self) -> None:
+        """Begin anew: a forked child has no thread yet."""
+        self._starting = threading.Lock()
+        self._queue: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._has_thread = False
+
+    def start(self) -> None:
+        """Start the thread, if it does not run. Raises Unavailable where no thread is to be had."""
+        with self._starting:
+            if not self._has_thread:
+                start_thread(partial(_make, self._queue), "kvstore-ends")
+                self._has_thread = True
+
+    def put(self, end: Callable[[], object]) -> None:
+        """Have the thread make a call."""
+        self._queue.put(end)
+
+
+def _make(queue: SimpleQueue[Callable[[], object]]) -> None:
+    while True:
+        end = queue.get()
+        try:
+            end()
+        except Exception:  # noqa: BLE001 - the boundary: a thread of ours must not die in silence
+            _log.exception("a stream was not ended")
+        del end  # while the thread waits it keeps no stream alive
+
+
+_ends = Ends()
 
 
 class Incoming:
@@ -20,10 +66,16 @@ class Incoming:
     it, its status included, or its channel closes: an engine would lose that much with every fetch.
     """
 
-    def __init__(self, call: Any, returns: Returns) -> None:
+    def __init__(self, call: Any) -> None:
+        """Raises Unavailable where the thread that ends streams cannot be started."""
         self._call = noted(call)
-        self._returns = returns
+        self._pid = os.getpid()
         self._reading = threading.Lock()
+        try:
+            _ends.start()
+        except BaseException:
+            call.cancel()
+            raise
 
     def read(self) -> Any:
         """Return the next message, None at the end. Raises grpc.RpcError; ValueError after the channel's end."""
@@ -36,17 +88,21 @@ class Incoming:
 
     def cancel_soon(self) -> None:
         """Cancel from a destructor: another thread makes the call that this takes."""
-        self._returns.soon(self._call.cancel)
+        self._soon(self._call.cancel)
 
     def end_soon(self) -> None:
         """End the stream, on another thread. From destructors, too. Nothing is read from it afterwards."""
-        self._returns.soon(partial(_end, self._call, self._reading))
+        self._soon(partial(_end, self._call, self._reading))
+
+    def _soon(self, end: Callable[[], object]) -> None:
+        if self._pid == os.getpid():  # a forked child leaves its parent's streams alone
+            _ends.put(end)
 
 
 def opened(session: ClientSession, method: Any, request: object, timeout_s: float) -> tuple[Incoming, Any]:
     """Make a call, and return its stream and the first message. Raises the typed error of a failed call."""
     try:
-        stream = Incoming(method(request, timeout=timeout_s, metadata=session.carried), session.returns)
+        stream = Incoming(method(request, timeout=timeout_s, metadata=session.carried))
     except ValueError as error:
         raise Unavailable("the sidecar is gone") from error
     try:
@@ -64,10 +120,15 @@ def opened(session: ClientSession, method: Any, request: object, timeout_s: floa
     return stream, first
 
 
+def read_out(call: Any) -> None:
+    """Take what gRPC has to tell of a cancelled call that nobody reads. There is no public way: a cancelled stream
+    cannot be read on. Streams of other kinds, which gRPC's own threads read, lack ``_consume_next_event`` and need none
+    of this."""
+    while hasattr(call, "_consume_next_event") and call._state.due:
+        call._consume_next_event()
+
+
 def _end(call: Any, reading: threading.Lock) -> None:
-    """Cancel a call, and take what gRPC has to tell of it. gRPC has no public way: a cancelled stream cannot be read
-    on. Streams of other kinds, which gRPC's own threads read, lack ``_consume_next_event`` and need none of this."""
     call.cancel()
     with reading:  # a thread in ``read`` leaves it, for the call is cancelled
-        while hasattr(call, "_consume_next_event") and call._state.due:
-            call._consume_next_event()
+        read_out(call)

@@ -103,7 +103,7 @@ class Operator:
             call = getattr(session.admin, method)(request, metadata=session.metadata)
         except ValueError as error:
             raise Unavailable("the sidecar is gone: its log says why; kvstore serve starts it again") from error
-        feed = Feed(Incoming(call, session.returns), translated)
+        feed = Feed(Incoming(call), translated)
         try:
             while True:
                 try:

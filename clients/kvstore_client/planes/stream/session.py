@@ -23,7 +23,7 @@ from kvstore.wire import METADATA_SESSION, METADATA_TOKEN
 from kvstore.wire.data import split_message
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.planes.incoming import opened
+from kvstore_client.planes.incoming import opened, read_out
 from kvstore_client.planes.session import ClientSession, translated
 from kvstore_client.planes.store import StagingRun, StoreSource
 from kvstore_client.planes.stream.prefix import StreamPrefix
@@ -93,7 +93,12 @@ class StreamSession(ClientSession):
             raise DeadlineExceeded(f"{address} did not open a session within {timeout_s} s")
         if self._welcome is None:
             self.close()
-            raise self._failure
+            failure = self._failure
+            del self._failure
+            try:
+                raise failure
+            finally:
+                del failure  # an error keeps the frames it passes, and they would keep the error
         self.metadata = (*bearer, (METADATA_SESSION, self._welcome.secret))
         self.session_id, self.server_pid = self._welcome.session_id, self._welcome.server_pid
         self.staging = PrivatePool()
@@ -184,3 +189,6 @@ def _watch(session_of: weakref.ref[StreamSession], stream: Any) -> None:
         session = session_of()
         if session is not None:
             session.lost(failure)
+        session = failure = None
+        stream.cancel()
+        read_out(stream)  # else gRPC keeps the channel and its connection, too
