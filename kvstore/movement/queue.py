@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import IntEnum
 from typing import NamedTuple
@@ -41,7 +41,8 @@ class MoveQueue:
 
     def __init__(self, byte_count_of: Callable[[int], int]) -> None:
         self._byte_count_of = byte_count_of
-        self._waiting: dict[Priority, dict[int, None]] = {priority: {} for priority in Priority}
+        self._waiting: dict[Priority, OrderedDict[int, None]] = {priority: OrderedDict() for priority in Priority}
+        """Ordered dicts: a dict whose first rows were taken is walked from its first place on each time."""
         self._aside: dict[int, Priority] = {}
         self._moving: dict[int, int] = {}
         self._moving_bytes = 0

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import count
 
 from kvstore.arena import Placement
 from kvstore.catalog import Catalog, MappedCopies, RowIdentity
@@ -27,7 +28,9 @@ LANE_COUNT = 8
 """Chunks on their way to a tier at once: enough to keep a device busy and to share its syncs."""
 BATCH_LANE_COUNT = 2
 """Further lanes, for chunks that no request waits for: they delay no other chunk, and are read back two at a time."""
-ROWS_AT_ONCE = 4096
+ROWS_AT_ONCE = 256
+LANE_AT_ONCE = 64
+"""Chunks of a lane between two pauses: a tier that is away refuses each at once, and other requests would wait."""
 RETRY_S = 10.0
 LEFT_S_MAX = 20.0
 """A chunk that another node claims to write for more seconds than this is written here, too: longer than any claim."""
@@ -162,7 +165,9 @@ class Writes:
             group.create_task(self._look_again())
 
     async def _lane(self, classes: Collection[Priority]) -> None:
-        while True:
+        for number in count(1):
+            if number % LANE_AT_ONCE == 0 and self._parked:
+                await self._clock.sleep(0)
             row = await self._queue.take(classes)
             is_left = False
             try:

@@ -9,11 +9,13 @@ import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 from kvstore_client import AsyncClient, Client, EventKind, Match, connect, connect_async
 from kvstore_client.aio import CALLS_AT_ONCE
+from kvstore_client.awaiting import ended
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest
@@ -271,3 +273,15 @@ def test_a_method_takes_what_the_clients_of_that_name_takes() -> None:
         if name.startswith("_") or any(each.kind is each.VAR_KEYWORD for each in taken.values()):
             continue
         assert set(inspect.signature(method).parameters) <= set(taken), name
+
+
+async def test_waits_in_vain_leave_nothing_behind_in_what_they_waited_for() -> None:
+    future: Future[None] = Future()
+    for _ in range(100):
+        assert not await ended(future, 0.0)
+    assert len(future._done_callbacks) == 1
+    waits = [asyncio.ensure_future(ended(future, 10.0)) for _ in range(3)]
+    await asyncio.sleep(0)
+    threading.Thread(target=future.set_result, args=(None,)).start()
+    assert await asyncio.gather(*waits) == [True] * 3
+    assert await ended(future, 0.0)
