@@ -21,6 +21,8 @@ SEGMENT_BYTES = 4 << 20
 FILL_TIMEOUT_S = 20.0
 _NOT_READING = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED)
 """Statuses of failed fills after which the sidecar does not read staging any more."""
+_giving: set[asyncio.Future[None]] = set()
+"""Segments on their way back: the loop alone would not keep these tasks."""
 
 
 class Receiving:
@@ -94,6 +96,7 @@ class Receiving:
         """Wait for the previous fill. Raises its error."""
         if self._filling is not None:
             call, _ = self._filling
+            await call.code()  # cancelled here, the call itself goes on: the sidecar reads the segment to the end
             try:
                 await call
             except grpc.aio.AioRpcError as error:
@@ -105,13 +108,17 @@ class Receiving:
         used again in this session."""
         filling, self._filling = self._filling, None
         if filling is not None:
-            call, segment = filling
-            try:
-                code = await call.code()
-            except asyncio.CancelledError:
-                return
-            if code is grpc.StatusCode.OK or code in _NOT_READING:
-                self._session.give_back(segment)
+            given = _given_back(self._session, *filling)
+            giving = asyncio.get_running_loop().create_task(given)  # seam: a task of a stream that may end before it
+            _giving.add(giving)
+            giving.add_done_callback(_giving.discard)
+            await asyncio.shield(giving)  # it goes on when this stream is cancelled again
+
+
+async def _given_back(session: SidecarSession, call: Any, segment: StagingSegment) -> None:
+    code = await call.code()
+    if code is grpc.StatusCode.OK or code in _NOT_READING:
+        session.give_back(segment)
 
 
 def _check_runs(runs: Iterable[rpb.StripRun], byte_count: int) -> None:

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
+from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, Unavailable
 from kvstore.seams.scheduler import start_thread
 
 RETRY_S = 0.5
 AT_ONCE = 1024
-UNANSWERED = (DeadlineExceeded, Unavailable)
+UNANSWERED = (DeadlineExceeded, Exhausted, Unavailable)
+"""Errors of calls that gave nothing back. Exhausted: the sidecar takes no more calls at once."""
 _log = logging.getLogger("kvstore.client")
 _Item = int | Callable[[], object] | None
 
