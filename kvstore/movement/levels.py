@@ -285,7 +285,7 @@ class Levels:
         copies, name = asked.shared.copies, asked.shared.writes.target.name
         until = Deadline.of(self._clock, timeout_s, timeout_s)
         chunks, spaces = list(asked.chunks.items()), self._catalog.spaces.numbered
-        gone = 0
+        gone = unknown = 0
         for start in range(0, len(chunks), PROBE_COUNT_MAX):
             part = chunks[start : start + PROBE_COUNT_MAX]
             keys = [self._names.key(spaces[space], digest) for _, (space, digest) in part]
@@ -295,8 +295,11 @@ class Levels:
             if answers is None:
                 return _Reached(f"tiers.{name} did not say in time that it still has it", until.left_s > 0)
             for (row, identity), is_there in zip(part, answers, strict=True):
-                if not is_there:
+                unknown += is_there is None
+                if is_there is not None and not is_there:
                     gone += 1
                     if self._table.identity(row) == identity:
                         copies.take(row)
+        if unknown and not gone:
+            return _Reached(f"tiers.{name} did not say of {unknown} chunks that it still has them", until.left_s > 0)
         return _Reached(f"tiers.{name} dropped {gone} of {len(chunks)} chunks again" if gone else "", True)

@@ -230,7 +230,7 @@ class SharedTiers:
         for digest, key in zip(digests, keys, strict=False):
             hint = self._hint_of(key, now_s) if key else _HERE
             if hint is None or not hint.is_there or (not key and digest not in space.index):
-                is_known = hint is not None
+                is_known = hint is not None and hint.shared in (None, self.tiers[-1])  # else a slower tier may have it
                 break
             places.append(hint.shared)
         return places, is_known

@@ -20,7 +20,7 @@ MUTANTS = [
     Mutant(
         "promised-without-being-asked-for",
         LEVELS,
-        "                if not is_there:\n",
+        "                if is_there is not None and not is_there:\n",
         "                if False:\n",
         "a receipt says SHARED of what the engine dropped",
         (f"{LEVEL_TESTS}::test_shared_was_readable_when_it_was_said",),

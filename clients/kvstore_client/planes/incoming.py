@@ -103,6 +103,8 @@ def opened(session: ClientSession, method: Any, request: object, timeout_s: floa
     """Make a call, and return its stream and the first message. Raises the typed error of a failed call."""
     try:
         stream = Incoming(method(request, timeout=timeout_s, metadata=session.carried))
+    except grpc.RpcError as error:
+        raise translated(error) from error
     except ValueError as error:
         raise Unavailable("the sidecar is gone") from error
     try:

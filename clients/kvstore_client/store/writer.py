@@ -258,8 +258,8 @@ class StoreWriter:
                 self._session.close()
             self._fail(error.message)
             return
-        except KVStoreError as error:
-            self._fail(error.message)
+        except Exception as error:  # noqa: BLE001 - the boundary: whatever it was, this store has failed, not its engine
+            self._fail(error.message if isinstance(error, KVStoreError) else f"a copy failed: {error!r}")
             return
         count = len(self._done)
         for pile, start, stop, _ in work:

@@ -34,7 +34,7 @@ class BucketPresence:
     def asked(self) -> None:
         """Record that a question is on its way, so that no other one goes with it."""
         self._due_s = self._clock.monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, SEEN_S)
+        self._pause_s = min(2 * self._pause_s, AGAIN_S if self.problem else SEEN_S)
 
     def seen(self) -> None:
         """Record an answer that only a bucket gives."""

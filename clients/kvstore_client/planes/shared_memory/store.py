@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvstore.errors import DeadlineExceeded, Exhausted
+from kvstore.errors import DeadlineExceeded, Exhausted, Internal, KVStoreError
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.copying import Copier
 from kvstore_client.planes.shared_memory.mapped import MappedMemory
@@ -78,6 +78,10 @@ class StagedUpload:
                 # A copy may still write to its staging. End the session, so that this memory is never used again.
                 self._session.close()
                 raise
+            except KVStoreError:
+                raise
+            except Exception as error:
+                raise Internal(f"a copy to staging failed: {error!r}") from error
 
     def _copies(self, group: list[Staged]) -> list[Callable[[], None]]:
         """Return the copies of units that lie one behind the other: prepared together where that can be."""
