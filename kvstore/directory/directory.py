@@ -89,11 +89,11 @@ class DirectoryServers(Protocol):
         is full, else Unavailable. Raises Unavailable where no server can be asked."""
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the connections. Idempotent."""
 
 
 class Whereabouts(NamedTuple):
-    """For each chunk the other nodes that have it, each with its fastest tier there; None where that is unknown.
+    """Lists for each chunk the other nodes that have it, each with its fastest tier there; None where that is unknown.
     ``reason``: why some of it is unknown; empty: all is known."""
 
     chunks: list[dict[str, Tier] | None]

@@ -106,7 +106,7 @@ class SharedCopies:
 
     @property
     def problem(self) -> str:
-        """Why the tier is of no use at present, with its name; empty while it is of use."""
+        """The reason why the tier is of no use at present, with its name; empty while it is of use."""
         found = self.statistics()
         return told_of(self.tier.name, found.reason) if found.state == "failing" else ""
 

@@ -110,7 +110,8 @@ class ChunkHint(NamedTuple):
 
 
 class Beyond(NamedTuple):
-    """How far a chain continues beyond the node. ``is_known``: False where a tier did not answer for the next chunk."""
+    """The chunks by which a chain continues beyond the node. ``is_known``: False where a tier did not answer for the
+    next chunk."""
 
     chunks: list[ChunkHint]
     is_known: bool

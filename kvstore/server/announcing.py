@@ -55,7 +55,7 @@ class Announcer:
         """A key whose node of a cluster did not answer; its answer shows that everything can be told again."""
         self._kept: Iterator[list[Event]] = iter(())
         self._keep_s = self._pass_s = float("inf")
-        """When the next batch is kept, and when the pass began that it belongs to."""
+        """The time at which the next batch is kept, and that at which its pass began."""
         self._watcher = controller.watch_all()
 
     async def run(self) -> None:

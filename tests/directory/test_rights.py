@@ -28,7 +28,7 @@ UNASKED = {"AUTH", "SELECT", "HELLO", "CLIENT"}
 def server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
     program = other_binary() if request.param == "another" else None
     if request.param == "another" and program is None:
-        pytest.skip("no other server")
+        pytest.skip("no Redis 7 or Valkey on the PATH beside the one of all tests")
     with RedisServer(program=program) as running:
         yield running
 

@@ -140,7 +140,7 @@ def test_a_node_that_may_only_read_is_not_announced_and_says_so_and_finds_the_ot
 
 
 def test_a_node_of_a_cluster_that_dies_takes_no_other_nodes_rows_away() -> None:
-    """What is shared is told as far as it can be read, and that there may be more."""
+    """A router hears of what is shared as far as it can be read, and that there may be more."""
     with ExitStack() as stack:
         cluster = Cluster(stack, None)
         for each in cluster.servers:

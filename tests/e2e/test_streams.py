@@ -75,7 +75,8 @@ def fd_count() -> int:
 
 
 def test_clients_that_close_at_once(sidecar: Sidecar) -> None:
-    """What is still to be ended when a session ends is ended all the same: else gRPC keeps its connection, too."""
+    """A stream that is still to be ended when its session ends is ended all the same: else gRPC keeps its connection,
+    too."""
 
     def session() -> None:
         with connect(sidecar.address) as client:
@@ -95,7 +96,7 @@ def test_clients_that_close_at_once(sidecar: Sidecar) -> None:
 
 def test_a_remote_sidecar_that_is_not_there(plane: str) -> None:
     if plane == "local":
-        pytest.skip("a local one is a socket that is not there")
+        pytest.skip("no gRPC call is made to a local one: its socket is not there")
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
 

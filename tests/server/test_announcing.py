@@ -51,7 +51,7 @@ class Told:
         self.session = self.service.controller.open_session()
 
     def key(self, *path: int) -> bytes:
-        """Of the path's last chunk, the same on all nodes."""
+        """Return the storage key of the path's last chunk, the same on all nodes."""
         [space] = namespaces_of(self.service.parts.catalog, self.service.query(*path), for_store=True)
         return self.service.parts.storage_key(space, self.service.query(*path).digests[-1])
 
@@ -119,7 +119,7 @@ async def test_what_told_anew_meanwhile_is_not_removed_with_the_dead(server: Red
             await b.directory.tell({key: Tier.DRAM})
         return await ask_each(commands)
 
-    a.directory._servers.ask_each = ask  # type: ignore[method-assign]
+    a.directory._servers.ask_each = ask  # type: ignore[method-assign]  # its servers, as if one of them were dead
     await a.directory.keep({key: Tier.NVME})
     assert (await a.directory.where([key], TIMEOUT_S)).chunks == [{"b": Tier.DRAM}]
     await a.directory.close()

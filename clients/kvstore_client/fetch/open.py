@@ -120,8 +120,9 @@ def _with_tail(
     """Return the chain to ask for, and the answer for it: where shared memory shows a partial chunk behind the last hit
     that matches the prompt, the hits and this one. Else the prompt's own chain, and ``seen``."""
     own, hits = (prompt.digests, seen), seen.hit_count
-    is_pending = any(run.state == ChunkState.PENDING for run in seen.runs)  # a fetch may wait for the whole chunk
-    if wanted.hidden_layers or not seen.has_tails or hits == len(prompt.digests) or is_pending:
+    if wanted.hidden_layers or not seen.has_tails or hits == len(prompt.digests):
+        return own
+    if any(run.state == ChunkState.PENDING for run in seen.runs):  # a fetch may wait for the whole chunk
         return own
     told = presence.with_tails(prompt.chain(name, prompt.digests), seen)
     tail = peeked_tail(presence, name, prompt, hits * wanted.spec.chunk_tokens, told) if told else None

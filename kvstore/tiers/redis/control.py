@@ -54,7 +54,7 @@ _CODES = {
 _STATES = {ord("1"): UploadState.THERE, ord("f"): UploadState.FREE, ord("t"): UploadState.TAKEN}
 _DATABASE = re.compile("db[0-9]+")
 REDIS_ERRORS = (RedisError, RedisClusterException, OSError)
-"""What redis-py raises where a server refuses something, or fails."""
+"""The errors that redis-py raises where a server refuses something, or fails."""
 
 
 class Opened(NamedTuple):

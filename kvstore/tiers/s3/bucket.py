@@ -17,7 +17,7 @@ one, because a bucket that answers slowly must not be asked twice with every mis
 
 
 class BucketPresence:
-    """What the last answers say of the bucket. Cost: one request more with a miss, once in ``SEEN_S``."""
+    """The bucket as the last answers show it. Cost: one request more with a miss, once in ``SEEN_S``."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -20,8 +20,7 @@ from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench import lmcache_s3_peer
 from kvstore_ops.bench.peer import LMCACHE, LMCACHE_PACKAGES, Program, environment
 from kvstore_ops.bench.result import Result, quartiles, show
-from kvstore_ops.bench.s3 import BUCKET, MOVER_COUNT, RUNS, Times, chunks_in, fetch, store, tier_of, timed
-from kvstore_ops.bench.s3_responder import responder
+from kvstore_ops.bench.s3 import RUNS, Times, bucket, chunks_in, fetch, movers_with_keys, store, tier_of, timed
 
 
 async def _turns(
@@ -58,16 +57,9 @@ async def _turns(
 def run(scale: str) -> Result:
     """Measure both sides. ``ratio``: LMCache's time of a fetch over ours, round by round."""
     python = environment(LMCACHE, LMCACHE_PACKAGES)
-    os.environ.setdefault("AWS_ACCESS_KEY_ID", "bench")
-    os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "bench")
-    movers = MoverProcesses(MOVER_COUNT)
-    try:
-        with responder() as url:
-            settings = S3Settings(bucket=BUCKET, prefix="bench", endpoint_url=url, addressing="path")
-            command = [str(python), "-P", str(lmcache_s3_peer.__file__), url.removeprefix("http://")]
-            times, byte_count = asyncio.run(_turns(settings, movers, command, scale, RUNS[scale]))
-    finally:
-        movers.close()
+    with movers_with_keys() as movers, bucket() as settings:
+        command = [str(python), "-P", str(lmcache_s3_peer.__file__), settings.endpoint_url.removeprefix("http://")]
+        times, byte_count = asyncio.run(_turns(settings, movers, command, scale, RUNS[scale]))
     ratios = [theirs / mine for theirs, mine in zip(times.bare_fetch, times.fetch, strict=True)]
     store_ratios = [theirs / mine for theirs, mine in zip(times.bare_store, times.store, strict=True)]
     rates = {name: byte_count / statistics.median(seconds) for name, seconds in vars(times).items()}

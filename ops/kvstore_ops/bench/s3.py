@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import os
 import statistics
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -220,20 +220,29 @@ async def measure(settings: S3Settings, movers: MoverProcesses, scale: str, run_
     return times, chunks.byte_count
 
 
-def run(scale: str) -> Result:
-    """Measure fetches and stores. The figure is the fetch's ratio; the store's is among the conditions."""
+@contextmanager
+def movers_with_keys() -> Iterator[MoverProcesses]:
+    """Yield byte movers. Their environment, which is this process's when they begin, has credentials."""
     os.environ.setdefault("AWS_ACCESS_KEY_ID", "bench")
     os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "bench")
-    movers = MoverProcesses(MOVER_COUNT)
-    try:
-        with responder() as url:
-            settings = S3Settings(bucket=BUCKET, prefix="bench", endpoint_url=url, addressing="path")
+    with closing(MoverProcesses(MOVER_COUNT)) as movers:
+        yield movers
+
+
+@contextmanager
+def bucket(first_byte_s: float = 0.0) -> Iterator[S3Settings]:
+    """Run a responder, and yield the settings of a tier over it."""
+    with responder(first_byte_s) as url:
+        yield S3Settings(bucket=BUCKET, prefix="bench", endpoint_url=url, addressing="path")
+
+
+def run(scale: str) -> Result:
+    """Measure fetches and stores. The figure is the fetch's ratio; the store's is among the conditions."""
+    with movers_with_keys() as movers:
+        with bucket() as settings:
             times, byte_count = asyncio.run(measure(settings, movers, scale, RUNS[scale]))
-        with responder(FIRST_BYTE_S) as url:
-            settings = replace(settings, endpoint_url=url)
+        with bucket(FIRST_BYTE_S) as settings:
             late, _ = asyncio.run(measure(settings, movers, scale, LATE_RUNS[scale]))
-    finally:
-        movers.close()
     ratios = [bare / mine for bare, mine in zip(times.bare_fetch, times.fetch, strict=True)]
     store_ratios = [bare / mine for bare, mine in zip(times.bare_store, times.store, strict=True)]
     late_ratios = [bare / mine for bare, mine in zip(late.bare_fetch, late.fetch, strict=True)]

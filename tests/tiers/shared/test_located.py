@@ -113,8 +113,8 @@ def test_of_a_tier_that_stands_still_it_is_said_that_nothing_is_known(tmp_path: 
 
 
 def test_what_a_part_of_a_tier_does_not_answer_for_is_unknown_and_not_absent(tmp_path: Path) -> None:
-    """As of a cluster of which one node is dead: it is asked again at once, and a router hears that there may be
-    more."""
+    """A cluster has such keys while one of its nodes is dead: it is asked again at once, and a router hears that there
+    may be more."""
     wide = Wide(tmp_path)
     node, other = wide.node(s3="never"), wide.node(s3="never")
 
@@ -141,7 +141,7 @@ def test_what_a_part_of_a_tier_does_not_answer_for_is_unknown_and_not_absent(tmp
 
 
 def test_a_node_has_what_comes_before_a_chunk_that_it_has() -> None:
-    """Where the entries of some chunks are unknown, the others still tell how far it has the prompt."""
+    """A node has the prompt as far as the known entries tell, where those of other chunks are unknown."""
     here, slow, nowhere = {"a": Tier.DRAM}, {"a": Tier.NVME}, dict[str, Tier]()
     for chunks, found in (
         ([here, None, here, None], [("a", Tier.DRAM, 3)]),
