@@ -46,10 +46,14 @@ def engine_pages(layout: str, pages: int, size: int, heads: int, dim: int, *, pa
     return [(poisoned(), poisoned()) if pairs else poisoned() for _ in range(2)]
 
 
-def scattered(count: int, pages: int, size: int) -> Any:
-    """Slots of a prompt whose pages lie anywhere."""
-    order = np.random.default_rng(1).permutation(pages)
-    return np.array([order[token // size] * size + token % size for token in range(count)])
+def slots_in(count: int, pages: int, size: int, order: str = "scattered") -> Any:
+    """Slots of a prompt whose pages lie anywhere, or one behind another from the first page on, or to it."""
+    pages_of = {
+        "scattered": np.random.default_rng(1).permutation(pages),
+        "rising": np.arange(pages),
+        "falling": np.arange(-(-count // size))[::-1],
+    }[order]
+    return np.array([pages_of[token // size] * size + token % size for token in range(count)])
 
 
 @pytest.mark.parametrize("tensor", [True, False], ids=["torch", "numpy"])
@@ -59,7 +63,7 @@ def test_every_token_lands_in_its_slot_and_nothing_else(client: Client, layout: 
     pages = -(-COUNT // size) + 3
     pairs = layout == "page slot head dim"
     layers = engine_pages(layout, pages, size, 2, 8, pairs=pairs, tensor=tensor)
-    slots = scattered(COUNT, pages, size)
+    slots = slots_in(COUNT, pages, size)
     slots[5:9] = -1
     fetched = client.fetch(SPEC, tokens_of(COUNT), into=Paged(layers, slots, layout), verify=True)
     assert fetched.token_count == COUNT
@@ -78,7 +82,7 @@ def test_every_token_lands_in_its_slot_and_nothing_else(client: Client, layout: 
 def test_chunks_of_whole_pages_are_written_together(client: Client, size: int, heads: Any) -> None:
     count = 80
     layers = engine_pages(LAYOUTS[1], count // size, size, 1 if heads else 2, 8, pairs=False, tensor=True)
-    into = Paged(layers, slots := scattered(count, count // size, size), LAYOUTS[1])
+    into = Paged(layers, slots := slots_in(count, count // size, size), LAYOUTS[1])
     fetched = client.fetch(SPEC, tokens_of(COUNT)[:count], into=into, heads=heads)
     assert fetched.token_count == count
     for layer, (ck, cv) in zip(layers, random_cache(SPEC, COUNT), strict=True):
@@ -102,7 +106,7 @@ def test_a_chunk_that_fails_its_checksums_is_not_written(
 
 def test_heads_layers_and_streams(client: Client) -> None:
     layers = engine_pages("page kv head slot dim", 9, 16, 1, 8, pairs=False, tensor=True)[:1]
-    into = Paged(layers, scattered(COUNT, 9, 16), "page kv head slot dim")
+    into = Paged(layers, slots_in(COUNT, 9, 16), "page kv head slot dim")
     stream = client.fetch_layers(SPEC, tokens_of(COUNT), layers=[1], heads=(1, 2), into=into)
     [(layer, (k, _))] = list(stream)
     assert layer == 1
@@ -116,22 +120,25 @@ def test_mla_pages(sidecar: Sidecar) -> None:
     with connect(sidecar.address) as client:
         client.store(spec, tokens, cache).wait()
         layers = [np.zeros((24, 16, 32), np.uint16) for _ in range(2)]
-        slots = scattered(300, 24, 16)
+        slots = slots_in(300, 24, 16)
         assert client.fetch(spec, tokens, into=Paged(layers, slots, "page slot dim")).token_count == 300
     for page, (latent, rope) in zip(layers, [each for each in cache if each], strict=True):
         flat = page.reshape(384, 32)[slots]
         assert (flat == np.concatenate([latent[0], rope[0]], axis=-1)).all()
 
 
+@pytest.mark.parametrize("order", ["scattered", "rising", "falling"])
 @pytest.mark.parametrize("tensor", [True, False], ids=["torch", "numpy"])
-@pytest.mark.parametrize("size", [1, 16, 24])
+@pytest.mark.parametrize("size", [1, 8, 24])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_store_takes_every_token_from_its_slot(client: Client, layout: str, size: int, tensor: bool) -> None:
+def test_a_store_takes_every_token_from_its_slot(
+    client: Client, layout: str, size: int, tensor: bool, order: str
+) -> None:
     pages, pairs = -(-COUNT // size) + 3, layout == "page slot head dim"
     layers = engine_pages(layout, pages, size, 2, 8, pairs=pairs, tensor=tensor)
-    kept = Paged(layers, scattered(COUNT, pages, size), layout)
+    kept = Paged(layers, slots_in(COUNT, pages, size, order), layout)
     assert client.fetch(SPEC, tokens_of(COUNT), into=kept).token_count == COUNT
-    salt = [Extra(0, f"{layout}/{size}/{tensor}".encode())]
+    salt = [Extra(0, f"{layout}/{size}/{tensor}/{order}".encode())]
     receipt = client.store(SPEC, tokens_of(COUNT), kept, extras=salt)
     for layer in layers:
         for plane in layer if pairs else [layer]:
@@ -148,7 +155,7 @@ def test_a_store_takes_every_token_from_its_slot(client: Client, layout: str, si
 def test_a_store_from_pages_of_a_latent_cache(sidecar: Sidecar) -> None:
     spec = odd_spec("bfloat16", 1, 24, 8, 128, mla=True)
     tokens, cache = tokens_of(300), random_cache(spec, 300)
-    slots = scattered(300, 24, 16)
+    slots = slots_in(300, 24, 16)
     layers = [np.zeros((384, 32), np.uint16) for _ in range(2)]
     for page, (latent, rope) in zip(layers, [each for each in cache if each], strict=True):
         page[slots] = np.concatenate([latent[0], rope[0]], axis=-1)

@@ -58,7 +58,7 @@ class Piece(NamedTuple):
 
 Cut = tuple[list[tuple[int, NDArray[np.intp]]], list[Piece]]
 """Runs of whole pages in any order, (first token, pages), and the other tokens as pieces."""
-_PageRows = tuple[int | slice, slice]
+PageRows = tuple[int | slice, slice]
 PageCopy = tuple[NDArray[np.generic], NDArray[np.intp], NDArray[np.generic]]
 """(all pages, the numbers of those to write, their new content)."""
 
@@ -165,7 +165,7 @@ class Pages:
                 rest += self.pieces(first + begin * size, first + end * size)
         return runs, [*rest, *self.pieces(first + count * size, stop)]
 
-    def places_of(self, begin: int, chunk_tokens: int, count: int) -> list[tuple[_PageRows, NDArray[np.intp]]] | None:
+    def places_of(self, begin: int, chunk_tokens: int, count: int) -> list[tuple[PageRows, NDArray[np.intp]]] | None:
         """Return the places of ``count`` chunks of whole pages from token ``begin`` on, as (some of their pages, the
         numbers), their pages being [chunks, pages of a chunk]. None where a token lies in a part of a page."""
         each, rest = divmod(chunk_tokens, self.page_size)
@@ -175,7 +175,7 @@ class Pages:
         runs, pieces = self.whole_pages(begin, stop)
         if pieces or any((token - begin) % self.page_size for token, _ in runs):
             return None
-        places: list[tuple[_PageRows, NDArray[np.intp]]] = []
+        places: list[tuple[PageRows, NDArray[np.intp]]] = []
         for token, numbers in runs:
             page = (token - begin) // self.page_size
             if (page, len(numbers)) == (0, count * each):

@@ -16,7 +16,7 @@ from kvstore.spec import ModelSpec
 from kvstore_client.arrays import Tensor
 from kvstore_client.derived import check_exact
 from kvstore_client.fetch.fused import page_views, plane_geometry
-from kvstore_client.fetch.paged import Paged, Pages
+from kvstore_client.fetch.paged import Paged, PageRows, Pages
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.store import Unit
 from kvstore_client.prompt import EXACT, Prompt
@@ -65,7 +65,7 @@ class PagesSource:
 
     def fused(self, unit: Unit, memory: Bytes, count: int, stride: int) -> list[Callable[[], None]] | None:
         """See ``planes.store.StoreSource.fused``: one step per layer, half and chunk, whose pages the processor's cache
-        holds between the two copies that numpy makes of them."""
+        holds between the two copies that numpy makes of pages which lie here and there."""
         layout, pages = unit.layout, self.slabs[0].pages
         arrays = pages.arrays[unit.slab_first : unit.slab_stop]
         geometry = plane_geometry(layout, self.spec.slab_layers[unit.slab_first : unit.slab_stop])
@@ -75,18 +75,32 @@ class PagesSource:
         heads = range(self.spec.layers[self.spec.slab_layers[unit.slab_first]].kv_heads)
         base = layout.header_bytes + unit.base
         sides = page_views(memory, layout, geometry, len(arrays), heads, count, stride, base, pages.page_size)
-        steps: list[Callable[[], None]] = []
-        for halves, *targets in zip(arrays, *sides, strict=True):
-            assert halves is not None
-            for array, target in zip(halves, targets, strict=True):
-                content = target.view(array.dtype)
-                for some, numbers in places:
-                    where = content[some]
-                    whole = numbers.ndim == 1
-                    parts = [(where, numbers)] if whole else list(zip(where, numbers, strict=True))
-                    steps += [partial(_take_pages, to, array, each) for to, each in parts]
-        return steps
+        rows = [(row, _in_a_row(each)) for some, numbers in places for row, each in _by_chunk(some, numbers)]
+        return [
+            partial(_take_pages, target.view(array.dtype)[row], array, numbers)
+            for halves, *targets in zip(arrays, *sides, strict=True)
+            for array, target in zip(halves or (), targets, strict=True)
+            for row, numbers in rows
+        ]
 
 
-def _take_pages(target: NDArray[np.generic], pages: NDArray[np.generic], numbers: NDArray[np.intp]) -> None:
+def _by_chunk(some: PageRows, numbers: NDArray[np.intp]) -> list[tuple[PageRows, NDArray[np.intp]]]:
+    """Cut the pages of several chunks, [chunks, pages of a chunk], where a chunk ends."""
+    if numbers.ndim == 1:
+        return [(some, numbers)]
+    return [((chunk, slice(None)), each) for chunk, each in enumerate(numbers)]
+
+
+def _in_a_row(numbers: NDArray[np.intp]) -> NDArray[np.intp] | slice:
+    """Return pages that lie one behind another, in either order, as a slice: numpy copies these once, and listed pages
+    twice. vLLM gives pages out in the order in which it got them back, last page first."""
+    steps = set(np.diff(numbers).tolist())
+    if not steps <= {1} and not steps <= {-1}:
+        return numbers
+    first, step = int(numbers[0]), steps.pop() if steps else 1
+    end = first + step * len(numbers)
+    return slice(first, end if end >= 0 else None, step)
+
+
+def _take_pages(target: NDArray[np.generic], pages: NDArray[np.generic], numbers: NDArray[np.intp] | slice) -> None:
     target[...] = pages[numbers]
