@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+import numpy as np
+import xxhash
 from kvstore_client.client import Client
 from kvstore_client.copying import Copier, raw
 
@@ -34,15 +36,35 @@ def limit_pairs(
     return pairs, runs
 
 
+def checked_seconds(copier: Copier, runs: list[Any], memory: Any, strip_bytes: int) -> float:
+    """Copy staging once more, hash each strip, and return the seconds that this takes on the copier's threads: what no
+    service can leave out whose client may write to staging at any time."""
+    each = len(memory) // len(runs)
+    pieces = [
+        (memory[number * each + start :][:strip_bytes], run.memory[run.offset + start :][:strip_bytes])
+        for number, run in enumerate(runs)
+        for start in range(0, each, strip_bytes)
+    ]
+
+    def take(some: Any) -> None:
+        for target, source in some:
+            np.copyto(target, source)
+            xxhash.xxh3_128_digest(target.data)
+
+    return shared.timed(lambda: copier.split(take, pieces, 60.0))
+
+
 def measure(scale: str) -> dict[str, Any]:
-    """Return the blocked, visible and limit seconds of interleaved runs. The benchmarks store and visible read the same
+    """Return the blocked, visible, limit and checked seconds of interleaved runs; ``checked``: of bare threads that
+    copy what the limit's threads copied once more, and hash it. The benchmarks store and visible read the same
     measurement."""
     spec = shared.geometry(scale)
     count = shared.CHUNKS[scale] * shared.CHUNK_TOKENS
     source = shared.tensors(spec, count)
     byte_count = sum(k.nbytes + v.nbytes for k, v in source)
-    copier = Copier()
-    blocked, visible, limits = [], [], []
+    copier, memory = Copier(), np.ones(byte_count, np.uint8)
+    strip_bytes = int(layout_of(spec, spec.kind, spec.chunk_tokens).strip_lengths[0])
+    blocked, visible, limits, checked = [], [], [], []
     with shared.ready(scale) as (sidecar, client):
         from kvstore_client import connect
 
@@ -52,6 +74,7 @@ def measure(scale: str) -> dict[str, Any]:
                 client.connect_now()
                 pairs, runs = limit_pairs(client, spec, source, count)
                 limit = shared.copy_seconds(copier, pairs)
+                again = checked_seconds(copier, runs, memory, strip_bytes)
                 del pairs
                 for each in runs:
                     client.connect_now().staging.give_back(each)
@@ -70,8 +93,9 @@ def measure(scale: str) -> dict[str, Any]:
                     blocked.append(stored)
                     visible.append(seen)
                     limits.append(limit)
+                    checked.append(limit + again)
     copier.close()
-    return {"bytes": byte_count, "blocked": blocked, "visible": visible, "limits": limits}
+    return {"bytes": byte_count, "blocked": blocked, "visible": visible, "limits": limits, "checked": checked}
 
 
 def run(scale: str) -> Result:

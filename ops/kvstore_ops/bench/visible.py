@@ -1,4 +1,9 @@
-"""visible: stored bytes per second until another client can fetch them, over the copy limit."""
+"""visible: stored bytes per second until another client can fetch them, over the copy limit.
+
+Two bare copies, and nothing else, are half of that limit: a client may write to its staging at any time, so that its
+bytes are copied a second time, and only then hashed. Beside it stands what is possible: bare threads that copy
+everything, copy it again and hash it.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +21,19 @@ def run(scale: str) -> Result:
     byte_count, visible, limits = figures["bytes"], figures["visible"], figures["limits"]
     ratios = [limit / mine for mine, limit in zip(visible, limits, strict=True)]
     ratio = statistics.median(ratios)
+    possible = statistics.median(bare / mine for mine, bare in zip(visible, figures["checked"], strict=True))
+    checked = byte_count / statistics.median(figures["checked"])
     rate, limit = byte_count / statistics.median(visible), byte_count / statistics.median(limits)
     show(
         f"visible: {byte_count >> 20} MiB, {len(visible)} pairs",
         [
             ("until another client hits", f"{rate / 1e9:.2f} GB/s, {ratio:.3f} of the copy limit"),
             ("copy limit, 2 threads", f"{limit / 1e9:.2f} GB/s"),
+            ("  bare: copied, copied, hashed", f"{checked / 1e9:.2f} GB/s, ours {possible:.3f}"),
         ],
     )
     return Result(
         name="visible", value=rate, unit="B/s", limit=limit, ratio=ratio, target=f">= {TARGET}", met=ratio >= TARGET,
-        runs=len(visible), spread=quartiles(ratios), conditions={"scale": scale, "bytes": byte_count, "warm": True},
+        runs=len(visible), spread=quartiles(ratios),
+        conditions={"scale": scale, "bytes": byte_count, "warm": True, "checked_ratio": possible},
     )  # fmt: skip
