@@ -69,9 +69,9 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Releases:
     """A sidecar whose release changes between a stop and a start, and clients of either."""
 
-    def __init__(self, older: Path) -> None:
+    def __init__(self, older: Path, plane: str) -> None:
         self._homes = {"older": older, "this": ROOT}
-        self.sidecar = Sidecar("--capacity", "16 MiB", nvme="32 MiB")
+        self.sidecar = Sidecar("--capacity", "16 MiB", nvme="32 MiB", plane=plane)
 
     def _environment(self, release: str) -> dict[str, str]:
         home = self._homes[release]
@@ -97,8 +97,8 @@ class Releases:
         return done.stdout
 
 
-def test_what_an_older_release_wrote_stays_and_it_reads_what_this_one_wrote(older: Path) -> None:
-    releases = Releases(older)
+def test_what_an_older_release_wrote_stays_and_it_reads_what_this_one_wrote(older: Path, plane: str) -> None:
+    releases = Releases(older, plane)
     sidecar = releases.sidecar
     try:
         releases.start("older")
@@ -106,7 +106,7 @@ def test_what_an_older_release_wrote_stays_and_it_reads_what_this_one_wrote(olde
         sidecar.stop()
         releases.start("this")
         releases.client("this", "fetch", 1, 2)
-        socket = sidecar.address.removeprefix("unix://")
+        socket = sidecar.socket_address.removeprefix("unix://")
         read = run("verify", "--tier", "nvme", "--socket", socket, "--json")
         assert read.code == 0, read.err
         assert read.json["outcomes"]["nvme: read"]["chunk_count"] == 8
@@ -119,10 +119,10 @@ def test_what_an_older_release_wrote_stays_and_it_reads_what_this_one_wrote(olde
         sidecar.stop()
 
 
-def test_a_client_of_this_release_works_with_an_older_sidecar(older: Path) -> None:
+def test_a_client_of_this_release_works_with_an_older_sidecar(older: Path, plane: str) -> None:
     """Engines may be upgraded before their node is: stores, fetches by a call, and fetches without one. A
     call that the sidecar does not know is an error that names both."""
-    releases = Releases(older)
+    releases = Releases(older, plane)
     try:
         releases.start("older")
         releases.client("this", "store", 4, 5)
