@@ -223,6 +223,7 @@ def test_evaluation_seeds_choose_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.timeout(400)
 def test_a_killed_run_of_a_real_model_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,7 +234,7 @@ def test_a_killed_run_of_a_real_model_goes_on(
     command = [sys.executable, "-m", "kvstore_ops.cli", "profile", "l6-s2", "--contexts", "8", "--rounds", "0"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
-        for _ in range(600):
+        for _ in range(2400):
             if process.poll() is not None or (journal_of(path).exists() and len(lines(path)) > 4):
                 break
             sleep(0.1)
