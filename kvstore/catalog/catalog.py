@@ -9,6 +9,7 @@ from itertools import groupby
 from operator import and_
 from typing import NamedTuple
 
+from kvstore.catalog.departures import Departures
 from kvstore.catalog.events import Event
 from kvstore.catalog.namespace import Namespace
 from kvstore.catalog.spaces import Model, Spaces, parent_digest
@@ -75,6 +76,7 @@ class Catalog:
         self.table = ChunkTable()
         self.presence = PresenceTable(memory)
         self.spaces = Spaces(self.table, self.presence, namespace_count_max)
+        self._departures = Departures()
         self.models: dict[bytes, Model] = {}
         self._geometries: dict[tuple[str, str, str], ModelSpec] = {}
 
@@ -234,7 +236,7 @@ class Catalog:
         namespace.ghosts.pop(digest, None)
         namespace.index[digest] = row
         namespace.byte_count += namespace.chunk_bytes(table.token_counts[row])
-        namespace.departures.pop(digest, None)
+        self._departures.remove(namespace, digest)
         self.spaces.tell(EventKind.STORED, row, table.kind(row))
         self.spaces.show(namespace, digest)
         if namespace.is_tail(table.token_counts[row]):
@@ -262,10 +264,10 @@ class Catalog:
 
     def depart(self, namespace: Namespace, digest: bytes, reason: MissReason) -> None:
         """Remember why a chunk is not here."""
-        forgotten = namespace.depart(digest, reason)
+        forgotten = self._departures.add(namespace, digest, reason)
         self.spaces.show(namespace, digest)
-        if forgotten:
-            self.spaces.show(namespace, forgotten)
+        if forgotten is not None:
+            self.spaces.show(*forgotten)
 
     def withdraw(self, row: int, reason: MissReason, tier: Tier) -> None:
         """Make a chunk that no tier holds any more invisible; ``tier`` was the last that had it. While something refers

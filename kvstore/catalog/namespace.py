@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from kvstore.catalog.tails import Tails
@@ -11,8 +10,6 @@ from kvstore.errors import InvalidRequest
 from kvstore.keys import presence_salt
 from kvstore.spec import CacheKind, Exactness, MissReason, ModelSpec, Provenance
 
-DEPARTURE_COUNT_MAX = 65536
-"""Departed chunks for which a namespace remembers the reason."""
 SpaceKey = tuple[bytes, Provenance, Exactness]
 
 
@@ -37,7 +34,8 @@ class Namespace:
     pending: dict[bytes, object] = field(default_factory=dict)
     """Digest -> the store in flight that will publish it."""
     tails: Tails = field(default_factory=Tails)
-    departures: OrderedDict[bytes, MissReason] = field(default_factory=OrderedDict)
+    departures: dict[bytes, MissReason] = field(default_factory=dict)
+    """Digest -> why the chunk is not here, as far as the catalog's ``Departures`` remembers it."""
     salt: int = field(init=False)
     """The salt of its chunks' tags in the presence table."""
 
@@ -92,11 +90,3 @@ class Namespace:
         """True when a digest may stand for other bytes later, so that a removed copy must not come back. True also
         while the model is not registered, because then the kind is unknown."""
         return self.model_kind in (CacheKind.OPAQUE, None)
-
-    def depart(self, digest: bytes, reason: MissReason) -> bytes:
-        """Remember why a digest is not here. Return the oldest digest if it had to be forgotten for this, else b""."""
-        self.departures[digest] = reason
-        self.departures.move_to_end(digest)
-        if len(self.departures) > DEPARTURE_COUNT_MAX:
-            return self.departures.popitem(last=False)[0]
-        return b""

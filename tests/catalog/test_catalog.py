@@ -96,9 +96,30 @@ def test_what_is_on_its_way_or_left_is_told_beside_what_is_cold(catalog: Catalog
     assert [run.reason for run in catalog.walk(parts, names).runs] == [
         MissReason.COLD, MissReason.EVICTED, MissReason.COLD,
     ]  # fmt: skip
-    parts[part].departures.clear()
+    put(catalog, parts[part], "b")
     catalog.claim(parts[part], names[2], object())
     assert [run[:2] for run in catalog.walk(parts, names).runs] == [(2, ChunkState.MISS), (1, ChunkState.PENDING)]
+
+
+def test_reasons_are_kept_of_so_many_chunks_in_all_namespaces_together(
+    catalog: Catalog, space: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What each namespace kept for itself was memory times the number of namespaces, which clients make."""
+    monkeypatch.setattr("kvstore.catalog.departures.DEPARTURE_COUNT_MAX", 4)
+    spaces = [space, *(catalog.models[space.fingerprint].namespace(layer, Exactness.EXACT) for layer in (0, 1))]
+    for name in "abc":
+        for each in spaces:
+            catalog.depart(each, digest(name), MissReason.EVICTED)
+    assert [list(each.departures) for each in spaces] == [[digest("c")], [digest("c")], [digest("b"), digest("c")]]
+    catalog.depart(spaces[2], digest("b"), MissReason.CORRUPT)  # the oldest one becomes the newest
+    put(catalog, spaces[0], "c")  # and one is here again
+    for name in "de":
+        catalog.depart(spaces[1], digest(name), MissReason.EVICTED)
+    assert [sorted(each.departures) for each in spaces] == [[], [digest("d"), digest("e")], [digest("b"), digest("c")]]
+    assert [catalog.walk([each], [digest("b")]).reason for each in spaces] == [
+        MissReason.COLD, MissReason.COLD, MissReason.CORRUPT,
+    ]  # fmt: skip
+    assert difference(catalog) == ""
 
 
 @pytest.mark.parametrize("lacking", [0, 1, 2])
