@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from kvstore.chunk.checksum import CHECKSUM_BYTES, seeds_of, strip_key
-from kvstore.chunk.envelope import Trust
+from kvstore.chunk.envelope import Trust, check_openable
 from kvstore.chunk.header import _ENTRY, ChunkHeader, parse_header
 from kvstore.chunk.layout import FIXED_HEADER_BYTES
 from kvstore.errors import DataLoss
@@ -44,7 +44,9 @@ def check_alone(data: Bytes) -> ChunkHeader:
 
 def open_alone(data: Bytes, ring: EnvelopeRing) -> ChunkHeader | None:
     """Check the header and every strip of a whole chunk in an envelope, and return its plain header. None: the ring has
-    no key that opens it, so nothing is checked. Raises DataLoss. Cost: a hash or a decryption of all bytes."""
+    no key that opens it, so nothing is checked. Raises DataLoss; InvalidRequest when the package that opens it is not
+    installed. Cost: a hash or a decryption of all bytes."""
+    check_openable(data, ring)
     header = Trust(ring=ring).read_header(data, None)
     if header is None:
         return None

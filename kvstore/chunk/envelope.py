@@ -21,9 +21,11 @@ Opening gives the plain header byte for byte, so that a promoted chunk equals th
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import xxhash
@@ -41,9 +43,9 @@ from kvstore.chunk.header import (
     parse_header,
 )
 from kvstore.chunk.layout import FIXED_HEADER_BYTES, PAGE_BYTES, STRIP_ENTRY_BYTES, ChunkLayout
-from kvstore.chunk.seal import AEAD, HEADER_NUMBER, TAG_BYTES, StripSeal, as_bytes
+from kvstore.chunk.seal import AEAD, AEAD_NEEDS, HEADER_NUMBER, TAG_BYTES, StripSeal, as_bytes, is_available
 from kvstore.chunk.strips import StripMemory, StripRun
-from kvstore.errors import DataLoss
+from kvstore.errors import DataLoss, InvalidRequest
 from kvstore.seams import EnvelopeKey, EnvelopeRing, SystemRandom
 from kvstore.seams.memory import Bytes
 from kvstore.spec import ENVELOPES
@@ -59,6 +61,7 @@ _KEY_ID, _SEAT, _SALT, _TAG, _CHECKSUM = (
 )  # fmt: skip
 _HIDDEN = (slice(40, 44), slice(56, 64), slice(160, 256))
 _random = SystemRandom()
+_log = logging.getLogger("kvstore.chunk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +93,9 @@ class Trust:
         self, data: bytes | Bytes, layout: ChunkLayout | None, *, may_be_plain: bool = False
     ) -> ChunkHeader | None:
         """Return the header of a copy; ``data`` are its first ``header_bytes``. None: a newer release wrote the copy,
-        or it is sealed with a key that this node lacks. That is a miss, and the copy stays. ``may_be_plain``: this copy
-        needs no envelope. Raises DataLoss for a copy that is damaged, has a wrong tag, or lacks an envelope where one
-        is required."""
+        or this node lacks the key or the package that opens it. That is a miss, and the copy stays. ``may_be_plain``:
+        this copy needs no envelope. Raises DataLoss for a copy that is damaged, has a wrong tag, or lacks an envelope
+        where one is required."""
         if not is_sealed(data):
             if is_newer_format(bytes(data[:FIXED_HEADER_BYTES])):
                 return None
@@ -103,7 +106,25 @@ class Trust:
             return None
         whole = _whole(data)
         key = self.ring.key_of(bytes(whole[_KEY_ID]))
-        return None if key is None else open_header(key, whole, layout)
+        if key is None:
+            return None
+        if not is_available(ENVELOPES[whole[36]]):
+            _warn_of_package()
+            return None
+        return open_header(key, whole, layout)
+
+
+@cache
+def _warn_of_package() -> None:
+    _log.warning(f"copies are sealed with aead, and misses here: {AEAD_NEEDS}")
+
+
+def check_openable(data: bytes | Bytes, ring: EnvelopeRing) -> None:
+    """Raises InvalidRequest when only a package is missing for opening a copy in an envelope: its key is in the
+    ring."""
+    whole = _whole(data)
+    if ring.key_of(bytes(whole[_KEY_ID])) is not None and not is_available(ENVELOPES[whole[36]]):
+        raise InvalidRequest(f"a copy is sealed with aead and cannot be checked: {AEAD_NEEDS}")
 
 
 def is_sealed(data: bytes | Bytes) -> bool:

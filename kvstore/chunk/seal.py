@@ -24,6 +24,7 @@ from kvstore.spec import ENVELOPES
 
 TAG_BYTES = 16
 _, MAC, AEAD = ENVELOPES
+AEAD_NEEDS = "aead needs the package cryptography: pip install 'kvstore[aead]'"
 HEADER_NUMBER = (1 << 64) - 1
 """The number under which the header is sealed, in place of a strip's number."""
 _NUMBER = struct.Struct("<Q")
@@ -74,17 +75,21 @@ class StripSeal:
         return self.about + _NUMBER.pack(number)
 
 
-def check_available(kind: str, setting: str) -> None:
-    """Raises InvalidRequest when the package that an envelope kind needs is not installed."""
+def is_available(kind: str) -> bool:
+    """False when the package that an envelope kind needs is not installed."""
     if kind != AEAD:
-        return
+        return True
     try:
         _gcm(bytes(32), 0, None)
     except ImportError:
-        raise InvalidRequest(
-            f"{setting} = aead needs the package cryptography: pip install 'kvstore[aead]', or use mac",
-            setting=setting,
-        ) from None
+        return False
+    return True
+
+
+def check_available(kind: str, setting: str) -> None:
+    """Raises InvalidRequest when the package that an envelope kind needs is not installed."""
+    if not is_available(kind):
+        raise InvalidRequest(f"{setting} = {AEAD_NEEDS}, or use mac", setting=setting)
 
 
 def _gcm(key: bytes, number: int, tag: bytes | None) -> Any:

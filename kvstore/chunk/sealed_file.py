@@ -15,7 +15,7 @@ import numpy as np
 from blake3 import blake3
 
 from kvstore.chunk.envelope import Sealing
-from kvstore.chunk.seal import TAG_BYTES, StripSeal
+from kvstore.chunk.seal import TAG_BYTES, StripSeal, is_available
 from kvstore.errors import DataLoss
 from kvstore.seams import EnvelopeKey, EnvelopeRing, SystemRandom
 from kvstore.spec import ENVELOPES
@@ -34,8 +34,8 @@ def seal_file(sealing: Sealing, about: bytes, data: bytes) -> bytes:
 
 
 def open_file(ring: EnvelopeRing, about: bytes, data: bytes) -> bytes | None:
-    """Return the data of a sealed file, or a file without envelope as it is. None: it is sealed with a key that is not
-    in the ring. Raises DataLoss when it was altered."""
+    """Return the data of a sealed file, or a file without envelope as it is. None: the key that it is sealed with is
+    not in the ring, or the package that opens it is not installed. Raises DataLoss when it was altered."""
     if data[: len(_MAGIC)] != _MAGIC:
         return data
     if len(data) < _HEAD.size:
@@ -44,7 +44,7 @@ def open_file(ring: EnvelopeRing, about: bytes, data: bytes) -> bytes | None:
     if not 0 < kind < len(ENVELOPES):
         raise DataLoss("a sealed file of no envelope that there is", reason="tag")
     key = ring.key_of(key_id)
-    if key is None:
+    if key is None or not is_available(ENVELOPES[kind]):
         return None
     body = np.frombuffer(bytearray(data[_HEAD.size :]), np.uint8)
     if not _seal_of(ENVELOPES[kind], key, about, salt).opens(0, body, tag):

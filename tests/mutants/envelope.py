@@ -94,8 +94,8 @@ MUTANTS = [
     Mutant(
         "copies-of-other-keys-are-damage",
         ENVELOPE,
-        "        return None if key is None else open_header(key, whole, layout)\n",
-        "        return open_header(key or self.ring.newest, whole, layout)\n",
+        "        if key is None:\n            return None\n",
+        '        if key is None:\n            raise DataLoss("not ours")\n',
         "what a node with another key wrote is replaced",
         (f"{T_CHUNK}::test_a_key_of_the_ring_opens_and_no_other",),
     ),

@@ -212,6 +212,28 @@ def test_what_is_sealed_with_another_key_is_never_called_undamaged(stand: S3Stan
     assert "tenants.default.envelope_key_file" in scan(stand, "--verify", key_file=tmp_path / "none")
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_without_the_package_that_opens_a_copy_it_says_what_to_install(
+    stand: S3Stand, own: bool, tmp_path: Path
+) -> None:
+    """What could not be opened with it either is counted, as ever."""
+    sealed_chunks(stand, "aead", OWN if own else OTHERS)
+    blocked = tmp_path / "blocked" / "cryptography"
+    blocked.mkdir(parents=True)
+    (blocked / "__init__.py").write_text("raise ImportError('not here', name='cryptography')\n")
+    settings = {"BUCKET": stand.server.bucket, "PREFIX": stand.settings.prefix, "ENDPOINT_URL": stand.server.url}
+    environment = {
+        **os.environ, **{f"KVSTORE__TIERS__S3__{name}": value for name, value in settings.items()},
+        "KVSTORE__TENANTS__DEFAULT__ENVELOPE_KEY_FILE": str(file_of(tmp_path, OWN)),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "blocked"), os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "kvstore_ops.cli", "scan", "--verify"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr
+    assert (done.returncode != 0) == ("pip install 'kvstore[aead]'" in done.stderr) == own, done.stderr
+    assert ("that this configuration does not have): 3" in done.stdout) != own
+
+
 def sealed_chunks(stand: S3Stand, kind: str, key: bytes) -> list[Chunk]:
     """Three chunks in envelopes, and nothing else."""
     tier = tier_of(stand.settings, Trust(kind, EnvelopeRing([EnvelopeKey.derived(key)])))

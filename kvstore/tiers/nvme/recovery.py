@@ -185,8 +185,9 @@ async def _read_all(
         _log.error("headers could not be read: their slots are left alone", extra={"slots": unread})
     if locked:
         _log.error(
-            "chunks on the device are sealed with keys that are not in the tenant's envelope key file: they are "
-            "misses, and stay; put the keys back and start again to have them",
+            "chunks on the device are sealed with keys that are not in the tenant's envelope key file, or with aead, "
+            "for which the package cryptography is missing: they are misses, and stay; put the keys back, or install "
+            "kvstore[aead], and start again to have them",
             extra={"chunks": locked},
         )
     return gathered

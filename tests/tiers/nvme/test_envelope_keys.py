@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import sys
 
 import pytest
 
@@ -63,6 +64,31 @@ def test_without_its_key_a_chunk_is_a_miss_and_stays(
         device.trust = trust(kind, OLD, KEY)
         await device.found_again(kill=kill)
         assert [await device.read(each) for each in (first, *others)] == ["right"] * 11
+
+    device.run(scenario)
+
+
+@pytest.mark.parametrize("kill", [True, False])
+def test_without_the_package_that_opens_it_a_chunk_is_a_miss_and_stays(
+    kill: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device("aead")
+    first, other = chunk(1), chunk(2)
+
+    async def scenario() -> None:
+        await device.put(first)
+        await device.stop(kill=kill)  # with the package, for a clean stop leaves a snapshot that is sealed, too
+        device.trust = trust("mac")
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
+            device.tier = device.build()
+            await device.start()
+            device.places = device.found()
+            assert "install kvstore[aead]" in caplog.text
+            assert await device.read(first) == "absent"
+            await device.put(other)
+        await device.found_again(kill=kill)
+        assert [await device.read(each) for each in (first, other)] == ["right"] * 2
 
     device.run(scenario)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,6 +100,24 @@ async def test_what_others_sealed_is_a_miss_that_stays(server: RedisServer) -> N
                     await put(tier, chunk(1, write=1))
                 assert tier.statistics().written_bytes == before
         assert await got(theirs, chunk(1))
+
+
+async def test_without_its_package_what_others_encrypted_is_a_miss_that_stays(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without the key. The tier goes on: it has copies in other envelopes, too."""
+    server.client().flushall()
+    async with (
+        redis_tier(server.url, trust=trust("aead")) as theirs,
+        redis_tier(server.url, trust=trust("mac")) as ours,
+    ):
+        await put(theirs, chunk(1))
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
+            assert await ours.open(chunk(1).name) is None
+            await put(ours, chunk(2))
+            assert await got(ours, chunk(2))
+        assert await got(ours, chunk(1))
 
 
 async def test_what_has_no_envelope_is_refused_where_one_is_demanded_and_replaced(server: RedisServer) -> None:
