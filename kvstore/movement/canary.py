@@ -1,5 +1,5 @@
 """Canaries: small chunks of our own that are written, read and removed in each tier, so that a tier that fails silently
-is noticed. This module also calls ``tidy`` of each tier, at intervals."""
+is noticed. This module also calls ``tidy`` of each tier at intervals, and asks shared tiers that say that they fail."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ from kvstore.tiers import ChunkName, LocalTier, WritePolicy
 TIDY_INTERVAL_S = 10.0
 SHARED_EVERY = 10
 """A shared tier is sent one canary in the time of so many of the node's own: each request there may be paid for."""
+ASK_INTERVAL_S = 2.0
+"""A shared tier that says that it fails is asked so often whether it still does: an idle node asks it nothing else. The
+tier makes no request of this more often than of lookups."""
 SHARED_S_MAX = 30.0
 """A canary that takes more seconds in a shared tier has failed."""
 _CANARY = ModelSpec(
@@ -55,6 +58,8 @@ class Canaries:
         """Send canaries, and have tiers tidy up, for ever."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._tidy())
+            if self._shared:
+                group.create_task(self._ask_failing())
             if self._policies.canary_interval_s:
                 group.create_task(self._canaries())
                 group.create_task(self._shared_canaries())
@@ -78,6 +83,18 @@ class Canaries:
             await self._clock.sleep(SHARED_EVERY * self._policies.canary_interval_s)
             for shared in list(self._shared):
                 await self.shared_canary(shared)
+
+    async def _ask_failing(self) -> None:
+        while True:
+            await self._clock.sleep(ASK_INTERVAL_S)
+            for shared in list(self._shared):
+                await self.ask_if_failing(shared)
+
+    async def ask_if_failing(self, shared: SharedCopies) -> None:
+        """Ask a shared tier that says that it fails for a chunk that no node has. Its state changes with an answer, and
+        a node without requests would show for ever what was so once."""
+        if shared.is_asked and shared.tier.statistics().state == "failing":
+            await shared.ask([self._random.bytes(32)], ASK_INTERVAL_S)
 
     async def shared_canary(self, shared: SharedCopies) -> bool | None:
         """Write a chunk to a shared tier, read it, compare it, remove it. None: the tier is not asked now, this node

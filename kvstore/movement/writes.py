@@ -310,6 +310,8 @@ class Writes:
         if self._parked and self._clock.monotonic() >= self._retry_at_s:
             parked, self._parked = self._parked, {}
             await self._queue_again(parked, any_of=True)
+        elif self.reason and not (self._parked or len(self._queue) or self.is_draining):
+            self.reason = ""  # what it refused is nowhere any more, or came to be there otherwise
         if self._lacks_some and not len(self._queue):
             self._lacks_some = False
             await self._queue_again(range(len(self._catalog.table.digests)), any_of=False)

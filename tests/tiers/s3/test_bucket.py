@@ -11,8 +11,14 @@ from dataclasses import replace
 
 import pytest
 
+from kvstore.catalog import Catalog
+from kvstore.config import PolicySettings
 from kvstore.errors import DeadlineExceeded, Unavailable
-from kvstore.seams import SystemClock, WorkerThreads
+from kvstore.movement.canary import Canaries
+from kvstore.movement.shared import SharedCopies
+from kvstore.seams import SystemClock, SystemMemory, SystemRandom, WorkerThreads
+from kvstore.telemetry import Counters
+from kvstore.tiers import SharedUse, WritePolicy
 from kvstore.tiers.s3 import Lanes, S3Tier
 from kvstore.tiers.s3.bucket import AGAIN_S, SEEN_S, SOON_S
 from tests.contracts.chunks import chunk
@@ -101,6 +107,30 @@ def test_a_reader_finds_out_and_finds_it_again_without_a_request_per_miss(world:
             await world.probe()
         assert world.state == ("failing", True), "it was removed meanwhile"
         await world.tier.close()
+
+    world.stand.run(scenario)
+
+
+def test_a_node_without_requests_finds_it_again(world: World) -> None:
+    async def scenario() -> None:
+        catalog, counters = Catalog(1, SystemMemory(), 1), Counters()
+        use = SharedUse(tier=world.tier, lookup_s_max=ANSWER_S, write=WritePolicy.NEVER)
+        shared = SharedCopies(use, catalog, SystemClock(), counters, 0)
+        counters.add_tier(shared.tier.name, is_shared=True)
+        canaries = Canaries(catalog.table, [shared], SystemClock(), SystemRandom(), counters, PolicySettings())
+        await canaries.ask_if_failing(shared)
+        assert world.asked() == [], "nothing is asked of one that is well"
+        with pytest.raises(Unavailable):
+            await world.probe()
+        with world.made():
+            for _ in range(500):
+                world.clock.now_s += AGAIN_S
+                await canaries.ask_if_failing(shared)
+                if shared.statistics().state == "up":
+                    break
+                await asyncio.sleep(ANSWER_S / 500)
+            assert shared.statistics().state == "up"
+        await shared.close()
 
     world.stand.run(scenario)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvstore.errors import DataLoss, Unavailable
 from kvstore.spec import MissReason
-from kvstore.tiers import WritePolicy
+from kvstore.tiers import TierStatistics, WritePolicy
 from tests.fakes import EngineTier, Switch
-from tests.tiers.shared.world import LOOKUP_S, PATH, Node, World, redeemed, spoil
+from tests.tiers.shared.world import LOOKUP_S, PATH, Node, World, redeemed, run, spoil
 
 
 @pytest.mark.parametrize("switch", [Switch.CORRUPT, Switch.GARBLED])
@@ -203,6 +205,65 @@ def test_a_tier_that_stalls_says_so(world: World) -> None:
         assert found.state == "failing"
         assert found.state_s >= 2.0
         assert found.reason
+
+    world.run(scenario)
+
+
+class TellingTier(EngineTier):
+    """Says that it fails once a question was refused, until one is answered: as a bucket that was not there."""
+
+    problem = ""
+
+    async def probe(
+        self, storage_keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = ()
+    ) -> Sequence[bool]:
+        try:
+            found = await super().probe(storage_keys, timeout_s, chains)
+        except Unavailable as error:
+            self.problem = error.message
+            raise
+        self.problem = ""
+        return found
+
+    def statistics(self) -> TierStatistics:
+        found = super().statistics()
+        return replace(found, state="failing", reason=self.problem) if self.problem else found
+
+
+def test_a_node_without_requests_sees_that_a_tier_is_well_again(world: World) -> None:
+    node = Node(lambda: TellingTier(world.settings))
+
+    async def scenario() -> None:
+        movement = node.controller.parts.movement
+        world.switches.turn_on(Switch.AWAY)
+        await node.lookup(1)
+        await asyncio.sleep(60.0)
+        assert movement.statistics()[-1].state == "failing"
+        assert movement.problems
+        world.switches.turn_off()
+        await asyncio.sleep(20.0)
+        assert movement.statistics()[-1].state == "up"
+        assert not movement.problems
+        asked = node.controller.stats().counters
+        await asyncio.sleep(60.0)
+        assert node.controller.stats().counters == asked, "one that is well is asked for nothing"
+
+    run([node], scenario)
+
+
+def test_a_refusal_is_told_no_longer_than_something_is_lacking(world: World) -> None:
+    """Nothing is written there any more that would be taken, and tell that."""
+
+    async def scenario() -> None:
+        movement = world.one.controller.parts.movement
+        world.switches.turn_on(Switch.AWAY)
+        await world.one.keep(1)
+        await asyncio.sleep(10.0)
+        assert movement.problems
+        movement.remove(world.one.row(1), MissReason.EVICTED)
+        world.switches.turn_off()
+        await asyncio.sleep(60.0)
+        assert not movement.problems
 
     world.run(scenario)
 
