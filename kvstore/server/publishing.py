@@ -28,6 +28,9 @@ from kvstore.seams import Clock, LongWork
 from kvstore.spec import CacheKind, EventKind, Exactness, Provenance, Tier
 
 BATCH_COUNT_MAX = 512
+KEPT_BYTES_MAX = 64 << 20
+"""Bytes of batches that are kept for replay, beside the limit of their number. A batch of ``BATCH_COUNT_MAX`` events
+has 44 KB, so that ten thousand of them would be 435 MB; 64 MiB are 700,000 events."""
 END_SEQUENCE = (-1).to_bytes(8, "big", signed=True)
 REQUEST_BYTES_MAX = 4096
 """A router sends a sequence number or a topic, both shorter. A peer that sends more is disconnected."""
@@ -52,6 +55,27 @@ def open_publisher(settings: EventSettings, controller: Controller, clock: Clock
     return Publisher(settings, controller, clock, zmq, msgpack.Encoder())
 
 
+class KeptBatches:
+    """The last batches, for routers that missed some. The oldest go first."""
+
+    def __init__(self, count_max: int, byte_count_max: int) -> None:
+        self._count_max = count_max
+        self._byte_count_max = byte_count_max
+        self._batches: deque[tuple[int, bytes]] = deque()
+        self.byte_count = 0
+
+    def add(self, sequence: int, payload: bytes) -> None:
+        """Keep a batch, and forget the oldest ones past the limits."""
+        self._batches.append((sequence, payload))
+        self.byte_count += len(payload)
+        while len(self._batches) > self._count_max or self.byte_count > self._byte_count_max:
+            self.byte_count -= len(self._batches.popleft()[1])
+
+    def since(self, first: int) -> list[tuple[int, bytes]]:
+        """Return the batches that are kept of those from sequence number ``first`` on."""
+        return [each for each in self._batches if each[0] >= first]
+
+
 class Publisher:
     """A watcher of the catalog that tells routers. Nothing here waits for a router: ZMQ drops messages that a router
     does not take."""
@@ -62,7 +86,7 @@ class Publisher:
         self._encoder = encoder
         self._topic = settings.topic.encode()
         self._sequence = 0
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=settings.buffer_count)
+        self._kept = KeptBatches(settings.buffer_count, KEPT_BYTES_MAX)
         self._context = zmq.asyncio.Context()
         self._sender, self._replay = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
         for socket in (self._sender, self._replay):
@@ -106,7 +130,7 @@ class Publisher:
         if not blocks:
             return
         payload = self._encoder.encode([self._clock.wall(), blocks])
-        self._kept.append((self._sequence, payload))
+        self._kept.add(self._sequence, payload)
         await self._sender.send_multipart((self._topic, self._sequence.to_bytes(8, "big"), payload))
         self._sequence += 1
 
@@ -121,11 +145,10 @@ class Publisher:
                 _log.warning("a replay request is no sequence number", extra={"frames": len(frames)})
                 continue
             first = int.from_bytes(frames[2], "big")
-            for sequence, payload in list(self._kept):
-                if sequence >= first:
-                    number = sequence.to_bytes(8, "big")
-                    await self._replay.send_multipart((frames[0], b"", self._topic, number, payload))
-                    await pauses.between()
+            for sequence, payload in self._kept.since(first):
+                number = sequence.to_bytes(8, "big")
+                await self._replay.send_multipart((frames[0], b"", self._topic, number, payload))
+                await pauses.between()
             await self._replay.send_multipart((frames[0], b"", b"", END_SEQUENCE, b""))
 
 

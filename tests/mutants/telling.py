@@ -171,9 +171,9 @@ MUTANTS = [
     Mutant(
         "replay-without-a-pause",
         PUBLISHING,
-        '                    await self._replay.send_multipart((frames[0], b"", self._topic, number, payload))\n'
-        "                    await pauses.between()\n",
-        '                    await self._replay.send_multipart((frames[0], b"", self._topic, number, payload))\n',
+        '                await self._replay.send_multipart((frames[0], b"", self._topic, number, payload))\n'
+        "                await pauses.between()\n",
+        '                await self._replay.send_multipart((frames[0], b"", self._topic, number, payload))\n',
         "one router's replays hold up every client",
         (f"{T_PUBLISHING}::test_a_replay_holds_up_nobody",),
     ),

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+import zmq.asyncio
 from kvstore_client import connect
 from kvstore_ops.sidecar import Sidecar
 
@@ -21,6 +22,7 @@ from kvstore.config import EventSettings
 from kvstore.errors import InvalidRequest
 from kvstore.keys import chain_digests
 from kvstore.seams import SystemClock
+from kvstore.server import publishing
 from kvstore.server.publishing import open_publisher
 from tests.conftest import WARM
 from tests.controller.service import Service
@@ -262,7 +264,8 @@ async def test_a_replay_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.Monk
     settings = EventSettings(endpoint=f"ipc://{tmp_path}/events", replay_endpoint=f"ipc://{tmp_path}/replay")
     publisher = open_publisher(settings, Service().controller, SystemClock())
     assert publisher is not None
-    publisher._kept.extend((number, bytes(400)) for number in range(settings.buffer_count))
+    for number in range(settings.buffer_count):
+        publisher._kept.add(number, bytes(400))
     send, turns, sent_at = publisher._replay.send_multipart, 0, []
 
     async def noted(frames: tuple[bytes, ...]) -> None:
@@ -283,6 +286,35 @@ async def test_a_replay_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.Monk
     await asyncio.gather(publishing, return_exceptions=True)
     publisher.close()
     assert sent_at[-1] - sent_at[0] >= 5
+
+
+async def test_what_is_kept_for_a_replay_is_bounded_in_bytes_and_a_router_sees_what_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long batches, of which the number that is kept would be much memory."""
+    monkeypatch.setattr(publishing, "KEPT_BYTES_MAX", 10_000)
+    settings = EventSettings(endpoint=f"ipc://{tmp_path}/events", replay_endpoint=f"ipc://{tmp_path}/replay")
+    publisher = open_publisher(settings, Service().controller, SystemClock())
+    assert publisher is not None
+    running = asyncio.ensure_future(publisher.run())
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as asking:
+        asking.setsockopt(zmq.LINGER, 0)
+        asking.connect(settings.replay_endpoint)
+        for number in range(200):
+            await publisher._send([{"type": "BlockRemoved", "block_hashes": [bytes(32)] * 20, "medium": str(number)}])
+            assert publisher._kept.byte_count <= 10_000
+        asking.send_multipart((b"", bytes(8)))
+        answers = []
+        async with asyncio.timeout(60.0):
+            while not answers or answers[-1][3]:
+                answers.append(await asking.recv_multipart())
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    publisher.close()
+    sequences = [int.from_bytes(each[2], "big", signed=True) for each in answers]
+    assert sequences == [*range(sequences[0], publisher._sequence), -1], "the newest ones, and the end"
+    assert sequences[0] > 150, "the first of them is not the one that was asked for"
+    assert 9_000 < sum(len(each[3]) for each in answers) <= 10_000
 
 
 def start(**settings: str) -> subprocess.CompletedProcess[str]:
