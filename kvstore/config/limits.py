@@ -19,7 +19,8 @@ class LimitSettings:
     connection_idle_s_max: Duration = 300.0
     """A connection without a call is closed after this time; clients connect again by themselves."""
     call_count_max: int = 512
-    """Calls in progress."""
+    """Calls in progress. Streams that last as long as their callers (watches, partial prefills, health watches) have as
+    many places of their own."""
     staging_bytes_max: Size = 512 * MIB
     """Staging memory of one session: memory that it may fill and has not committed yet."""
     staging_bytes_total_max: Size = 4 * GIB

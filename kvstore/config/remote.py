@@ -32,7 +32,8 @@ class RemoteSettings:
     connection_count_max: int = 512
     """Open connections of all tenants; a further one is closed."""
     call_count_max: int = 256
-    """Calls of one tenant in progress; a further one is refused before its message is read."""
+    """Calls of one tenant in progress; a further one is refused before its message is read. Streams that last as long
+    as their callers (sessions, watches, partial prefills) have as many places of their own."""
 
     def __post_init__(self) -> None:
         certificate, key, authority = self.certificate_file, self.key_file, self.client_ca_file

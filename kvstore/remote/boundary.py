@@ -15,11 +15,13 @@ from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, Permission
 from kvstore.remote.node import Node
 from kvstore.remote.session import SidecarSession
 from kvstore.remote.tokens import AccessTokens
-from kvstore.server.rpc import Context, abort
+from kvstore.server.rpc import LASTING, Context, abort
 from kvstore.telemetry import TRACE_HEADERS, Counters, log_on_as
 from kvstore.wire import METADATA_SESSION, METADATA_TOKEN
 
 ABORT_TIMEOUT_S = 1.0
+LASTING_REMOTE = ("Connect", *LASTING)
+"""Methods whose calls last as long as their callers."""
 _log = logging.getLogger("kvstore.remote")
 
 
@@ -27,18 +29,22 @@ class Guard:
     """Finds the caller's tenant and session, and checks his rights and his tenant's number of calls."""
 
     def __init__(self, tokens: AccessTokens, nodes: dict[str, Node], call_count_max: int) -> None:
-        """``call_count_max``: calls of one tenant at once, each of which may hold a message in memory."""
+        """``call_count_max``: calls of one tenant at once, each of which may hold a message in memory, and as many that
+        last."""
         self._tokens = tokens
         self._nodes = nodes
         self._call_count_max = call_count_max
-        self._calls: Counter[str] = Counter()
+        self._calls: Counter[tuple[str, bool]] = Counter()
 
-    def enter(self, node: Node, call: asyncio.Task[Any]) -> None:
-        """Count a call of a tenant until its task ends. Raises Exhausted past remote.call_count_max."""
-        if self._calls[node.tenant] >= self._call_count_max:
-            raise Exhausted(f"{self._call_count_max} calls at once: wait for some, or raise remote.call_count_max")
-        self._calls[node.tenant] += 1
-        call.add_done_callback(lambda _: self._calls.subtract((node.tenant,)))
+    def enter(self, node: Node, method: str, call: asyncio.Task[Any]) -> None:
+        """Count a call of a tenant until its task ends: those that last as long as their callers, and the others, each
+        by themselves, so that others are served however many last. Raises Exhausted past remote.call_count_max."""
+        lasts = method.rpartition("/")[2] in LASTING_REMOTE
+        if self._calls[node.tenant, lasts] >= self._call_count_max:
+            kind, remedy = ("streams that last", "end some") if lasts else ("calls", "wait for some")
+            raise Exhausted(f"{self._call_count_max} {kind} at once: {remedy}, or raise remote.call_count_max")
+        self._calls[node.tenant, lasts] += 1
+        call.add_done_callback(lambda _: self._calls.subtract(((node.tenant, lasts),)))
 
     def node(self, metadata: Any) -> Node:
         """Return the sidecar of the caller's tenant, by his token. Raises Unauthenticated."""
@@ -92,7 +98,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grp
         call = asyncio.current_task()
         assert call is not None
         try:
-            self._guard.enter(node, call)
+            self._guard.enter(node, details.method, call)
         except Exhausted as error:
             return _refusal(error)
         return await continuation(details)

@@ -21,6 +21,8 @@ _log = logging.getLogger("kvstore.server")
 Context = Any
 """grpc.aio.ServicerContext; grpcio ships no types."""
 ENDLESS = ("Watch",)
+LASTING = (*ENDLESS, "PartialPrefill")
+"""Methods whose calls last as long as their callers."""
 
 
 _HANDLERS: Mapping[tuple[bool, bool], Any] = {
@@ -33,14 +35,17 @@ message, or in its place the error why it could not be decoded."""
 
 
 def register(
-    server: Any, service: ServiceDescriptor, servicer: object, counters: Counters, tracing: Tracing = NO_TRACING
-) -> None:
-    """Serve each method of ``service`` by the servicer's method of that name, inside the boundary. With tracing on,
-    each call is a span, except calls in ``ENDLESS``, which last as long as their caller."""
+    server: Any, service: ServiceDescriptor, servicer: object, counters: Counters, counted: Callable[[Any], Any],
+    tracing: Tracing = NO_TRACING,
+) -> None:  # fmt: skip
+    """Serve each method of ``service`` by the servicer's method of that name, inside the boundary. ``counted``: makes
+    methods in ``LASTING`` count their calls. With tracing on, each call is a span, except calls in ``ENDLESS``."""
     handlers = {}
     for method in service.methods:
         request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
         function = getattr(servicer, method.name)
+        if method.name in LASTING:
+            function = counted(function)
         if tracing.is_on and method.name not in ENDLESS:
             trace = _traced_stream if method.server_streaming else _traced
             function = trace(function, f"{service.full_name}/{method.name}", tracing)

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from kvstore.arena import Arena, prefault
 from kvstore.config import DEFAULT_TENANT, Settings
@@ -27,6 +27,7 @@ from kvstore.server.announcing import Announcer
 from kvstore.server.descriptors import HELLO_COUNT_MAX
 from kvstore.server.handoff import Handoff
 from kvstore.server.kept import kept_files
+from kvstore.server.lasting import CountedHealth, CountedReflection, LastingCalls
 from kvstore.server.operators import AdminService
 from kvstore.server.outbox import IN_FLIGHT_SHARE, Outbox
 from kvstore.server.prefills import PrefillService
@@ -227,8 +228,10 @@ def _parts(settings: Settings, keys: TenantKeys, world: World, directory: NodeDi
 def _grpc_server(
     controller: Controller, operators: Operators, prefills: PartialPrefills, parts: Parts, world: World
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Return the tenant's own gRPC server and its health service. Connections and calls are limited per tenant."""
-    limits = parts.limits
+    """Return the tenant's own gRPC server and its health service. Connections and calls are limited per tenant. gRPC
+    has room for all calls that may last and, beside them, for as many others."""
+    limits, counters = parts.limits, parts.counters
+    lasting = LastingCalls(limits.call_count_max)
     options = [
         ("grpc.max_receive_message_length", limits.message_bytes_max),
         ("grpc.max_send_message_length", REPLY_BYTES_MAX),
@@ -237,7 +240,7 @@ def _grpc_server(
         ("grpc.max_connection_idle_ms", int(limits.connection_idle_s_max * 1000)),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
     ]
-    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=limits.call_count_max)
+    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=2 * limits.call_count_max)
     cache = cache_pb2.DESCRIPTOR.services_by_name["CacheService"]
     admin = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
     prefill = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"]
@@ -247,12 +250,13 @@ def _grpc_server(
         (admin, AdminService(controller, operators, prefills, world.clock, os.getpid(), reloading)),
         (prefill, PrefillService(controller, prefills, parts.profiles)),
     ):
-        register(server, service, servicer, parts.counters, world.tracing)
-    health_service = health.aio.HealthServicer()
+        register(server, service, servicer, counters, lasting.counted, world.tracing)
+    health_service = CountedHealth(lasting, counters)
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
     own = health_pb2.DESCRIPTOR.services_by_name["Health"]
     named = [each.full_name for each in (cache, admin, prefill, own)]
-    reflection.enable_server_reflection((*named, reflection.SERVICE_NAME), server)
+    shown = CountedReflection((*named, reflection.SERVICE_NAME), lasting, counters)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(shown, server)
     return server, health_service
 
 

@@ -240,7 +240,7 @@ MUTANTS = [
     Mutant(
         "calls-of-one-tenant",
         "kvstore/remote/boundary.py",
-        "        if self._calls[node.tenant] >= self._call_count_max:\n",
+        "        if self._calls[node.tenant, lasts] >= self._call_count_max:\n",
         "        if False:\n",
         "one tenant's calls over the network keep the others waiting",
         (f"{T_SHARES}::test_calls_of_one_tenant_over_tcp_leave_the_others_theirs",),

@@ -159,15 +159,16 @@ def test_sessions_of_one_tenant_leave_the_others_theirs(shared: Sidecar) -> None
 def test_calls_of_one_tenant_over_tcp_leave_the_others_theirs(shared: Sidecar) -> None:
     token = (METADATA_TOKEN, f"Bearer {token_of('a')}")
     path = "/kvstore.v1.RemoteService/Connect"
-    with grpc.insecure_channel(shared.tcp_address) as channel:
+    with client_of(shared, "a", "remote") as own, grpc.insecure_channel(shared.tcp_address) as channel:
         request = rpb.ConnectRequest(version=1).SerializeToString()
-        open_ = [channel.unary_stream(path)(request, timeout=60, metadata=(token,)) for _ in range(4)]
+        open_ = [channel.unary_stream(path)(request, timeout=60, metadata=(token,)) for _ in range(3)]
         for stream in open_:
             next(stream)
         with pytest.raises(grpc.RpcError) as caught:
             next(channel.unary_stream(path)(request, timeout=20, metadata=(token,)))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "remote.call_count_max" in caught.value.details()
+        assert own.stats().tenant == "a", "sessions last, and take no places from its other calls"
         with client_of(shared, "b", "remote") as client:
             assert client.stats().tenant == "b"
         for stream in open_:
