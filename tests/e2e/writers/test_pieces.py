@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from kvstore_client import Client, Durability, Paged, connect
+from kvstore_client.planes.shared_memory.mapped import CALL_FILLS_MAX
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
+from kvstore.seams.jobs import begun
 from tests.e2e.writers.prompts import COUNT, SPEC, STEP, assert_stored, fresh
-from tests.specs import bits, random_cache, tokens_of
+from tests.specs import bits, random_cache, small_spec, tokens_of
 
 
 def test_layer_by_layer(client: Client) -> None:
@@ -195,3 +198,23 @@ def test_without_a_sidecar_nothing_raises(tmp_path: Any) -> None:
             receipt = writer.commit()
         assert receipt.wait(5.0) is Durability.NONE
         assert "no sidecar answers" in receipt.reason
+
+
+def test_many_pieces_that_wait_together_fit_into_the_smallest_messages() -> None:
+    """One call for all of them would be larger than the sidecar takes."""
+    count = 40 * STEP
+    spec = small_spec(layers=SPEC.layers * 2)
+    tokens, cache = tokens_of(count, 11), random_cache(spec, count, 11)
+    environment = {**os.environ, "KVSTORE__LIMITS__MESSAGE_BYTES_MAX": "4096"}
+    with Sidecar("--capacity", "16 MiB", environment=environment) as small, connect(small.address) as client:
+        waits = threading.Event()
+        begun(client._context.committer, waits.wait, 60.0)  # what is put meanwhile goes together
+        with client.start_store(spec, tokens) as writer:
+            for layer, (k, v) in enumerate(cache):
+                for head in range(k.shape[0]):
+                    heads = slice(head, head + 1)
+                    writer.put_layer(layer, (k[heads], v[heads]), heads=(head, head + 1))
+            assert len(writer._whole) > 2 * CALL_FILLS_MAX
+            waits.set()
+            assert writer.commit().stored_token_count == count
+        assert_stored(client, tokens, cache, count, spec)

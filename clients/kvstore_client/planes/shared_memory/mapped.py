@@ -36,6 +36,7 @@ from kvstore.handoff.messages import (
     Welcome,
 )
 from kvstore.handoff.passing import Said, check_descriptors, expected, receive, send
+from kvstore.seams import Deadline, SystemClock
 from kvstore.seams.mapping import Bytes, SharedMap, closing_all
 from kvstore.seams.scheduler import start_thread
 from kvstore.v1 import cache_pb2 as pb
@@ -53,6 +54,9 @@ _CHANNEL_OPTIONS = (
     ("SingleThreadedUnaryStream", 1),
 )
 
+CALL_FILLS_MAX = 100
+"""Runs of one call, of 37 bytes at most each: so many fit into the smallest limits.message_bytes_max, 4 KiB."""
+_clock = SystemClock()
 _live: weakref.WeakSet[MappedMemory] = weakref.WeakSet()
 
 
@@ -211,9 +215,11 @@ class MappedMemory(ClientSession):
         return answer.staging_id, mapping
 
     def fill(self, reservation_id: int, fills: Sequence[pb.Fill], runs: Sequence[StagingRun], timeout_s: float) -> None:
-        """Hand the runs over by a call: the sidecar reads them."""
-        step = pb.FillStrips(reservation_id=reservation_id, fills=fills)
-        self.call(self.cache.Store, pb.StoreRequest(fill=step), timeout_s)
+        """Hand the runs over by calls of at most ``CALL_FILLS_MAX``, which share the time: the sidecar reads them."""
+        deadline = Deadline.of(_clock, timeout_s, timeout_s)
+        for start in range(0, len(fills), CALL_FILLS_MAX):
+            step = pb.FillStrips(reservation_id=reservation_id, fills=fills[start : start + CALL_FILLS_MAX])
+            self.call(self.cache.Store, pb.StoreRequest(fill=step), deadline.left_s)
 
     # ------------------------------------------------------------ end
 
