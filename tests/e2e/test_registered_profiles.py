@@ -127,6 +127,15 @@ def test_it_is_told_once_in_a_session_and_again_in_the_next(host: Client, tmp_pa
     eventually(lambda: len(calls) == 1)
 
 
+def test_a_session_remembers_so_many_of_the_profiles_that_it_told(
+    host: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore_client.gate.exchange.PROFILES_TOLD_MAX", 3)
+    for _ in range(8):
+        told(host, tmp_path, fresh_spec())
+        assert 1 <= len(host.connect_now().profiles) <= 3
+
+
 def test_a_profile_of_other_weights_allows_nothing(host: Client, other: Client, tmp_path: Path) -> None:
     spec = fresh_spec()
     told(host, tmp_path, spec)

@@ -83,6 +83,34 @@ def test_without_a_valid_profile_nothing_lossy(tmp_path: Path) -> None:
     assert "version" in gate.permit(RECEIVER, SENDER, "sibling").reason
 
 
+def test_pairs_that_come_for_ever_are_not_all_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model in training has new weights each time. The evidence on a pair in use stays."""
+    monkeypatch.setattr("kvstore_client.gate.gate.PAIRS_KEPT", 3)
+    keep(tmp_path)
+    gate = Gate(tmp_path, check_every=100)
+    assert gate.is_due(gate.permit(RECEIVER, SENDER, "sibling"))
+    for number in range(20):
+        gate.permit(replace(RECEIVER, weights_digest=f"{number:064x}"), SENDER, "sibling")
+        assert not gate.is_due(gate.permit(RECEIVER, SENDER, "sibling")), "it was checked before"
+        assert len(gate._states) <= 3
+
+
+def test_profiles_that_were_switched_off_are_remembered_the_newest_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore_client.gate.gate.OFF_KEPT", 3)
+    gate = Gate(tmp_path)
+    for number in range(8):
+        keep(tmp_path, measured_at_s=number + 1)
+        permit = gate.permit(RECEIVER, SENDER, "sibling")
+        assert permit.setting is not None, "this profile is another one"
+        while gate.permit(RECEIVER, SENDER, "sibling").setting is not None:
+            gate.checked(permit, RIGHT, WRONG)
+        assert len(gate._off) <= 3
+        assert permit.profile in gate._off
+    assert gate.permit(RECEIVER, SENDER, "sibling").setting is None
+
+
 def test_a_profile_that_cannot_be_read_for_a_moment_is_read_again(tmp_path: Path) -> None:
     """A process may have no descriptor left just then: its profiles are good all the same."""
     keep(tmp_path)

@@ -25,6 +25,8 @@ ASKED_S_MIN = 60.0
 WAIT_S = 1.0
 """The most seconds that a permit waits for the service's answer; a client that is not connected yet connects first."""
 PAIRS_MAX = 64
+PROFILES_TOLD_MAX = 1024
+"""The most profiles that a session is remembered to have told; past that all are told again."""
 _log = logging.getLogger("kvstore.client")
 
 
@@ -70,6 +72,8 @@ class ProfileExchange:
         if at_hand is None or digest in at_hand[0].profiles:
             return
         session = at_hand[0]
+        if len(session.profiles) >= PROFILES_TOLD_MAX:
+            session.profiles.clear()
         session.profiles.add(digest)
         with suppress(KVStoreError):  # no thread can be had: the next session tells it
             start_thread(partial(_register, session, profile, self._context.timeout_s), "kvstore-profile")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +41,12 @@ CHECK_EVERY = 32
 
 PERMITS_KEPT = 64
 """The most permits of one pair that are remembered: callers name their own floors."""
+PAIRS_KEPT = 256
+"""The most pairs whose files are remembered as read, those that were asked for last: a process that is given new
+weights again and again, as in training, meets new pairs for ever. The first request of a pair that was forgotten is
+checked."""
+OFF_KEPT = 4096
+"""The most profiles that this process remembers to have switched off, beside the notes in the directory: the newest."""
 
 
 @dataclass
@@ -109,8 +115,8 @@ class Gate:
         self.is_connected = False
         """True once a client has it."""
         self._profiles = Profiles(directory)
-        self._states: dict[Pair, _State] = {}
-        self._off: dict[str, str] = {}
+        self._states: OrderedDict[Pair, _State] = OrderedDict()
+        self._off: OrderedDict[str, str] = OrderedDict()
         self._pid, self._lock = os.getpid(), threading.Lock()
 
     def permit(
@@ -128,6 +134,9 @@ class Gate:
             state, stamp = self._states.get(pair), (*self._profiles.stamp(pair), found)
             if state is None or state.stamp != stamp:
                 state = self._states[pair] = self._opened(pair, stamp, found)
+            self._states.move_to_end(pair)
+            if len(self._states) > PAIRS_KEPT:
+                self._states.popitem(last=False)
             if exchange is not None and state.profile is not None and found is None and not state.reason:
                 exchange.tell(receiver, state.profile, state.digest)
             return state.permit(pair, receiver, sender, self.floor if floor is None else floor)
@@ -187,6 +196,8 @@ class Gate:
             f"lossy reuse was switched off: {watch.misled} of {watch.checks} checked answers misled, "
             f"more than the profile has it; {AGAIN}"
         )
+        if len(self._off) > OFF_KEPT:
+            self._off.popitem(last=False)
         self.counters["lossy_switched_off"] += 1
         _log.error("kvstore: %s (%s)", reason, self._profiles.path(pair))
         try:

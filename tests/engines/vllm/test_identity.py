@@ -156,6 +156,26 @@ def test_an_encoders_namespace_is_of_its_model_alone() -> None:
         encoder_namespace("x")  # type: ignore[arg-type]
 
 
+def test_adapters_that_come_for_ever_are_not_all_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those in use are: their files are not read again."""
+    monkeypatch.setattr("kvstore_client.engines.vllm.identity.ADAPTERS_KEPT", 3)
+    read: list[str] = []
+    monkeypatch.setattr("kvstore_client.engines.vllm.identity._add_files", lambda _, files: read.append(files[0].name))
+    adapters = Adapters(small_spec())
+
+    def use(name: str) -> None:
+        path = tmp_path / f"{name}.safetensors"
+        if not path.exists():
+            path.touch()
+        adapters.spec_for(SimpleNamespace(lora_name=name, lora_path=str(path)))
+
+    for number in range(20):
+        use("used again and again")
+        use(str(number))
+        assert len(adapters._known) <= 3
+    assert len(read) == 21
+
+
 def test_an_adapter_is_known_by_its_files_as_they_are_now(tmp_path: Path) -> None:
     """Also when its settings alone are written again, or a file of the same size and time takes another's place."""
     adapters, request = Adapters(small_spec()), SimpleNamespace(lora_name="fine", lora_path=str(tmp_path))

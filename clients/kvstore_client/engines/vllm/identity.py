@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,9 @@ IGNORED = ("_name_or_path", "transformers_version")
 writer."""
 WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix")
 """Kinds of speculative decoding whose drafts keep no cache of their own."""
+
+ADAPTERS_KEPT = 1024
+"""Adapters whose files need not be read again, those of the last requests: callers bring new ones for ever."""
 
 
 @dataclass(frozen=True)
@@ -265,11 +269,12 @@ def _add_files(hasher: Any, files: Iterable[Path]) -> None:
 
 
 class Adapters:
-    """The specs of a model's LoRA adapters: the same weights, another cache. Each adapter's files are read once."""
+    """The specs of a model's LoRA adapters: the same weights, another cache. Each adapter's files are read once, and
+    again when ``ADAPTERS_KEPT`` others were in use since."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
-        self._known: dict[tuple[str, tuple[tuple[str, int, int, int], ...]], ModelSpec] = {}
+        self._known: OrderedDict[tuple[str, tuple[tuple[str, int, int, int], ...]], ModelSpec] = OrderedDict()
 
     def spec_for(self, lora_request: Any) -> ModelSpec:
         """Return the spec of a request's adapter. Raises InvalidRequest when the adapter's files cannot be read."""
@@ -284,6 +289,9 @@ class Adapters:
             _add_files(hasher, files)
             name = f"{lora_request.lora_name[:200]}:{hasher.hexdigest()}"
             self._known[key] = replace(self._spec, adapter_id=name)
+            if len(self._known) > ADAPTERS_KEPT:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
         return self._known[key]
 
     def of_unknown_weights(self) -> Adapters:
