@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 from kvstore_client import Client, connect
+from kvstore_client.planes.shared_memory import resident
+from kvstore_client.planes.shared_memory import session as shared_memory
+from kvstore_client.planes.stream import session as stream
+from kvstore_client.planes.stream import streamed
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Unavailable
@@ -64,6 +68,35 @@ def test_fetches_cancelled_before_they_are_read(stored: Client) -> None:
         layers.close()
 
     assert grown_by(fetch) < GROWN_BYTES_MAX
+
+
+def interrupt(*_: object, **_more: object) -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted_fetch(client: Client) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        client.fetch_layers(SPEC, tokens_of(COUNT, 1))
+
+
+def test_fetches_interrupted_before_anybody_has_their_stream(
+    stored: Client, plane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ctrl-C does it, whenever it comes."""
+    room, name = (shared_memory, "MappedPrefix") if plane == "local" else (stream, "StreamPrefix")
+    monkeypatch.setattr(room, name, interrupt)
+    assert grown_by(lambda: interrupted_fetch(stored)) < GROWN_BYTES_MAX
+    eventually(lambda: stored.stats().sessions.lease_count == 0)
+
+
+def test_a_fetch_interrupted_as_its_prefix_is_made_gives_its_lease_back(
+    stored: Client, plane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = resident.ResidentPrefix if plane == "local" else streamed.StreamedChunks
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(base, "__init__", interrupt)
+        interrupted_fetch(stored)
+    eventually(lambda: stored.stats().sessions.lease_count == 0)
 
 
 def test_watches(stored: Client) -> None:

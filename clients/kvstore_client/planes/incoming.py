@@ -63,14 +63,21 @@ class Incoming:
     """A stream that the sidecar answers a call with. One thread at a time reads it; any thread may end it.
 
     End every stream, read to its end or not. gRPC keeps 18 KB of a stream until all is read that there is to tell of
-    it, its status included, or its channel closes: an engine would lose that much with every fetch.
+    it, its status included, or its channel closes: an engine would lose that much with every fetch. One that is dropped
+    ends, too: an interrupt may come before anybody has it who would end it.
     """
+
+    _has_ended = True
+    """True once nothing is left to end: also before there is a call."""
 
     def __init__(self, call: Any) -> None:
         """Raises Unavailable where the thread that ends streams cannot be started."""
-        self._call = noted(call)
         self._pid = os.getpid()
         self._reading = threading.Lock()
+        self.gives_back: Callable[[], object] = _nothing
+        """Called when the stream ends: gives back what the sidecar lent with it."""
+        self._call = noted(call)
+        self._has_ended = False
         try:
             _ends.start()
         except BaseException:
@@ -91,16 +98,29 @@ class Incoming:
         self._soon(self._call.cancel)
 
     def end_soon(self) -> None:
-        """End the stream, on another thread. From destructors, too. Nothing is read from it afterwards."""
-        self._soon(partial(_end, self._call, self._reading))
+        """End the stream, on another thread. From destructors, too. Nothing is read from it afterwards. Idempotent."""
+        if not self._has_ended:
+            self._soon(partial(_end, self._call, self._reading))
+            self.gives_back()
+            self._has_ended = True  # last: an interrupt in between has this done twice, which is no harm
+
+    __del__ = end_soon
 
     def _soon(self, end: Callable[[], object]) -> None:
         if self._pid == os.getpid():  # a forked child leaves its parent's streams alone
             _ends.put(end)
 
 
-def opened(session: ClientSession, method: Any, request: object, timeout_s: float) -> tuple[Incoming, Any]:
-    """Make a call, and return its stream and the first message. Raises the typed error of a failed call."""
+def _nothing() -> None:
+    """Nothing was lent."""
+
+
+def opened(
+    session: ClientSession, method: Any, request: object, timeout_s: float,
+    lent: Callable[[Any], Callable[[], object]] | None = None,
+) -> tuple[Incoming, Any]:  # fmt: skip
+    """Make a call, and return its stream and the first message. ``lent``: returns a function that gives back what the
+    first message lends; it is called when the stream ends. Raises the typed error of a failed call."""
     try:
         stream = Incoming(method(request, timeout=timeout_s, metadata=session.carried))
     except grpc.RpcError as error:
@@ -109,6 +129,8 @@ def opened(session: ClientSession, method: Any, request: object, timeout_s: floa
         raise Unavailable("the sidecar is gone") from error
     try:
         first = stream.read()
+        if first is not None and lent is not None:
+            stream.gives_back = lent(first)
     except BaseException as error:
         stream.end_soon()
         if isinstance(error, grpc.RpcError):

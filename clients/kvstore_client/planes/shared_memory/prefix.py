@@ -45,10 +45,12 @@ def _hold(extents: Sequence[Bytes], layout: ChunkLayout) -> bool:
 
 
 class MappedPrefix(ResidentPrefix):
-    """A leased prefix in mapped memory; some of its chunks may still be on their way there. ``close`` gives the lease
-    back."""
+    """A leased prefix in mapped memory; some of its chunks may still be on their way there. ``close`` ends the stream,
+    which gives the lease back."""
 
     is_leased = True
+    _is_closed = True
+    """True once nothing is left to close: also before there is a stream."""
 
     def __init__(
         self, session: MappedMemory, wanted: Wanted, response: pb.FetchResponse, digests: list[bytes], stream: Incoming,
@@ -58,7 +60,6 @@ class MappedPrefix(ResidentPrefix):
         self._stream = stream
         self._is_closed = False
         self._arriving: dict[int, pb.ResidentChunk] = {}
-        self._lease_id = response.lease_id
         self.tails, self.tail_lengths = response.tails, response.tail_lengths
         self._digests = digests
         self._entries = list(response.chunks)
@@ -263,8 +264,7 @@ class MappedPrefix(ResidentPrefix):
         """Give the lease back, without waiting for chunks on their way. Idempotent."""
         if self._is_closed:
             return
-        self._is_closed = True
         self._stream.end_soon()
-        self.session.returns.lease(self._lease_id)
+        self._is_closed = True
 
     __del__ = close  # a stream that nobody iterates, a fetch that failed half way

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvstore.spec import Exactness
@@ -26,13 +26,16 @@ class MappedSession(MappedMemory):
         self, wanted: Wanted, request: pb.FetchRequest, digests: list[bytes], timeout_s: float, exactness: Exactness
     ) -> MappedPrefix:
         """Open a prefix by a stream: the first message names the chunks' places, the later ones report arrivals."""
-        stream, response = opened(self, self.cache.Fetch, request, timeout_s)
+        stream, response = opened(self, self.cache.Fetch, request, timeout_s, self._lease)
         prefix = MappedPrefix(self, wanted, response, digests, stream, exactness)
         if self._is_told and prefix.was_in_memory:
             query = request.query
             name = ChainName(query.fingerprint, query.exactness, query.provenance)
             self.warm.note(name, digests, [each for each in prefix.chunks if each.part == 0], wanted.spec.chunk_tokens)
         return prefix
+
+    def _lease(self, response: pb.FetchResponse) -> Callable[[], object]:
+        return partial(self.returns.lease, response.lease_id)
 
     def open_warm(
         self, wanted: Wanted, name: ChainName, digests: Sequence[bytes], seen: LookupAnswer, exactness: Exactness

@@ -25,6 +25,9 @@ _log = logging.getLogger("kvstore.client")
 class StreamedChunks:
     """Chunks on their way, and where they end. ``close`` ends the stream, and the lease with it."""
 
+    _is_closed = True
+    """True once nothing is left to close: also before there is a stream."""
+
     def __init__(
         self, session: ClientSession, wanted: Wanted, head: pb.FetchResponse, digests: list[bytes], stream: Incoming,
         exactness: Exactness,
@@ -127,7 +130,7 @@ class StreamedChunks:
     def close(self) -> None:
         """End the stream, and the lease with it. Idempotent."""
         if not self._is_closed:
-            self._is_closed = True
             self._stream.end_soon()
+            self._is_closed = True
 
     __del__ = close  # a stream that nobody iterates, a fetch that failed half way
