@@ -78,6 +78,17 @@ class Internal(KVStoreError):
     status = "INTERNAL"
 
 
+UNREGISTERED = "unregistered"
+"""A field of the error for a call that names a model which the server does not know: the model's fingerprint, in
+hexadecimal digits. A client that finds it registers the model again and repeats the call."""
+
+
+def not_registered(fingerprint: bytes) -> InvalidRequest:
+    """Return the error for a call that names a model which was not registered, or is forgotten."""
+    told = "this model is not registered with this server: call RegisterModel first"
+    return InvalidRequest(told, **{UNREGISTERED: fingerprint.hex()})
+
+
 ERRORS: tuple[type[KVStoreError], ...] = (
     InvalidRequest,
     Unauthenticated,

@@ -292,6 +292,20 @@ class PresenceTable:
         self.is_partial = True
         self._mark()
 
+    def forget(self, tags: Words) -> None:
+        """Set the news of many chunks to unknown, each by one store. Cost: 0.1 us per chunk."""
+        words, mask = self._array, slot_count_of(self._array) - 1
+        begins = (tags >> np.uint64(_TAG_SHIFT) & np.uint64(mask)).astype(np.intp) + HEADER_WORDS
+        same = (words[begins[:, None] + _WINDOW] & np.uint64(TAG_MASK)) == tags[:, None]
+        is_near = same.any(axis=1)
+        words[(begins + same.argmax(axis=1))[is_near]] = tags[is_near]
+        for tag in tags[~is_near].tolist():
+            self.put(tag, 0)
+        if self._left_out:
+            for tag in tags.tolist():
+                self._left_out.pop(tag, None)
+            self._mark()
+
     def put_all(self, tags: Words, news: NDArray[np.uint64] | int) -> None:
         """Set the news of many chunks that are not in the table yet. Makes a new table with room for them."""
         self._copy(tags | np.asarray(news, np.uint64))

@@ -7,12 +7,17 @@ digest is in the index as long as some tier holds the chunk. A chunk that leaves
 (its children, a lease, a ticket, a move) leaves a *ghost*: the row without the index entry. A store of that digest
 takes the ghost over.
 
+A model without rows may be forgotten when others need its place, and so may a namespace; the number of that is used
+again. What is under way without having rows holds a ``Use``; what is remembered over an await is an id (see
+``ChunkTable.identity``).
+
 Cost: about 220 bytes a chunk (``kvstore bench index`` measures it): columns, not objects.
 """
 
 from kvstore.catalog.catalog import Catalog, ChainRun, Walk, absent_runs, joined_runs
 from kvstore.catalog.copies import NOWHERE, Copies, MappedCopies
 from kvstore.catalog.events import Event, EventBatch, Watcher
+from kvstore.catalog.models import Use
 from kvstore.catalog.namespace import Namespace
 from kvstore.catalog.spaces import parent_digest
 from kvstore.catalog.table import ROOT_ROW, USE_COUNT_MAX, ChunkTable, RowIdentity, whole_seconds
@@ -30,6 +35,7 @@ __all__ = [
     "MappedCopies",
     "Namespace",
     "RowIdentity",
+    "Use",
     "Walk",
     "Watcher",
     "absent_runs",

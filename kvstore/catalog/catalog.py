@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import reduce
 from itertools import groupby
 from operator import and_
 from typing import NamedTuple
 
-from kvstore.catalog.departures import Departures
 from kvstore.catalog.events import Event
+from kvstore.catalog.models import Models, Use
 from kvstore.catalog.namespace import Namespace
 from kvstore.catalog.spaces import Model, Spaces, parent_digest
 from kvstore.catalog.table import ROOT_ROW, ChunkTable, RowIdentity
-from kvstore.errors import Exhausted, InvalidRequest
-from kvstore.keys import ROOT_DIGEST, fingerprint
+from kvstore.keys import ROOT_DIGEST
 from kvstore.presence import PresenceTable
 from kvstore.seams import Memory
 from kvstore.spec import ChunkState, Encoding, EventKind, MissReason, ModelSpec, Tier
@@ -72,36 +70,32 @@ class Catalog:
     """All models of one tenant, and the table of its chunks."""
 
     def __init__(self, model_count_max: int, memory: Memory, namespace_count_max: int) -> None:
-        self._model_count_max = model_count_max
         self.table = ChunkTable()
         self.presence = PresenceTable(memory)
         self.spaces = Spaces(self.table, self.presence, namespace_count_max)
-        self._departures = Departures()
-        self.models: dict[bytes, Model] = {}
-        self._geometries: dict[tuple[str, str, str], ModelSpec] = {}
+        self.registered = Models(self.spaces, model_count_max)
+        self.models = self.registered.known
+        """The registered models by fingerprint, for those who only look: ``model`` counts as a use."""
 
     def register(self, spec: ModelSpec) -> Model:
-        """Register a spec. Idempotent. Raises InvalidRequest when the same weights were registered with another
-        geometry; Exhausted past limits.model_count_max."""
-        name = fingerprint(spec, spec.kind)
-        known = self.models.get(name)
-        if known is not None:
-            return known
-        _check_agreement(self._geometries.get((spec.model_id, spec.weights_digest, spec.adapter_id)), spec)
-        if len(self.models) >= self._model_count_max:
-            raise Exhausted(f"{len(self.models)} models are registered: raise limits.model_count_max")
-        self._geometries.setdefault((spec.model_id, spec.weights_digest, spec.adapter_id), spec)
-        model = self.models[name] = Model(spec, name, self.spaces)
-        for space in self.spaces.of(name):  # found on the device: from now on clients see them
-            model.seen(None, space.exactness, space.provenance)
+        """Register a spec. Idempotent. At limits.model_count_max, the least recently used model that nothing needs is
+        forgotten for a new one. Raises InvalidRequest when the same weights are registered with another geometry;
+        Exhausted where every model is in use. Cost: a pass over the models."""
+        model = self.registered.register(spec)
+        for space in self.spaces.of(model.fingerprint):
+            if space.model_spec is None:  # found on the device: from now on clients see it
+                model.seen(None, space.exactness, space.provenance)
         return model
 
     def model(self, name: bytes) -> Model:
-        """Return the model that a fingerprint names. Raises InvalidRequest when it was not registered here."""
-        try:
-            return self.models[name]
-        except KeyError:
-            raise InvalidRequest("this model is not registered with this server: call RegisterModel first") from None
+        """Return the model that a fingerprint names, which counts as a use of it. Raises InvalidRequest, which tells
+        the client to register it, when it was never registered here, or is forgotten."""
+        return self.registered.find(name)
+
+    def use(self, name: bytes, spaces: Iterable[Namespace] = ()) -> Use:
+        """Begin a use of a model, and of some of its namespaces, which are not forgotten until it ends. Raises as
+        ``model``."""
+        return Use(self.model(name), spaces)
 
     def walk(self, namespaces: Sequence[Namespace], digests: Sequence[bytes]) -> Walk:
         """Look a chain up. A chunk hits when every namespace holds it, and all chunks before it hit. Cost: a dict
@@ -236,7 +230,7 @@ class Catalog:
         namespace.ghosts.pop(digest, None)
         namespace.index[digest] = row
         namespace.byte_count += namespace.chunk_bytes(table.token_counts[row])
-        self._departures.remove(namespace, digest)
+        self.spaces.departures.remove(namespace, digest)
         self.spaces.tell(EventKind.STORED, row, table.kind(row))
         self.spaces.show(namespace, digest)
         if namespace.is_tail(table.token_counts[row]):
@@ -264,7 +258,7 @@ class Catalog:
 
     def depart(self, namespace: Namespace, digest: bytes, reason: MissReason) -> None:
         """Remember why a chunk is not here."""
-        forgotten = self._departures.add(namespace, digest, reason)
+        forgotten = self.spaces.departures.add(namespace, digest, reason)
         self.spaces.show(namespace, digest)
         if forgotten is not None:
             self.spaces.show(*forgotten)
@@ -336,21 +330,3 @@ def _absent(namespaces: Sequence[Namespace], digest: bytes) -> tuple[ChunkState,
         if digest not in namespace.index:
             reason = max(reason, namespace.departures.get(digest, MissReason.COLD))
     return ChunkState.MISS, reason or MissReason.COLD
-
-
-def _check_agreement(known: ModelSpec | None, spec: ModelSpec) -> None:
-    """Raises InvalidRequest where two specs of the same weights differ in their geometry. They may differ in chunk
-    size, data types and tokenizer."""
-    if known is None:
-        return
-    how = ("chunk_tokens", "cache_dtype", "hidden_dtype", "scales", "keeps_e", "tokenizer_digest")
-    free = {name: getattr(spec, name) for name in how}
-    if replace(known, **free) == spec:
-        return
-    fixed = ("layers", "hidden_size", "vocab_size", "rope", "mla")
-    wrong = [name for name in fixed if getattr(known, name) != getattr(spec, name)]
-    raise InvalidRequest(
-        f"model {spec.model_id!r} with these weights is registered with other {', '.join(wrong)}: "
-        "the same weights cannot have two geometries",
-        fields=wrong,
-    )

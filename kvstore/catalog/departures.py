@@ -34,3 +34,9 @@ class Departures:
         """Forget a chunk that is here again. One that did not depart is no error."""
         if namespace.departures.pop(digest, None) is not None:
             del self._order[namespace, digest]
+
+    def forget(self, namespace: Namespace) -> None:
+        """Forget all chunks that departed from a namespace."""
+        for digest in namespace.departures:
+            del self._order[namespace, digest]
+        namespace.departures.clear()

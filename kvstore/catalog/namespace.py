@@ -11,6 +11,8 @@ from kvstore.keys import presence_salt
 from kvstore.spec import CacheKind, Exactness, MissReason, ModelSpec, Provenance
 
 SpaceKey = tuple[bytes, Provenance, Exactness]
+UNNUMBERED = -1
+"""The number of a namespace that is empty and that no row can belong to: no store made it, or it is forgotten."""
 
 
 @dataclass(eq=False)
@@ -25,6 +27,12 @@ class Namespace:
     model_spec: ModelSpec | None = None
     model_kind: CacheKind | None = None
     layer: int | None = None
+    model_name: bytes = b""
+    """The fingerprint of its model, which is not its own where it has E; empty while the model is not registered."""
+    siblings: dict[tuple[int | None, Provenance, Exactness], Namespace] = field(default_factory=dict, repr=False)
+    """The namespaces of its model, itself included, by layer, provenance and exactness."""
+    user_count: int = 0
+    """Stores in flight that need its number, beside its rows and pending chunks."""
     byte_count: int = 0
     """Raw bytes of the chunks in the index."""
     index: dict[bytes, int] = field(default_factory=dict)

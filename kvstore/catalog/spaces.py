@@ -3,13 +3,15 @@ call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvstore.catalog.departures import DEPARTURE_COUNT_MAX, Departures
 from kvstore.catalog.events import Event, Events
-from kvstore.catalog.namespace import Namespace, SpaceKey
+from kvstore.catalog.namespace import UNNUMBERED, Namespace, SpaceKey
 from kvstore.catalog.table import ROOT_ROW, SPACE_COUNT_MAX, ChunkTable
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import ROOT_DIGEST, fingerprint
@@ -30,8 +32,6 @@ from kvstore.spec import CacheKind, ChunkState, Encoding, EventKind, Exactness, 
 
 ADOPTED_EVENTS_MAX = 1024
 """Watchers are told of a recovered namespace with more chunks than this as a gap of lost events."""
-UNNUMBERED = -1
-"""The number of a namespace that is empty and that no row can belong to."""
 
 
 @dataclass(eq=False)
@@ -41,16 +41,27 @@ class Model:
     spec: ModelSpec
     fingerprint: bytes
     spaces: Spaces = field(repr=False)
+    used_at: int = 0
+    """The number of its last use, which only grows."""
+    user_count: int = 0
+    """Tickets, stores in flight and calls under way that need it, whether it has chunks or not."""
     namespaces: dict[tuple[int | None, Provenance, Exactness], Namespace] = field(default_factory=dict)
     _names: dict[int | None, bytes] = field(default_factory=dict)
 
+    @property
+    def is_needed(self) -> bool:
+        """True when it has chunks, or something under way needs it."""
+        return bool(self.user_count) or any(map(self.spaces.is_needed, self.namespaces.values()))
+
     def namespace(
-        self, layer: int | None, exactness: Exactness, provenance: Provenance = Provenance.IN_CONTEXT
-    ) -> Namespace:
+        self, layer: int | None, exactness: Exactness, provenance: Provenance = Provenance.IN_CONTEXT,
+        beside: Collection[Namespace] = (),
+    ) -> Namespace:  # fmt: skip
         """Return the namespace of the attention cache (``layer`` None) or of the E entering ``layer``, for a store: it
-        is made when there is none. Raises Exhausted past limits.namespace_count_max."""
+        is made when there is none. ``beside``: the store's other namespaces, which may be as empty as those that give
+        their number up for this one. Raises Exhausted past limits.namespace_count_max."""
         found = self._known(layer, exactness, provenance)
-        return found or self._ours(self.spaces.make(self._name(layer), provenance, exactness), layer)
+        return found or self._ours(self.spaces.make(self._name(layer), provenance, exactness, beside), layer)
 
     def seen(
         self, layer: int | None, exactness: Exactness, provenance: Provenance = Provenance.IN_CONTEXT
@@ -89,12 +100,13 @@ class Model:
         return self._of_model(Namespace(UNNUMBERED, self._name(layer), provenance, exactness), layer)
 
     def _of_model(self, space: Namespace, layer: int | None) -> Namespace:
-        space.model_spec, space.layer = self.spec, layer
+        space.model_name, space.model_spec, space.layer = self.fingerprint, self.spec, layer
         space.model_kind = self.spec.kind if layer is None else CacheKind.E
         return space
 
     def _ours(self, space: Namespace, layer: int | None) -> Namespace:
         self.spaces.adopt(self._of_model(space, layer))
+        space.siblings = self.namespaces
         self.namespaces[layer, space.provenance, space.exactness] = space
         return space
 
@@ -107,18 +119,32 @@ class Spaces:
         self._count_max = count_max
         self.presence = presence
         self.events = Events()
+        self.departures = Departures()
         self.numbered: list[Namespace] = []
+        """By number. A namespace that was forgotten stays, empty and UNNUMBERED, until another one has its place."""
+        self._free: deque[int] = deque()
+        """Numbers of forgotten namespaces: the one that was given up first is used first."""
         self._by_key: dict[SpaceKey, Namespace] = {}
 
     def find(self, name: bytes, provenance: Provenance, exactness: Exactness) -> Namespace | None:
         return self._by_key.get((name, provenance, exactness))
 
-    def make(self, name: bytes, provenance: Provenance, exactness: Exactness) -> Namespace:
-        """Make a namespace for a store. Raises Exhausted past limits.namespace_count_max."""
-        if len(self.numbered) >= self._count_max:
+    @property
+    def count(self) -> int:
+        """The number of namespaces, empty ones included."""
+        return len(self.numbered) - len(self._free)
+
+    def make(
+        self, name: bytes, provenance: Provenance, exactness: Exactness, beside: Collection[Namespace] = ()
+    ) -> Namespace:
+        """Make a namespace for a store. At limits.namespace_count_max, empty namespaces that nothing needs are
+        forgotten for it, but none of ``beside``. Raises Exhausted where there are none."""
+        if self.count >= self._count_max:
+            self._forget_empty(beside)
+        if self.count >= self._count_max:
             raise Exhausted(
-                f"{len(self.numbered)} namespaces (models x hidden layers x provenances x exactness) were stored to: "
-                "raise limits.namespace_count_max, or restart to forget those that are empty"
+                f"{self.count} namespaces (models x hidden layers x provenances x exactness) are in use, all of them "
+                "by chunks that are stored or on their way: raise limits.namespace_count_max"
             )
         return self.get(name, provenance, exactness)
 
@@ -128,15 +154,53 @@ class Spaces:
         key = (name, provenance, exactness)
         found = self._by_key.get(key)
         if found is None:
-            if len(self.numbered) >= SPACE_COUNT_MAX:
+            if self.count >= SPACE_COUNT_MAX:
                 raise Exhausted(f"chunks of more than {SPACE_COUNT_MAX} namespaces cannot be kept by one tenant")
-            found = self._by_key[key] = Namespace(len(self.numbered), name, provenance, exactness)
-            self.numbered.append(found)
+            number = self._free.popleft() if self._free else len(self.numbered)
+            found = self._by_key[key] = Namespace(number, name, provenance, exactness)
+            self.numbered[number : number + 1] = [found]
         return found
 
     def of(self, name: bytes) -> list[Namespace]:
         """Return the namespaces of one fingerprint."""
-        return [space for key, space in self._by_key.items() if key[0] == name]
+        keys = [(name, provenance, exactness) for provenance in Provenance for exactness in Exactness]
+        return [self._by_key[key] for key in keys if key in self._by_key]
+
+    def by_id(self, space_id: int) -> Namespace | None:
+        """Return the namespace of an id (``ChunkTable.space_id``); None: it was forgotten."""
+        space = self.numbered[space_id % SPACE_COUNT_MAX]
+        is_it = space.number != UNNUMBERED and self._table.space_id(space.number) == space_id
+        return space if is_it else None
+
+    # ------------------------------------------------------------ forget
+
+    def is_needed(self, space: Namespace) -> bool:
+        """True when a row belongs to the namespace, or a store is on its way to it: its number must stay its own."""
+        return bool(self._table.row_count(space.number) or space.pending or space.user_count)
+
+    def forget(self, space: Namespace) -> None:
+        """Forget a namespace that nothing needs, with the reasons of its departed chunks. Its number is used again.
+        Cost: 0.1 us per departed chunk."""
+        assert not self.is_needed(space)
+        del self._by_key[space.fingerprint, space.provenance, space.exactness]
+        space.siblings.pop((space.layer, space.provenance, space.exactness), None)
+        if space.is_looked_up and space.departures:
+            self.presence.forget(tags_of(space.salt, b"".join(space.departures)))
+        self.departures.forget(space)
+        self._table.renew(space.number)
+        self._free.append(space.number)
+        space.number, space.siblings = UNNUMBERED, {}
+
+    def _forget_empty(self, beside: Collection[Namespace]) -> None:
+        """Forget the namespaces that nothing needs, but not ``beside``, and only some where this takes long."""
+        departed = 0
+        for number in self._table.without_rows(len(self.numbered)):
+            space = self.numbered[number]
+            if space.number != UNNUMBERED and space not in beside and not self.is_needed(space):
+                departed += len(space.departures)
+                self.forget(space)
+                if departed > DEPARTURE_COUNT_MAX:
+                    return
 
     def adopt(self, namespace: Namespace) -> None:
         """Complete a recovered namespace whose model is known now: count its bytes, find its partial chunks, and show

@@ -6,16 +6,19 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.catalog.copies import NOWHERE, Copies
 from kvstore.spec import Tier
 
 RowIdentity = tuple[int, bytes]
-"""The identity of a row's chunk: (number of its namespace, chain digest)."""
+"""The identity of a row's chunk: (id of its namespace, chain digest). See ``ChunkTable.space_id``."""
 ROOT_ROW = -1
 """The parent of a chain's first chunk."""
 SPACE_COUNT_MAX = 1 << 16
 """Namespaces that rows can name: a row has 16 bits for the number."""
+LIFE_COUNT = 1 << 15
+"""Lives of a number that ids tell apart. What remembers an id does so for minutes, not for so many namespaces."""
 SHARED_COUNT_MAX = 4
 USE_COUNT_MAX = 255
 """Uses beyond that are not counted."""
@@ -57,6 +60,9 @@ class ChunkTable:
         ]  # fmt: skip
         self._holds: dict[int, int] = {}
         self._free: list[int] = []
+        self._counts = np.zeros(SPACE_COUNT_MAX, np.uint32)
+        self._lives = np.zeros(SPACE_COUNT_MAX, np.uint16)
+        self._count_of, self._life_of = self._counts.data, self._lives.data  # numbers are read and written faster so
 
     def __len__(self) -> int:
         return len(self.digests) - len(self._free)
@@ -96,6 +102,7 @@ class ChunkTable:
             self.digests.append(digest)
         if parent != ROOT_ROW:
             self.child_counts[parent] += 1
+        self._count_of[space] += 1
         return row
 
     def _grown(self) -> int:
@@ -121,16 +128,42 @@ class ChunkTable:
         if parent != ROOT_ROW:
             self.child_counts[parent] -= 1
         self.digests[row] = _EMPTY
+        self._count_of[self.spaces[row]] -= 1
         self._free.append(row)
 
     def identity(self, row: int) -> RowIdentity:
         """Return which chunk the row belongs to. Code that awaits without a hold on the row compares the identity
         afterwards: the row may belong to another chunk by then."""
-        return self.spaces[row], self.digests[row]
+        return self.space_id(self.spaces[row]), self.digests[row]
 
     def rows(self) -> Iterator[int]:
         """Give every row in use, ghosts included."""
         return (row for row, digest in enumerate(self.digests) if digest)
+
+    # ------------------------------------------------------------ numbers of namespaces
+
+    def space_id(self, number: int) -> int:
+        """Return the id of the namespace that has a number now. Numbers of empty namespaces are given to others, and
+        each of these has an id of its own: what is remembered over an await is the id, not the number."""
+        return number | self._life_of[number] << 16
+
+    def space_ids(self, numbers: NDArray[np.uint16]) -> NDArray[np.int64]:
+        """As ``space_id``, for many numbers."""
+        return numbers.astype(np.int64) | self._lives[numbers].astype(np.int64) << 16
+
+    def renew(self, number: int) -> None:
+        """Begin a number's next life: the namespace that had it is forgotten."""
+        assert not self._count_of[number], "rows of the forgotten namespace would be the next one's"
+        self._life_of[number] = (self._life_of[number] + 1) % LIFE_COUNT
+
+    def row_count(self, number: int) -> int:
+        """Count the rows of a namespace, ghosts included."""
+        return self._count_of[number]
+
+    def without_rows(self, number_count: int) -> list[int]:
+        """Return which of the first ``number_count`` numbers have no row."""
+        found: list[int] = np.flatnonzero(self._counts[:number_count] == 0).tolist()
+        return found
 
     # ------------------------------------------------------------ holds
 

@@ -364,8 +364,7 @@ class Controller:
             chunk_count=arena.chunk_count,
             session_count=len(sessions),
             reservation_count=sum(len(self.reservations.of(session)) for session in sessions),
-            ticket_count=len(self.tickets),
-            ticket_bytes=self.tickets.held_bytes,
+            ticket_count=len(self.tickets), ticket_bytes=self.tickets.held_bytes,
             lease_count=len(parts.leases),
             stream_count=sum(session.stream_count for session in sessions),
             watcher_count=len(spaces.events.watchers),
@@ -377,7 +376,8 @@ class Controller:
             tier_problem="; ".join(parts.problems),
             counters=parts.counters.snapshot(),
             rates=parts.meters.tiers,
-        )
+            forgotten=parts.served.forgotten,
+        )  # fmt: skip
 
     async def sweep(self, interval_s: float) -> None:
         """End reservations, tickets and pins past their time, and retry writes that a tier refused, for ever."""

@@ -72,7 +72,9 @@ class Parts:
 
     @cached_property
     def served(self) -> Served:
-        return Served(self.clock)
+        served = Served(self.clock)
+        self.catalog.registered.on_forgotten.append(served.forget)
+        return served
 
     @cached_property
     def profiles(self) -> RegisteredProfiles:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from kvstore.arena import Placement
 from kvstore.catalog import ChainRun
 from kvstore.catalog.spaces import Model
-from kvstore.controller.benefit import Served, ServedModel
+from kvstore.controller.benefit import NOTHING, Saving, Served, ServedModel
 from kvstore.movement import MeasuredTier
 from kvstore.spec import Durability, Exactness, MissReason, ModelSpec, Provenance, StoreState, Tier
 from kvstore.tiers import TierStatistics
@@ -256,3 +256,5 @@ class Stats:
     counters: dict[str, int]
     rates: tuple[MeasuredTier, ...] = ()
     """The rates at which the tiers below memory are read."""
+    forgotten: Saving = NOTHING
+    """The saving of models that are not among ``models`` any more: sums over all models never shrink."""

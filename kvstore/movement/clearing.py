@@ -44,10 +44,10 @@ class Fate(IntEnum):
 @dataclass(frozen=True, slots=True)
 class Meant:
     """The chunks that the operator named, as they were when each was looked at: a row is still that chunk while its
-    digest and namespace are these."""
+    digest and the id of its namespace (``spaces``) are these."""
 
     rows: NDArray[np.int64]
-    spaces: NDArray[np.uint16]
+    spaces: NDArray[np.int64]
     digests: list[bytes]
 
     def __len__(self) -> int:
@@ -61,14 +61,14 @@ class Meant:
 @dataclass(frozen=True, slots=True)
 class ClearingPlan:
     """The chunks that are touched, those with the longest chain above them first, and the planned fate of each. A row
-    is still that chunk while its digest and namespace are these. ``only``: the tier that gives its copies up; None: all
-    local tiers. ``causes``: for each chunk, the row of the nearest named chunk that leaves the node, among its
-    ancestors and itself; the count of rows where there is none."""
+    is still that chunk while its digest and the id of its namespace (``spaces``) are these. ``only``: the tier that
+    gives its copies up; None: all local tiers. ``causes``: for each chunk, the row of the nearest named chunk that
+    leaves the node, among its ancestors and itself; the count of rows where there is none."""
 
     only: Copies | None
     rows: NDArray[np.int64]
     fates: NDArray[np.uint8]
-    spaces: NDArray[np.uint16]
+    spaces: NDArray[np.int64]
     digests: list[bytes]
     causes: NDArray[np.int64]
 
@@ -90,7 +90,7 @@ class Clearing:
         await pause()
         table, count = self._table, len(self._table.digests)
         parents = np.array(table.parents[:count], np.int32)
-        spaces, digests = np.array(table.spaces[:count], np.uint16), table.digests[:count]
+        spaces, digests = table.space_ids(np.array(table.spaces[:count], np.uint16)), table.digests[:count]
         here, elsewhere = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
         for copies in table.copies:
             has = np.array(copies.column[:count]) != NOWHERE
@@ -141,7 +141,7 @@ class Clearing:
         and is no more. Changes since the plan was made are respected: a chunk that is held by now stays, and so does a
         chunk that has children by now."""
         table, row, fate = self._table, int(plan.rows[place]), Fate(plan.fates[place])
-        is_it = table.digests[row] == plan.digests[place] and table.spaces[row] == plan.spaces[place]
+        is_it = table.identity(row) == (int(plan.spaces[place]), plan.digests[place])
         if not is_it or not table.is_resident(row):
             return Fate.GONE, False
         if fate in (Fate.HELD, Fate.KEPT):
@@ -193,7 +193,7 @@ class Clearing:
 
 
 async def _marks(
-    wanted: Meant, spaces: NDArray[np.uint16], digests: list[bytes], pause: Pause
+    wanted: Meant, spaces: NDArray[np.int64], digests: list[bytes], pause: Pause
 ) -> NDArray[np.bool_]:  # fmt: skip
     """Return a flag per row: True when it is one of these chunks."""
     found = np.zeros(len(digests), np.bool_)

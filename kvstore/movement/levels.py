@@ -284,17 +284,17 @@ class Levels:
         """Ask the tier whether it still has these chunks: a level is promised only on the tier's present word."""
         copies, name = asked.shared.copies, asked.shared.writes.target.name
         until = Deadline.of(self._clock, timeout_s, timeout_s)
-        chunks, spaces = list(asked.chunks.items()), self._catalog.spaces.numbered
+        chunks = [(row, identity, self._catalog.space_of(row)) for row, identity in asked.chunks.items()]
         gone = unknown = 0
         for start in range(0, len(chunks), PROBE_COUNT_MAX):
             part = chunks[start : start + PROBE_COUNT_MAX]
-            keys = [self._names.key(spaces[space], digest) for _, (space, digest) in part]
+            keys = [self._names.key(space, digest) for _, (_, digest), space in part]
             if not copies.is_asked:
                 return _Reached(f"tiers.{name} does not answer at present: it is left alone for a while", True)
             answers = await copies.ask(keys, until.left_s) if until.left_s > 0 else None
             if answers is None:
                 return _Reached(f"tiers.{name} did not say in time that it still has it", until.left_s > 0)
-            for (row, identity), is_there in zip(part, answers, strict=True):
+            for (row, identity, _), is_there in zip(part, answers, strict=True):
                 unknown += is_there is None
                 if is_there is not None and not is_there:
                     gone += 1

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvstore.catalog import Catalog, Copies, MappedCopies
+from kvstore.catalog import Catalog, Copies, MappedCopies, RowIdentity
 from kvstore.movement.checks import Checks
 from kvstore.movement.loads import Loads
 from kvstore.movement.queue import Priority
@@ -38,8 +38,7 @@ class ChunkStep(NamedTuple):
     ``is_held``: they would go, but the chunk is in use."""
 
     row: int
-    digest: bytes
-    space: int
+    identity: RowIdentity
     to: Writes | None
     way: Transit
     frees: bool
@@ -72,7 +71,7 @@ class Relocation:
             way = Transit.NOT_TAKEN if to is None else Transit.WRITTEN
         would_free = to is not None and any(row in copies for copies in leaving)
         is_held = would_free and table.is_held(row)
-        return ChunkStep(row, table.digests[row], table.spaces[row], to, way, would_free and not is_held, is_held)
+        return ChunkStep(row, table.identity(row), to, way, would_free and not is_held, is_held)
 
     async def ask(self, steps: Sequence[ChunkStep]) -> None:
         """Have these chunks written. Copies that a crash left in the target count once they were read."""
@@ -96,7 +95,7 @@ class Relocation:
 
     def is_it(self, step: ChunkStep) -> bool:
         """Return True when the row is still that chunk."""
-        return self._table.digests[step.row] == step.digest and self._table.spaces[step.row] == step.space
+        return self._table.identity(step.row) == step.identity
 
     def is_there(self, step: ChunkStep) -> bool:
         """Return True when the target tier certainly has the chunk."""

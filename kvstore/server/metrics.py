@@ -143,15 +143,15 @@ def sum_of_tenants(stats: Iterable[Stats]) -> Stats:
         tiers.setdefault(tier.name, []).append(tier)
     models = [model for one in all_stats for model in one.models]
     return replace(
-        first, **sums, counters=counters, models=(_all_of(models),) if models else (),
+        first, **sums, counters=counters, models=(_all_of(models, all_stats),) if models else (),
         tiers=tuple(map(_whole, tiers.values())), tier_problem="", rates=(),
     )  # fmt: skip
 
 
-def _all_of(models: list[ModelCount]) -> ModelCount:
+def _all_of(models: list[ModelCount], stats: list[Stats]) -> ModelCount:
     total = Saving()
-    for each in models:
-        total = total.plus(each.served.total)
+    for saving in (*(each.served.total for each in models), *(each.forgotten for each in stats)):
+        total = total.plus(saving)
     return replace(models[0], model_id="", fingerprint=b"", served=ServedModel(total, ()))
 
 

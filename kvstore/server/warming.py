@@ -61,6 +61,7 @@ class Warming:
         given_s = clock.monotonic()
         while True:
             await clock.sleep(LOOK_S)
+            self._known &= self._parts.catalog.models.keys()  # those of forgotten models would collect
             for model in [each for each in self._models() if each.fingerprint not in self._known]:
                 self._known.add(model.fingerprint)
                 await self._tried(model)

@@ -330,10 +330,11 @@ def test_namespaces_end_at_their_limit_and_those_that_are_there_go_on() -> None:
     catalog = shelved_catalog(namespace_count_max=2)
     model = catalog.register(small_spec())
     spaces = [model.namespace(layer, Exactness.EXACT) for layer in (None, 0)]
+    for number, space in enumerate(spaces):
+        put(catalog, space, f"a{number}")
     with pytest.raises(Exhausted, match=r"limits\.namespace_count_max"):
         model.namespace(1, Exactness.EXACT)
     for number, space in enumerate(spaces):
-        put(catalog, space, f"a{number}")
         assert catalog.walk([model.seen(space.layer, Exactness.EXACT)], [digest(f"a{number}")]).hit_count == 1
     assert catalog.walk([model.seen(1, Exactness.EXACT)], [digest("a0")]).hit_count == 0
 

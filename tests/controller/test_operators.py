@@ -55,7 +55,7 @@ async def pause() -> None:
 def meant_rows(service: Service, *rows: int) -> Meant:
     """These rows, as they are now."""
     table = service.parts.catalog.table
-    spaces = np.array([table.spaces[row] for row in rows], np.uint16)
+    spaces = np.array([table.identity(row)[0] for row in rows], np.int64)
     return Meant(np.array(rows, np.int64), spaces, [table.digests[row] for row in rows])
 
 

@@ -51,7 +51,7 @@ MUTANTS = [
     Mutant(
         "an-operator-removes-another-chunk",
         CLEARING,
-        "        is_it = table.digests[row] == plan.digests[place] and table.spaces[row] == plan.spaces[place]\n",
+        "        is_it = table.identity(row) == (int(plan.spaces[place]), plan.digests[place])\n",
         "        is_it = True\n",
         "a row that was reused loses its chunk",
         (f"{T_OPERATORS}::test_a_row_that_is_another_chunks_by_now_is_left_alone",),
@@ -229,7 +229,7 @@ MUTANTS = [
     ),
     Mutant(
         "weights-of-two-geometries",
-        CATALOG,
+        "kvstore/catalog/models.py",
         "    if replace(known, **free) == spec:\n",
         "    if True:\n",
         "one of two models with the same name of weights is wrong, and nobody says so",
@@ -337,8 +337,8 @@ MUTANTS = [
     Mutant(
         "namespaces-without-a-limit",
         SPACES,
-        "        if len(self.numbered) >= self._count_max:\n",
-        "        if False:\n",
+        "        if self.count >= self._count_max:\n            raise Exhausted(\n",
+        "        if False:\n            raise Exhausted(\n",
         "one client's namespaces take every number that rows have",
         ("tests/controller/test_namespaces.py::test_past_the_limit_a_store_is_refused_by_name_and_the_others_go_on",),
     ),

@@ -36,7 +36,7 @@ MUTANTS = [
     Mutant(
         "a-level-of-another-models-chunk",
         "kvstore/catalog/table.py",
-        "        return self.spaces[row], self.digests[row]\n",
+        "        return self.space_id(self.spaces[row]), self.digests[row]\n",
         "        return 0, self.digests[row]\n",
         "a receipt says OBJECT of a chunk that went, for that of another model with the same tokens is there",
         (f"{LEVEL_TESTS}::test_a_chunk_that_goes_while_it_is_waited_for_has_no_level_of_another_in_its_row",),

@@ -356,12 +356,15 @@ def test_the_hour_tells_what_fetches_and_plans_saved() -> None:
     told: list[tuple[float, int]] = [(0.0, 0), (1.5, 40), (1.75, 40)]
 
     class Grows:
-        """A controller of two models, and operators without tiers."""
+        """A controller of a model and a forgotten one, and operators without tiers."""
 
         def stats(self) -> Any:
             seconds, milliseconds = told.pop(0)
-            models = [SimpleNamespace(served=ServedModel(Saving(1, 16, seconds / 2)))] * 2
-            return SimpleNamespace(counters={"partial_prefill_saved_milliseconds": milliseconds}, models=models)
+            each = Saving(1, 16, seconds / 2)
+            counters = {"partial_prefill_saved_milliseconds": milliseconds}
+            return SimpleNamespace(
+                counters=counters, models=[SimpleNamespace(served=ServedModel(each))], forgotten=each
+            )
 
         def tiers(self) -> list[TierAccount]:
             return []

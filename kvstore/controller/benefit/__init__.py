@@ -8,6 +8,6 @@ nothing: no tier and no policy reads them.
 """
 
 from kvstore.controller.benefit.heat import Heat, HotPrefix
-from kvstore.controller.benefit.served import Saving, Served, ServedHour, ServedModel
+from kvstore.controller.benefit.served import NOTHING, Saving, Served, ServedHour, ServedModel
 
-__all__ = ["Heat", "HotPrefix", "Saving", "Served", "ServedHour", "ServedModel"]
+__all__ = ["NOTHING", "Heat", "HotPrefix", "Saving", "Served", "ServedHour", "ServedModel"]

@@ -24,7 +24,7 @@ FOLDED_CHUNKS_MAX = 4096
 WALKED_CHUNKS_MAX = 8192
 """Chunks that a tree is made of: some 3 ms. The hottest prefixes come first."""
 Ending = tuple[int, bytes]
-"""The end of a fetched prefix: the number of its namespace, and the digest of its last chunk."""
+"""The end of a fetched prefix: the id of its namespace, and the digest of its last chunk."""
 
 
 class HotPrefix(NamedTuple):
@@ -52,7 +52,7 @@ class Heat:
 
     def add(self, space: Namespace, last: bytes, fetch_count: int = 1) -> None:
         """Count ``fetch_count`` fetches of the prefix that ends with the chunk ``last``."""
-        ending = space.number, last
+        ending = self._catalog.table.space_id(space.number), last
         self._heat[ending] = self._heat.get(ending, 0.0) + fetch_count
         if len(self._heat) > 2 * PREFIX_COUNT_MAX:
             self._cool()
@@ -87,8 +87,8 @@ class Heat:
             yield row
 
     def _row(self, ending: Ending) -> int:
-        number, digest = ending
-        return self._catalog.spaces.numbered[number].index.get(digest, ROOT_ROW)
+        space = self._catalog.spaces.by_id(ending[0])
+        return ROOT_ROW if space is None else space.index.get(ending[1], ROOT_ROW)
 
     def hottest(self, count: int) -> list[HotPrefix]:
         """Return the ``count`` hottest prefixes that are stored, as a tree: each prefix comes after the shorter one

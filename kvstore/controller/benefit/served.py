@@ -17,6 +17,8 @@ HOUR_COUNT_MAX = 48
 """Hours of a model that are kept, the current one included."""
 MODEL_COUNT_MAX = 64
 """Models whose hours are kept: those that were fetched last."""
+RATE_COUNT_MAX = 4096
+"""Models whose time to compute is kept."""
 COUNT_MAX = 1 << 53
 """The largest token count of one hour: a JSON number is exact up to here."""
 VERSION = 1
@@ -61,13 +63,15 @@ class ServedModel(NamedTuple):
 
 class Served:
     """One tenant's account. Runs on the event loop's thread. Bounded: ``MODEL_COUNT_MAX`` models of ``HOUR_COUNT_MAX``
-    hours. Cost: about a microsecond per fetch."""
+    hours, and totals of registered models. Cost: about a microsecond per fetch."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._totals: dict[bytes, Saving] = {}
         self._hours: dict[bytes, dict[int, Saving]] = {}
         self._rates: dict[bytes, ComputeRate] = {}
+        self.forgotten = NOTHING
+        """The savings, since the service's start, of models that are forgotten."""
         self.is_changed = False
         """True when something was fetched since ``pack`` was last called."""
 
@@ -89,8 +93,16 @@ class Served:
         self.is_changed = True
 
     def learn(self, fingerprint: bytes, rate: ComputeRate) -> None:
-        """Set the time that computing tokens of a model takes, as its engines measured it, for fetches from now on."""
+        """Set the time that computing tokens of a model takes, as its engines measured it, for fetches from now on.
+        Past ``RATE_COUNT_MAX`` models, that of the model of which engines told nothing for the longest is dropped."""
+        self._rates.pop(fingerprint, None)
         self._rates[fingerprint] = rate
+        if len(self._rates) > RATE_COUNT_MAX:
+            del self._rates[next(iter(self._rates))]
+
+    def forget(self, fingerprint: bytes) -> None:
+        """Count a model's total among those of forgotten models from now on. Its hours stay."""
+        self.forgotten = self.forgotten.plus(self._totals.pop(fingerprint, NOTHING))
 
     def of(self, fingerprint: bytes) -> ServedModel:
         """Return the saving of a model's fetches; hours that are too old are left out."""

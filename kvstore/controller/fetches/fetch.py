@@ -54,9 +54,13 @@ class Fetches:
     async def fetch_wide(self, session: Session, query: ChainQuery, deadline: Deadline) -> FetchResult:
         """As ``fetch``; where the chain goes on beyond the node, ask the shared tiers, and bring in their chunks, too.
         Raises Unavailable when the session ends meanwhile."""
-        shared = self._movement.shared_tiers
-        if not shared.tiers:
+        if not self._movement.shared_tiers.tiers:
             return self.fetch(session, query)
+        with self._catalog.use(query.fingerprint):
+            return await self._fetch_wide(session, query, deadline)
+
+    async def _fetch_wide(self, session: Session, query: ChainQuery, deadline: Deadline) -> FetchResult:
+        shared = self._movement.shared_tiers
         spaces = namespaces_of(self._catalog, query)
         start = self._catalog.walk(spaces, query.digests).hit_count
         found, is_known = await shared.find(spaces, query.digests[start:], deadline.left_s)

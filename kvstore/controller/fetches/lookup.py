@@ -35,8 +35,12 @@ def namespaces_of(catalog: Catalog, query: ChainQuery, *, for_store: bool = Fals
         raise InvalidRequest("hidden_only without hidden_layers asks for nothing")
     if len(set(layers)) != len(layers):
         raise InvalidRequest("hidden_layers names a layer twice")
-    of = model.namespace if for_store else model.seen
-    return [of(layer, query.exactness, query.provenance) for layer in layers]
+    if not for_store:
+        return [model.seen(layer, query.exactness, query.provenance) for layer in layers]
+    found: list[Namespace] = []
+    for layer in layers:
+        found.append(model.namespace(layer, query.exactness, query.provenance, found))
+    return found
 
 
 def tails_after(
@@ -107,9 +111,13 @@ class Lookups:
     async def lookup_wide(self, query: ChainQuery, readers: int, deadline: Deadline) -> LookupResult:
         """As ``lookup_long``; where the chain goes on beyond the node, ask the shared tiers. A chunk that they are said
         to have is a hit of their tier: only the fetch shows whether it is there. A ticket cannot hold it."""
-        shared = self._parts.movement.shared_tiers
-        if not shared.tiers:
+        if not self._parts.movement.shared_tiers.tiers:
             return await self.lookup_long(query, readers)
+        with self._catalog.use(query.fingerprint):
+            return await self._lookup_wide(query, readers, deadline)
+
+    async def _lookup_wide(self, query: ChainQuery, readers: int, deadline: Deadline) -> LookupResult:
+        shared = self._parts.movement.shared_tiers
         found = await self.lookup_long(query)
         here_count = found.hit_count
         spaces = namespaces_of(self._catalog, query)
@@ -165,6 +173,10 @@ class Lookups:
     async def in_steps(self, query: ChainQuery, readers: int, pauses: Pauses) -> LookupResult:
         """As ``lookup``, in steps between which others are answered: a long chain takes long to walk. A chunk that
         leaves meanwhile is a miss; a chunk that comes meanwhile may be a miss."""
+        with self._catalog.use(query.fingerprint):
+            return await self._in_steps(query, readers, pauses)
+
+    async def _in_steps(self, query: ChainQuery, readers: int, pauses: Pauses) -> LookupResult:
         spaces = namespaces_of(self._catalog, query)
         step = max(1, STEP_CHUNKS // len(spaces))
         hits, absent = 0, []

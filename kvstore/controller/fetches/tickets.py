@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore.catalog import Use
 from kvstore.controller.parts import Parts
 from kvstore.controller.values import ChainQuery
 from kvstore.errors import Exhausted, InvalidRequest
@@ -19,6 +20,7 @@ class Ticket:
 
     ticket_id: bytes
     query: ChainQuery
+    use: Use
     rows: tuple[int, ...]
     byte_count: int
     readers_left: int
@@ -54,7 +56,8 @@ class Tickets:
                 f"limits.ticket_bytes_max ({self._limits.ticket_bytes_max})"
             )
         expires_s = self._clock.monotonic() + self._limits.ticket_age_s_max
-        ticket = Ticket(self._parts.random.bytes(TICKET_BYTES), query, rows, byte_count, readers, expires_s)
+        use = self._parts.catalog.use(query.fingerprint)  # shared tiers may have all of it: no row keeps the model then
+        ticket = Ticket(self._parts.random.bytes(TICKET_BYTES), query, use, rows, byte_count, readers, expires_s)
         self._open[ticket.ticket_id] = ticket
         self.held_bytes += byte_count
         for row in rows:
@@ -92,6 +95,7 @@ class Tickets:
         ticket = self._open.pop(ticket_id, None)
         if ticket is not None:
             self.held_bytes -= ticket.byte_count
+            ticket.use.end()
             for row in ticket.rows:
                 self._parts.catalog.unhold(row)
 

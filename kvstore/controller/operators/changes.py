@@ -72,11 +72,11 @@ class Changes:
     async def _picked(self, chosen: Chosen, turn: Turn) -> Meant:
         """Return all selected chunks. A row may belong to another chunk by the time of its use: users compare the
         identity."""
-        rows, spaces = [np.empty(0, np.int64)], [np.empty(0, np.uint16)]
+        rows, spaces = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         digests: list[bytes] = []
         async for block in chosen.blocks(turn):
             rows.append(block)
-            spaces.append(np.frombuffer(self._table.spaces, np.uint16)[block])
+            spaces.append(self._table.space_ids(np.frombuffer(self._table.spaces, np.uint16)[block]))
             digests += [self._table.digests[row] for row in block.tolist()]
         await turn.next()
         return Meant(np.concatenate(rows), np.concatenate(spaces), digests)

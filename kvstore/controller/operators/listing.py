@@ -97,13 +97,12 @@ class Totals:
         self._parts = parts
         self._catalog = parts.catalog
         self._of: dict[bytes, ModelTotal] = {}
-        self._names: dict[int, bytes] = {}
 
     async def add(self, rows: RowNumbers, turn: Turn) -> None:
         """Count these rows, which are resident now. Chunks of one namespace and length have the same size, so they are
         counted together."""
         table = self._catalog.table
-        spaces = np.frombuffer(table.spaces, np.uint16)[rows].astype(np.int64)
+        spaces = table.space_ids(np.frombuffer(table.spaces, np.uint16)[rows])
         kinds, places = np.unique(
             spaces << 32 | np.frombuffer(table.token_counts, np.int32)[rows], return_inverse=True
         )  # fmt: skip
@@ -117,9 +116,11 @@ class Totals:
             self._count(kind >> 32, kind & 0xFFFFFFFF, {name: each[place] for name, each in counts.items()})
             await turn.between()
 
-    def _count(self, number: int, token_count: int, counts: Mapping[str, int]) -> None:
+    def _count(self, space_id: int, token_count: int, counts: Mapping[str, int]) -> None:
         """Count chunks of one namespace and length. ``counts``: chunks by tier name; under "" those of all tiers."""
-        space = self._catalog.spaces.numbered[number]
+        space = self._catalog.spaces.by_id(space_id)
+        if space is None:  # its last chunk left, and it was forgotten, while others were counted
+            return
         size, total = space.known_bytes(token_count), self._total(space)
         total.chunk_count += counts[""]
         total.byte_count += counts[""] * size
@@ -132,11 +133,7 @@ class Totals:
     def _total(self, space: Namespace) -> ModelTotal:
         """Return the total of the namespace's model; while no model is registered, that of the namespace's
         fingerprint."""
-        if space.number not in self._names:
-            self._names[space.number] = space.fingerprint
-            for model in self._catalog.models.values():
-                self._names |= {each.number: model.fingerprint for each in model.namespaces.values()}
-        name = self._names[space.number]
+        name = space.model_name or space.fingerprint
         if name not in self._of:
             known = self._catalog.models.get(name)
             profiles = self._parts.profiles.of(known.spec) if known is not None else []

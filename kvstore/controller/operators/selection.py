@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import string
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.catalog import NOWHERE, Catalog, Namespace
-from kvstore.catalog.spaces import Model
+from kvstore.catalog.namespace import UNNUMBERED
 from kvstore.controller.operators.turns import Turn
 from kvstore.controller.operators.values import Selection
 from kvstore.controller.parts import Parts
@@ -66,9 +66,10 @@ class Chosen:
         self._table = catalog.table
         self._selection = selection
         self._digits = Digits.of(selection.digest)
-        self._numbers: NDArray[np.int64] | None = None
+        self._ids: NDArray[np.int64] | None = None
+        """Ids of the selected model's namespaces; None: those of all models are meant."""
         if selection.model:
-            self._numbers = np.array(namespaces_named(catalog, selection.model), np.int64)
+            self._ids = np.array(namespaces_named(catalog, selection.model), np.int64)
         self._column, self._bit = self._tier(parts, selection.tier)
         self._before_s = int(parts.clock.wall()) - selection.older_than_s
         self._are_earlier_meant = selection.older_than_s <= up_s
@@ -123,16 +124,17 @@ class Chosen:
         for model in list(self._catalog.models.values()):
             for layer in range(model.spec.layer_count):
                 await turn.between()
-                model.recognize(layer, unnamed)
+                if self._catalog.models.get(model.fingerprint) is model:  # else it was forgotten meanwhile
+                    model.recognize(layer, unnamed)
         if self._selection.model:
-            self._numbers = np.array(namespaces_named(self._catalog, self._selection.model), np.int64)
+            self._ids = np.array(namespaces_named(self._catalog, self._selection.model), np.int64)
 
     async def _chained(self, turn: Turn) -> AsyncIterator[RowNumbers]:
         """Give the rows of selected chunks among ``selection.chain``, namespace by namespace, some of the chain at a
         time."""
         chain = self._selection.chain
         for space in list(self._catalog.spaces.numbered):
-            if self._numbers is not None and space.number not in self._numbers:
+            if not self._is_of_model(space.number):
                 continue
             for first in range(0, len(chain), PART_ROWS):
                 await turn.next()
@@ -145,9 +147,12 @@ class Chosen:
         """True when the selection's names (model, digits, prompt) fit a row's chunk. The chunk may be in no tier any
         more; the selection's tiers, ages and sizes are ignored."""
         digest, space = self._table.digests[row], self._table.spaces[row]
-        is_of_model = self._numbers is None or space in self._numbers
         is_of_chain = not self._links or digest in self._links
-        return is_of_model and is_of_chain and self._digits.begins(digest)
+        return self._is_of_model(space) and is_of_chain and self._digits.begins(digest)
+
+    def _is_of_model(self, number: int) -> bool:
+        """True when the namespace that has this number now is of the selected model."""
+        return self._ids is None or (number != UNNUMBERED and self._table.space_id(number) in self._ids)
 
     @property
     def _is_looked_at(self) -> bool:
@@ -159,8 +164,8 @@ class Chosen:
         found = np.zeros(stop - start, np.bool_)
         for copies in table.copies:
             found |= _part(copies.column, start, stop) != NOWHERE
-        if self._numbers is not None:
-            found &= np.isin(_part(table.spaces, start, stop), self._numbers)
+        if self._ids is not None:
+            found &= np.isin(table.space_ids(_part(table.spaces, start, stop)), self._ids)
         if self._column is not None:
             column = _part(self._column, start, stop)
             found &= (column != NOWHERE) if self._bit == NOWHERE else (column & self._bit) != 0
@@ -180,7 +185,7 @@ class Chosen:
     def _fits(self, number: int, token_count: int) -> bool:
         """True when chunks of this namespace and length are within the selected sizes. The answer is remembered by
         namespace and length, of which there are few pairs."""
-        kind = number << 32 | token_count
+        kind = self._table.space_id(number) << 32 | token_count
         fits = self._sizes.get(kind)
         if fits is None:
             size = self._catalog.spaces.numbered[number].known_bytes(token_count)
@@ -206,21 +211,21 @@ def no_such_tier(parts: Parts, name: str) -> InvalidRequest:
 
 
 def namespaces_named(catalog: Catalog, name: str) -> list[int]:
-    """Return the numbers of the namespaces of one model, by its id or the first digits of its fingerprint; digits may
+    """Return the ids of the namespaces of one model, by its id or the first digits of its fingerprint; digits may
     also name a model that is not registered. Raises InvalidRequest for a name of none or several, naming the models."""
     models = list(catalog.models.values())
     found = [each for each in models if each.spec.model_id == name]
     found = found or [each for each in models if each.spec.model_id.rpartition("/")[2] == name]
     if len(found) == 1:
-        return _numbers(found[0])
+        return _ids_of(catalog, found[0].namespaces.values())
     if not found and len(name) >= FINGERPRINT_DIGITS_MIN and set(name) <= set(string.hexdigits):
         digits = name.lower()
         found = [each for each in models if each.fingerprint.hex().startswith(digits)]
         if len(found) == 1:
-            return _numbers(found[0])
+            return _ids_of(catalog, found[0].namespaces.values())
         spaces = [each for each in catalog.spaces.numbered if each.fingerprint.hex().startswith(digits)]
         if not found and len({each.fingerprint for each in spaces}) == 1:
-            return [each.number for each in spaces]
+            return _ids_of(catalog, spaces)
     known = [f"{each.spec.model_id} ({each.fingerprint.hex()[:16]})" for each in (found or models)[:NAMED_COUNT_MAX]]
     if found:
         raise InvalidRequest(
@@ -230,5 +235,5 @@ def namespaces_named(catalog: Catalog, name: str) -> list[int]:
     raise InvalidRequest(f"no model is called {name[:128]!r} here. Registered: {there}", model=name[:128])
 
 
-def _numbers(model: Model) -> list[int]:
-    return [space.number for space in model.namespaces.values()]
+def _ids_of(catalog: Catalog, spaces: Iterable[Namespace]) -> list[int]:
+    return [catalog.table.space_id(space.number) for space in spaces if space.number != UNNUMBERED]

@@ -43,10 +43,11 @@ class Engines:
 
     def computed(self, fingerprint: bytes, step_tokens: int, prefill: Prefill) -> None:
         """Take note of a prefill's time, as an engine measured it. Implausible times are ignored: those that no clock
-        gives, and those in which no device can have done the model's operations."""
-        if not prefill.is_sound:
+        gives, and those in which no device can have done the model's operations; and those of a forgotten model."""
+        model = self._catalog.models.get(fingerprint)
+        if model is None or not prefill.is_sound:
             return
-        operations = Operations.of(self._catalog.model(fingerprint).spec)
+        operations = Operations.of(model.spec)
         if prefill.seconds * FASTEST_OPERATIONS_S < operations.token * prefill.new_tokens:
             return
         key = fingerprint, step_tokens
@@ -80,7 +81,7 @@ class Engines:
     def rates(self) -> tuple[EngineRate, ...]:
         """All known rates; the last one is of the engine that computed last."""
         return tuple(
-            EngineRate(name, self._catalog.model(name).spec.model_id, step_tokens, known.rate)
+            EngineRate(name, self._catalog.models[name].spec.model_id, step_tokens, known.rate)
             for (name, step_tokens), known in self._seen.items()
             if known.rate.is_known and name in self._catalog.models
         )

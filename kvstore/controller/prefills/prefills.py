@@ -72,6 +72,10 @@ class PartialPrefills:
     async def begin(self, request: PrefillRequest, deadline: Deadline) -> PlannedPrefill:
         """Look a prompt up, plan its prefill, and hold the chunks that the plan loads. Raises InvalidRequest for a
         request that contradicts itself; Exhausted past a limit. The caller must ``end`` or ``drop`` the result."""
+        with self._parts.catalog.use(request.query.fingerprint):
+            return await self._begin(request, deadline)
+
+    async def _begin(self, request: PrefillRequest, deadline: Deadline) -> PlannedPrefill:
         began_s = self._parts.clock.monotonic()
         spec = self._parts.catalog.model(request.query.fingerprint).spec
         self._check(request, spec)
@@ -184,7 +188,7 @@ class PartialPrefills:
             return
         record = PlanRecord(
             self._records.number(), self._parts.clock.wall() - outcome.age_s, fingerprint,
-            self._parts.catalog.model(fingerprint).spec.model_id, step_tokens, outcome.mode, outcome.plan,
+            self._parts.catalog.models[fingerprint].spec.model_id, step_tokens, outcome.mode, outcome.plan,
             outcome.stored_tokens, PlanState.GIVEN_UP if outcome.is_given_up else PlanState.PLANNED,
         )  # fmt: skip
         self._records.keep(record)

@@ -62,11 +62,12 @@ class Claims:
         ``refusal``, or when the session ends meanwhile."""
         with self._reservations.making(session):
             spaces = self._spaces(request)
-            if request.replaces:
-                if self.refusal:
-                    raise Unavailable(self.refusal)  # before the old value goes
-                await self._replacement.remove(spaces[0], request.replaces, deadline)
-            return await self._reserve(session, request, spaces, deadline)
+            with self._catalog.use(request.query.fingerprint, spaces):
+                if request.replaces:
+                    if self.refusal:
+                        raise Unavailable(self.refusal)  # before the old value goes
+                    await self._replacement.remove(spaces[0], request.replaces, deadline)
+                return await self._reserve(session, request, spaces, deadline)
 
     def _spaces(self, request: ReserveRequest) -> list[Namespace]:
         """Return the namespaces of a request's parts. Raises InvalidRequest for a request that contradicts itself."""
@@ -98,6 +99,7 @@ class Claims:
             fingerprint=request.query.fingerprint,
             shard_count=request.shards,
             ticket=self._parts.random.bytes(TICKET_BYTES),
+            use=self._catalog.use(request.query.fingerprint, spaces),
         )
         reservation.want(request.durability)
         patience = deadline.sooner(self._parts.policies.demotion_wait_s)

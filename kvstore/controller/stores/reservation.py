@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.arena import Placement
-from kvstore.catalog import Namespace
+from kvstore.catalog import Namespace, Use
 from kvstore.chunk import ChunkHeader, ChunkLayout
 from kvstore.controller.sessions import Session
 from kvstore.controller.stores.filling import Filling
@@ -83,6 +83,8 @@ class Reservation:
     levels: set[Durability] = field(default_factory=set)
     """The levels beyond the node that its writers asked for."""
     is_publishing: bool = False
+    use: Use | None = None
+    """Its model and its parts' namespaces, of which it may have no chunk: another store may be writing all of them."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def want(self, level: Durability) -> None:

@@ -137,6 +137,8 @@ class Reservations:
         """End a reservation: free its chunks that were not committed, and wake the calls that wait for it."""
         assert not reservation.busy, "byte movers still write to it"
         reservation.ended.set()
+        if reservation.use is not None:
+            reservation.use.end()
         self._by_ticket.pop(reservation.ticket, None)
         for session in reservation.sessions:
             of = self._of.get(session, {})

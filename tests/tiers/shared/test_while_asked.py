@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvstore.errors import Unavailable
+from kvstore.errors import Exhausted, Unavailable
 from kvstore.keys import ROOT_DIGEST
 from kvstore.movement.questions import PROBE_COUNT_MAX
 from kvstore.spec import MissReason
 from tests.fakes import Switch
+from tests.specs import small_spec
 from tests.tiers.shared.world import LOOKUP_S, PATH, Wide, World, redeemed, run
 
 
@@ -174,5 +175,37 @@ def test_chunks_of_many_parts_are_named_no_further_than_they_are_asked_for(world
         digests = [number.to_bytes(32, "big") for number in range(1, 2000)]
         await controller.lookup_wide(query._replace(digests=digests))
         assert 0 < len(named) <= PROBE_COUNT_MAX
+
+    world.run(scenario)
+
+
+def test_a_model_of_which_only_shared_tiers_have_chunks_stays_while_a_ticket_or_a_call_needs_it(world: World) -> None:
+    """No row of the node keeps it."""
+
+    async def scenario() -> None:
+        await world.one.give(*PATH)
+        other = world.other
+        other.controller.parts.catalog.registered._count_max = 1
+        new = small_spec(model_id="new")
+        held = await other.lookup(*PATH, readers=1)
+        assert held.hit_count == len(PATH)
+        assert other.ghosts() == []
+        with pytest.raises(Exhausted, match="all of them are in use"):
+            other.controller.register_model(new)
+        assert await redeemed(other, held.ticket) == len(PATH)
+        await other.fetch(*PATH)  # what came is entered
+        await other.quiet()
+        for row in reversed(list(other.controller.parts.catalog.table.rows())):
+            other.controller.parts.movement.remove(row, MissReason.EVICTED)
+        world.switches.turn_on(Switch.STALLED)
+        for call in (other.lookup(7, 8), other.controller.fetch_wide(other.session, other.query(9))):
+            asked = asyncio.ensure_future(call)
+            await asyncio.sleep(LOOKUP_S / 2)
+            with pytest.raises(Exhausted, match="all of them are in use"):
+                other.controller.register_model(new)
+            await asked
+        assert not list(other.controller.parts.catalog.table.rows())
+        other.controller.register_model(new)
+        assert other.model not in other.controller.parts.catalog.models
 
     world.run(scenario)
