@@ -9,12 +9,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Self
 
-from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unauthenticated, Unavailable
+from kvstore.errors import DeadlineExceeded, KVStoreError, Unauthenticated, Unavailable
 from kvstore.keys import fingerprint
 from kvstore.seams import Clock
 from kvstore.spec import ModelSpec
-from kvstore.v1 import cache_pb2 as pb
-from kvstore.wire import spec_to_message
 from kvstore_client.forks import in_children
 from kvstore_client.planes.place import Place
 from kvstore_client.planes.session import ClientSession
@@ -115,11 +113,7 @@ class Connection:
         session = self.session()
         name = self._name_of(spec)
         if name not in session.models:
-            request = pb.RegisterModelRequest(spec=spec_to_message(spec))
-            reply = session.call(session.cache.RegisterModel, request, self._timeout_s)
-            if reply.fingerprint != name:
-                raise InvalidRequest("client and sidecar name this model differently: use the same release of both")
-            session.models.add(name)
+            session.register(spec, name, self._timeout_s)
         return session, name
 
     def or_miss(self) -> Miss:

@@ -50,9 +50,11 @@ class LimitSettings:
     token_count_max: int = 1 << 20
     """Tokens of one request; a value by key counts one per KiB."""
     model_count_max: int = 256
-    """Models that are registered at once; each namespace of values by key counts as one."""
+    """Models that are registered at once; each namespace of values by key counts as one. A new one takes the place of
+    the least recently used one that has no chunks, and is refused where all have some."""
     namespace_count_max: int = 16384
-    """Namespaces of stored caches: models x hidden layers x provenances x exactness; at most 65,536."""
+    """Namespaces of stored caches: models x hidden layers x provenances x exactness; at most 65,536. Empty ones make
+    room for new ones."""
     watcher_count_max: int = 64
     """Open watches of events."""
     watch_event_count_max: int = 16384

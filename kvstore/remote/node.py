@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 
-from kvstore.errors import KVStoreError, Unauthenticated, Unavailable, from_status
+from kvstore.errors import KVStoreError, Unauthenticated, Unavailable, from_status, not_registered
 from kvstore.handoff.messages import RegionsAnswer, RegionsQuestion, Welcome
 from kvstore.handoff.passing import check_descriptors
 from kvstore.remote.inbox import TENANT_MESSAGES, Inbox
@@ -18,8 +19,11 @@ from kvstore.seams.mapping import Bytes, SharedMap, closing_all
 from kvstore.spec import ModelSpec
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import cache_pb2_grpc
-from kvstore.wire import spec_from_message
+from kvstore.wire import spec_from_message, unpack_fields
 from kvstore.wire.limits import REPLY_BYTES_MAX
+
+MODEL_COUNT_MAX = 1024
+"""Models whose specs are remembered."""
 
 
 class Node:
@@ -33,7 +37,7 @@ class Node:
         self._growing = asyncio.Lock()
         self._sessions: dict[bytes, SidecarSession] = {}
         self.inbox = Inbox(TENANT_MESSAGES, "tenant")
-        self.models: dict[bytes, ModelSpec] = {}
+        self._models: OrderedDict[bytes, ModelSpec] = OrderedDict()
         self.generations = np.empty(0, np.uint64)
         options = (("grpc.max_receive_message_length", REPLY_BYTES_MAX), ("grpc.use_local_subchannel_pool", 1))
         self.channel = grpc.aio.insecure_channel(f"unix:{socket_directory / 'kvstore.sock'}", options)
@@ -105,10 +109,22 @@ class Node:
     def note_model(self, request: bytes, reply: bytes) -> None:
         """Remember the spec of a model that the sidecar accepted: its layouts tell the places of strips."""
         name = pb.RegisterModelResponse.FromString(reply).fingerprint
-        if name not in self.models:
-            self.models[name] = spec_from_message(pb.RegisterModelRequest.FromString(request).spec)
+        if name not in self._models:
+            self._models[name] = spec_from_message(pb.RegisterModelRequest.FromString(request).spec)
+        self._models.move_to_end(name)
+        if len(self._models) > MODEL_COUNT_MAX:
+            self._models.popitem(last=False)
+
+    def spec_of(self, name: bytes) -> ModelSpec:
+        """Return the spec of a model. Raises InvalidRequest as ``not_registered`` for one that was not noted, or was
+        not asked for the longest: its client registers it again."""
+        spec = self._models.get(name)
+        if spec is None:
+            raise not_registered(name)
+        self._models.move_to_end(name)
+        return spec
 
 
 def typed_error(error: grpc.aio.AioRpcError) -> KVStoreError:
     """Return the typed error of a failed call to the sidecar."""
-    return from_status(error.code().name, error.details() or "")
+    return from_status(error.code().name, error.details() or "", **unpack_fields(error.trailing_metadata()))

@@ -59,9 +59,7 @@ class Sending:
         """``carried``: metadata for the call to the sidecar. Raises InvalidRequest for a model that was not registered
         here, or for layers and heads that it does not have."""
         query = request.fetch.query
-        spec = node.models.get(query.fingerprint)
-        if spec is None:
-            raise InvalidRequest("the model is unknown here: call RegisterModel first")
+        spec = node.spec_of(query.fingerprint)
         self._node = node
         self._session = session
         self._carried = carried

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
@@ -14,7 +13,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from kvstore.errors import Internal, InvalidRequest, KVStoreError
 from kvstore.telemetry import NO_TRACING, Counters, Tracing
-from kvstore.wire import METADATA_ERROR
+from kvstore.wire import METADATA_ERROR, pack_fields
 from kvstore.wire.bounds import decode
 
 _log = logging.getLogger("kvstore.server")
@@ -128,6 +127,5 @@ async def abort(error: Exception, name: str, context: Context, counters: Counter
     if not isinstance(error, KVStoreError):
         _log.exception("call failed", extra={"rpc": name})
         error = Internal(f"{name} failed: {type(error).__name__}")
-    detail = json.dumps(error.fields, default=str, ensure_ascii=True)
     message = error.message.encode("ascii", "backslashreplace").decode()
-    await context.abort(grpc.StatusCode[error.status], message, ((METADATA_ERROR, detail),))
+    await context.abort(grpc.StatusCode[error.status], message, ((METADATA_ERROR, pack_fields(error.fields)),))

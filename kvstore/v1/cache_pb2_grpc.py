@@ -75,7 +75,10 @@ class CacheServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def RegisterModel(self, request, context):
-        """Makes a model's namespaces known. Idempotent. INVALID_ARGUMENT if it conflicts with a registered model.
+        """Makes a model's namespaces known. Idempotent. INVALID_ARGUMENT if it conflicts with a registered model. A model that
+        nothing needs may be forgotten for a new one. A call that names a model which is not registered, or is forgotten, ends
+        with INVALID_ARGUMENT, and its trailing metadata "kvstore-error", a JSON object, has the model's fingerprint in
+        hexadecimal digits as "unregistered": register it and repeat the call. RESOURCE_EXHAUSTED where all are in use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

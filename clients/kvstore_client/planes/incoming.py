@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from kvstore.errors import Unavailable
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams.scheduler import start_thread
 from kvstore_client.forks import in_children
 from kvstore_client.planes.session import ClientSession, cancel, noted, translated
@@ -121,6 +121,15 @@ def opened(
 ) -> tuple[Incoming, Any]:  # fmt: skip
     """Make a call, and return its stream and the first message. ``lent``: returns a function that gives back what the
     first message lends; it is called when the stream ends. Raises the typed error of a failed call."""
+    try:
+        return _opened(session, method, request, timeout_s)
+    except KVStoreError as error:
+        if not session.registers_again(error, timeout_s):
+            raise
+    return _opened(session, method, request, timeout_s)
+
+
+def _opened(session: ClientSession, method: Any, request: object, timeout_s: float) -> tuple[Incoming, Any]:
     try:
         stream = Incoming(method(request, timeout=timeout_s, metadata=session.carried))
     except grpc.RpcError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import weakref
@@ -13,13 +12,13 @@ from typing import Any, Protocol, TypeVar
 import grpc
 
 from kvstore import __version__
-from kvstore.errors import InvalidRequest, KVStoreError, Unavailable, from_status
-from kvstore.spec import Exactness
+from kvstore.errors import UNREGISTERED, InvalidRequest, KVStoreError, Unavailable, from_status
+from kvstore.spec import Exactness, ModelSpec
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import cache_pb2_grpc
 from kvstore.v1alpha import admin_pb2 as admin_pb
 from kvstore.v1alpha import admin_pb2_grpc, prefill_pb2_grpc
-from kvstore.wire import METADATA_ERROR
+from kvstore.wire import spec_to_message, unpack_fields
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.lookup.presence import ChainName, LookupAnswer, Presence
@@ -29,6 +28,8 @@ from kvstore_client.planes.store import StagingMemory, StagingRun, StoreSource, 
 from kvstore_client.tracing import trace_headers
 
 Reply = TypeVar("Reply")
+MODELS_MAX = 1024
+"""Models that a session remembers as registered; up to twice as many while it can register them again."""
 _calls: weakref.WeakSet[Any] = weakref.WeakSet()
 _sessions: weakref.WeakSet[ClientSession] = weakref.WeakSet()
 _inherited: list[Any] = []
@@ -105,7 +106,10 @@ class ClientSession(Plane):
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.ended = threading.Event()
-        self.models: set[bytes] = set()
+        self.models: dict[bytes, ModelSpec] = {}
+        """The registered models. The sidecar may have forgotten some of them: see ``registers_again``."""
+        self._earlier_models: dict[bytes, ModelSpec] = {}
+        """Those before ``models`` was full. They are registered again when they are used next."""
         self.profiles: set[str] = set()
         """Digests of the profiles that were told in this session."""
         self.returns = Returns(self.ended)
@@ -146,9 +150,34 @@ class ClientSession(Plane):
         try:
             return _called(method, request, timeout_s, self.carried)
         except KVStoreError as error:
+            if self.registers_again(error, timeout_s):
+                return _called(method, request, timeout_s, self.carried)
             if isinstance(error.__cause__, grpc.RpcError) and error.__cause__.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise self._unknown(request, timeout_s) from error
             raise
+
+    def register(self, spec: ModelSpec, name: bytes, timeout_s: float) -> None:
+        """Register a model. ``name``: its fingerprint. Raises the typed error of a failed call; InvalidRequest where
+        the sidecar names the model differently."""
+        reply = self.call(self.cache.RegisterModel, pb.RegisterModelRequest(spec=spec_to_message(spec)), timeout_s)
+        if reply.fingerprint != name:
+            raise InvalidRequest("client and sidecar name this model differently: use the same release of both")
+        if len(self.models) >= MODELS_MAX:
+            self._earlier_models, self.models = self.models, {}
+        self.models[name] = spec
+
+    def registers_again(self, error: KVStoreError, timeout_s: float) -> bool:
+        """Register the model again which the sidecar does not know (any more), as this error of a call says: True, and
+        the call is to be repeated, once. False for any other error. Raises as ``register``."""
+        told = error.fields.get(UNREGISTERED)
+        if not isinstance(told, str):
+            return False
+        name = bytes.fromhex(told)
+        spec = self.models.get(name) or self._earlier_models.get(name)
+        if spec is None:
+            return False
+        self.register(spec, name, timeout_s)
+        return True
 
     def _unknown(self, request: object, timeout_s: float) -> InvalidRequest:
         """Return the error for a call that the sidecar's release does not have. It names both releases."""
@@ -194,11 +223,7 @@ def translated(error: grpc.RpcError) -> KVStoreError:
     """Return the typed error of a failed call. A stream is its own error: drop the frames it passed, or they and all
     they hold would hold each other."""
     error.__traceback__ = None
-    fields: dict[str, object] = {}
-    for key, value in error.trailing_metadata() or ():
-        if key == METADATA_ERROR:
-            fields = json.loads(value)
-    return from_status(error.code().name, error.details() or "", **{str(k): v for k, v in fields.items()})
+    return from_status(error.code().name, error.details() or "", **unpack_fields(error.trailing_metadata()))
 
 
 def _called(method: Callable[..., Reply], request: object, timeout_s: float, metadata: object) -> Reply:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import UNREGISTERED, InvalidRequest, KVStoreError
 from kvstore.spec import LEVELS, Durability, StoreState
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.context import Context
@@ -128,7 +128,12 @@ def ask_settled(
     asked = session.begin(session.cache.Store, pb.StoreRequest(settle=request), request.timeout_seconds + timeout_s)
 
     def outcome() -> Outcome:
-        reply = session.answer(asked)
+        try:
+            reply = session.answer(asked)
+        except InvalidRequest as error:
+            if UNREGISTERED not in error.fields:
+                raise
+            reply = pb.StoreResponse()  # its model is forgotten, as one is that has no chunk any more
         if min(reply.committed_count * chunk_tokens, token_count) < token_count:
             return Outcome(dict.fromkeys(LEVELS, "a part of it is gone again: raise arena.capacity_bytes"), True)
         return Outcome(reported(reply), reply.is_settled)
