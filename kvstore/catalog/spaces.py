@@ -82,6 +82,10 @@ class Model:
         key = (layer, provenance, exactness)
         found = self.namespaces.get(key)
         if found is None and (recovered := self.spaces.find(self._name(layer), provenance, exactness)):
+            if (
+                recovered.model_spec is not None
+            ):  # it is of this model, as it was registered after this one was forgotten
+                return recovered
             found = self._ours(recovered, layer)
         return found
 

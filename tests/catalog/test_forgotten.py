@@ -179,3 +179,23 @@ def test_what_a_device_has_of_a_forgotten_model_is_found_when_it_comes_back() ->
             put(catalog, space_of(register(catalog, number)), "a")
         register(catalog, 9)
     assert model.fingerprint in catalog.models, "now its chunk keeps it"
+
+
+def test_who_still_has_a_forgotten_model_takes_nothing_from_the_one_that_came_back() -> None:
+    """A warm-up goes through the models, and awaits in between."""
+    catalog = shelved_catalog()
+    old = register(catalog, 0)
+    for number in range(1, MODELS + 1):
+        register(catalog, number)
+    new = register(catalog, 0)
+    space = space_of(new)
+    put(catalog, space, "short", count=3)
+    assert new is not old
+    assert old.seen(None, Exactness.EXACT) is space
+    assert not old.namespaces
+    assert len(catalog.tails([space], ROOT_DIGEST).rows) == 1
+    take(catalog, space.index[digest("short")])
+    for number in range(1, MODELS + 1):
+        register(catalog, number)
+    assert not new.namespaces
+    assert difference(catalog) == ""
