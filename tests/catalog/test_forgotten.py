@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvstore.catalog import Catalog, Namespace
+from kvstore.catalog.namespace import UNNUMBERED
 from kvstore.catalog.spaces import Model
 from kvstore.errors import UNREGISTERED, Exhausted, InvalidRequest
 from kvstore.keys import ROOT_DIGEST, fingerprint
@@ -198,4 +199,19 @@ def test_who_still_has_a_forgotten_model_takes_nothing_from_the_one_that_came_ba
     for number in range(1, MODELS + 1):
         register(catalog, number)
     assert not new.namespaces
+    assert difference(catalog) == ""
+
+
+def test_reasons_go_with_their_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted over all namespaces: those of one that is forgotten must not be looked for in it later."""
+    monkeypatch.setattr("kvstore.catalog.departures.DEPARTURE_COUNT_MAX", 2)
+    catalog = shelved_catalog()
+    old = space_of(register(catalog, 0))
+    catalog.depart(old, digest("a"), MissReason.EVICTED)
+    catalog.depart(old, digest("b"), MissReason.EVICTED)
+    new = [space_of(register(catalog, number)) for number in range(1, MODELS + 1)][-1]
+    assert (old.number, dict(old.departures)) == (UNNUMBERED, {})
+    for name in "cde":
+        catalog.depart(new, digest(name), MissReason.EVICTED)
+    assert list(new.departures) == [digest("d"), digest("e")]
     assert difference(catalog) == ""

@@ -122,14 +122,17 @@ def opened(
     """Make a call, and return its stream and the first message. ``lent``: returns a function that gives back what the
     first message lends; it is called when the stream ends. Raises the typed error of a failed call."""
     try:
-        return _opened(session, method, request, timeout_s)
+        return _opened(session, method, request, timeout_s, lent)
     except KVStoreError as error:
         if not session.registers_again(error, timeout_s):
             raise
-    return _opened(session, method, request, timeout_s)
+    return _opened(session, method, request, timeout_s, lent)
 
 
-def _opened(session: ClientSession, method: Any, request: object, timeout_s: float) -> tuple[Incoming, Any]:
+def _opened(
+    session: ClientSession, method: Any, request: object, timeout_s: float,
+    lent: Callable[[Any], Callable[[], object]] | None,
+) -> tuple[Incoming, Any]:  # fmt: skip
     try:
         stream = Incoming(method(request, timeout=timeout_s, metadata=session.carried))
     except grpc.RpcError as error:
