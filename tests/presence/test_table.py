@@ -186,6 +186,26 @@ def test_what_finds_no_room_is_not_said_to_be_missing() -> None:
     assert news.tolist() == [0, 0]
 
 
+def test_what_is_forgotten_together_is_unknown_wherever_it_lies() -> None:
+    """In the first look, behind it, without a word, and not there at all."""
+    table = PresenceTable(BytearrayMemory())
+    crowd = [1 << 63 | other << 40 for other in range(PROBE_MAX + 40)]
+    others = [tag_at(number, 1) for number in range(1000, 1200)]
+    for tag in (*crowd, *others):
+        table.put(tag, 3)
+    assert table._left_out
+    gone, stays = [*crowd[::2], *others[::2], tag_at(5000, 1)], [*crowd[1::2], *others[1::2]]
+    table.forget(tags(*gone))
+    assert not any(each in table._left_out for each in gone)
+    known = {int(word) & ~NEWS_MASK for word in table.known()} | table._left_out.keys()
+    assert known == set(stays)
+    for tag in crowd:
+        table.put(tag, 0)
+    table.forget(tags(*stays))
+    assert not table.known().size
+    assert not int(words_of(table)[0]) & PARTIAL
+
+
 @given(
     st.lists(st.tuples(st.booleans(), st.integers(0, 400), st.integers(0, 2), st.booleans()), max_size=40),
     st.integers(0, 2),
