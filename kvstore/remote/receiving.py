@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import Any
+import logging
+from collections.abc import Coroutine, Iterable
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -19,10 +20,25 @@ from kvstore.wire.data import ALIGNMENT, split_message
 
 SEGMENT_BYTES = 4 << 20
 FILL_TIMEOUT_S = 20.0
-_NOT_READING = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED)
-"""Statuses of failed fills after which the sidecar does not read staging any more."""
+ABORT_TIMEOUT_S, RETRY_S = 5.0, 0.5
+_NOT_READING = (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED)
+"""Statuses of fills after which the sidecar does not read staging any more."""
+_UNANSWERED = (
+    grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNAVAILABLE,
+)  # fmt: skip
+"""Statuses of aborts that dropped nothing, or perhaps nothing."""
 _giving: set[asyncio.Future[None]] = set()
 """Segments on their way back: the loop alone would not keep these tasks."""
+_log = logging.getLogger("kvstore.remote")
+
+
+class _Filling(NamedTuple):
+    """A fill that reads a segment for a reservation."""
+
+    call: Any
+    segment: StagingSegment
+    reservation_id: int
 
 
 class Receiving:
@@ -33,7 +49,7 @@ class Receiving:
         self._node = node
         self._session = session
         self._stall_s = stall_s
-        self._filling: tuple[Any, StagingSegment] | None = None
+        self._filling: _Filling | None = None
 
     async def run(self, context: Any) -> int:
         """Receive the stream, and return the number of bytes filled. Raises InvalidRequest for a message that
@@ -89,13 +105,13 @@ class Receiving:
             )  # fmt: skip
             place += run.byte_count
         call = self._node.cache.Store(request, timeout=FILL_TIMEOUT_S, metadata=self._session.metadata)
-        self._filling = (call, segment)
+        self._filling = _Filling(call, segment, fields.reservation_id)
         return byte_count
 
     async def _filled(self) -> None:
         """Wait for the previous fill. Raises its error."""
         if self._filling is not None:
-            call, _ = self._filling
+            call = self._filling.call
             await call.code()  # cancelled here, the call itself goes on: the sidecar reads the segment to the end
             try:
                 await call
@@ -104,21 +120,42 @@ class Receiving:
             await self._settle()
 
     async def _settle(self) -> None:
-        """Give the segment back once the sidecar does not read it any more. A segment that it may still read is not
-        used again in this session."""
+        """Give the segment back once the sidecar does not read it any more."""
         filling, self._filling = self._filling, None
         if filling is not None:
-            given = _given_back(self._session, *filling)
-            giving = asyncio.get_running_loop().create_task(given)  # seam: a task of a stream that may end before it
-            _giving.add(giving)
-            giving.add_done_callback(_giving.discard)
+            giving = _kept(_given_back(self._node, self._session, filling))
             await asyncio.shield(giving)  # it goes on when this stream is cancelled again
 
 
-async def _given_back(session: SidecarSession, call: Any, segment: StagingSegment) -> None:
-    code = await call.code()
-    if code is grpc.StatusCode.OK or code in _NOT_READING:
-        session.give_back(segment)
+def _kept(giving: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
+    task = asyncio.get_running_loop().create_task(giving)  # seam: a task of a stream that may end before it
+    _giving.add(task)
+    task.add_done_callback(_giving.discard)
+    return task
+
+
+async def _given_back(node: Node, session: SidecarSession, filling: _Filling) -> None:
+    """Give the segment of a fill back. After a fill without an answer that takes another call, which nobody waits
+    for."""
+    if await filling.call.code() in _NOT_READING:
+        session.give_back(filling.segment)
+    else:
+        _kept(_dropped(node, session, filling))
+
+
+async def _dropped(node: Node, session: SidecarSession, filling: _Filling) -> None:
+    """Drop the reservation of a failed fill, as its client does, and give the segment back: until the sidecar has
+    answered that, it may read there. The call is repeated until it is answered, or the session ends."""
+    request = pb.StoreRequest(abort=pb.Abort(reservation_id=filling.reservation_id))
+    while session.is_open:
+        call = node.cache.Store(request, timeout=ABORT_TIMEOUT_S, metadata=session.metadata)
+        code = await call.code()
+        if code in _NOT_READING:
+            return session.give_back(filling.segment)
+        if code not in _UNANSWERED:
+            return _log.error("staging of a failed store is lost until its session ends", extra={"reason": str(code)})
+        await asyncio.sleep(RETRY_S)
+    return None
 
 
 def _check_runs(runs: Iterable[rpb.StripRun], byte_count: int) -> None:

@@ -13,6 +13,7 @@ RECEIVING = "kvstore/remote/receiving.py"
 SENDING = "kvstore/remote/sending.py"
 SESSION = "kvstore/remote/session.py"
 T_REMOTE = "tests/e2e/remote/test_bad_peers.py"
+T_RECEIVING = "tests/server/test_remote_receiving.py"
 T_STRANGERS = "tests/e2e/remote/test_strangers.py"
 T_JOINS = "tests/e2e/test_joins.py"
 
@@ -112,6 +113,14 @@ MUTANTS = [
         "            async with asyncio.timeout(None):\n",
         "a client that sends nothing keeps its staging for ever",
         (f"{T_STRANGERS}::test_a_writer_that_stalls_is_let_go",),
+    ),
+    Mutant(
+        "staging-back-before-the-abort-was-answered",
+        RECEIVING,
+        "        if code in _NOT_READING:\n",
+        "        if True:\n",
+        "the next store's bytes are written where the sidecar still reads those of one that failed",
+        (f"{T_RECEIVING}::test_a_fill_that_the_sidecar_did_not_answer_gives_its_staging_back",),
     ),
     Mutant(
         "answer-for-somebody-else",
