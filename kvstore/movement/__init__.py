@@ -9,7 +9,8 @@ where a chain continues beyond the chunks of the node.
 - ``eviction``  picks the copies that leave a tier when it needs room; ``room``: a place in memory for a chunk
 - ``removal``   removes copies: given up, removed, quarantined
 - ``queue``     moves that wait: bounded, by priority and age, one per chunk
-- ``writes``    moves to slower tiers, to ``targets``; ``readbacks``: of chunks that memory gave up before
+- ``writes``    moves to slower tiers, to ``targets``; ``readbacks``: of chunks that memory gave up before;
+  ``parked``: chunks that wait to be tried again
 - ``loads``     moves into memory, layer by layer, from ``sources``, in ``pieces``
 - ``meters``  measures how fast tiers are read
 - ``shared``    the chunks of one shared tier; ``breaker``: pauses requests to a tier that fails

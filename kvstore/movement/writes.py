@@ -15,6 +15,7 @@ from kvstore.catalog import Catalog, MappedCopies, RowIdentity
 from kvstore.chunk import parse_header
 from kvstore.errors import DataLoss, KVStoreError
 from kvstore.movement.names import ChunkNames
+from kvstore.movement.parked import ParkedChunks
 from kvstore.movement.queue import MoveQueue, Priority, Waiting
 from kvstore.movement.readbacks import ReadBacks
 from kvstore.movement.removal import Removal
@@ -31,7 +32,6 @@ BATCH_LANE_COUNT = 2
 ROWS_AT_ONCE = 256
 LANE_AT_ONCE = 64
 """Chunks of a lane between two pauses: a tier that is away refuses each at once, and other requests would wait."""
-RETRY_S = 10.0
 LEFT_S_MAX = 20.0
 """A chunk that another node claims to write for more seconds than this is written here, too: longer than any claim."""
 SOON_S, LATER_S = 0.1, 2.0
@@ -72,14 +72,13 @@ class Writes:
         self._queue = MoveQueue(lambda row: int(catalog.worth(row)[0]))
         self._demanded: dict[int, bytes] = {}
         """Row -> digest of chunks that were asked to be there: for them the tier's mere word is not enough."""
-        self._parked: dict[int, None] = {}
+        self._parked = ParkedChunks(clock)
         self._left: dict[int, _Left] = {}
         self._due: list[tuple[float, int]] = []
         """A heap: the time at which each row that is left is looked for again."""
         self._has_left = asyncio.Event()
         self._waiters: dict[int, set[asyncio.Future[None]]] = {}
         self._progress = asyncio.Event()
-        self._retry_at_s = 0.0
         self._lacks_some = False
         self.reason = ""
         """The reason why the tier lacks chunks; empty while it takes them."""
@@ -139,7 +138,7 @@ class Writes:
                 self._left[row].pause_s = SOON_S
                 self._queue.resume([row])
             self._demanded[row] = self._catalog.table.digests[row]
-            self._parked.pop(row, None)
+            self._parked.forget(row)
 
     def insist(self, rows: Iterable[int]) -> None:
         """Stop leaving these chunks to other nodes: the request that waits for them has little time left."""
@@ -166,6 +165,8 @@ class Writes:
 
     async def _lane(self, classes: Collection[Priority]) -> None:
         for number in count(1):
+            if self._parked.is_back:
+                await self._queue_again(self._parked.take_all(), any_of=True)
             if number % LANE_AT_ONCE == 0 and self._parked:
                 await self._clock.sleep(0)
             row = await self._queue.take(classes)
@@ -227,10 +228,13 @@ class Writes:
             state = await self.target.finds(row, self._queue.waiting(), is_proof=self._is_demanded(row))
             if state is UploadState.TAKEN and self._may_be_left(row):
                 return False
-            if state is not UploadState.THERE:
+            if state is UploadState.THERE:
+                self._parked.has_taken(row)
+            else:
                 await self._write(row)
         except KVStoreError as error:
             self._park(row, error.message)
+            self._parked.is_away = True
         except Exception:  # noqa: BLE001 - the boundary: a bug of ours keeps this chunk where it is, not the service down
             _log.exception("a chunk could not be written", extra={"tier": self.target.name})
             self._park(row, "an error in the service: see its log")
@@ -265,13 +269,14 @@ class Writes:
         if await self._readbacks.bring(row, is_urgent=self._is_demanded(row)):
             await self._write_from_memory(row)
         else:
-            self._wait(row)
+            self._parked.put(row)
 
     async def _write_from_memory(self, row: int) -> None:
         placement = self._memory.placement(row)
         residency = self._memory.residency(row)
         try:
             await self._write_held(row, placement)
+            self._parked.has_taken(row)
             if self.reason and not self.is_draining:
                 _log.info("the tier takes chunks again", extra={"tier": self.target.name})
                 self.reason = ""
@@ -294,36 +299,37 @@ class Writes:
     def _park(self, row: int, reason: str) -> None:
         """Record that the tier did not take the chunk: its copies stay, and it is tried again later."""
         self._counters.add_of(self.target.name, "refused_chunks")
-        self._wait(row)
+        self._parked.put(row)
         if reason != self.reason and not self.is_draining:
             _log.error("a tier takes no chunks for now", extra={"tier": self.target.name, "reason": reason})
             self.reason = reason
 
-    def _wait(self, row: int) -> None:
-        """Have the chunk tried again later."""
-        self._parked[row] = None
-        self._retry_at_s = self._clock.monotonic() + RETRY_S
-
     async def retry(self) -> None:
-        """Queue again chunks that the tier refused, once it had some time, and chunks that found the queue full. Yields
-        to other requests in between."""
-        if self._parked and self._clock.monotonic() >= self._retry_at_s:
-            parked, self._parked = self._parked, {}
-            await self._queue_again(parked, any_of=True)
+        """Queue again chunks that the tier refused, once it had some time, and chunks that found the queue full: one
+        while the tier is away. Yields to other requests in between."""
+        if self._parked.are_due:
+            if self._parked.is_away:
+                await self._queue_again(self._parked.probes(), any_of=True, count_max=1)
+            else:
+                await self._queue_again(self._parked.take_all(), any_of=True)
         elif self.reason and not (self._parked or len(self._queue) or self.is_draining):
             self.reason = ""  # what it refused is nowhere any more, or came to be there otherwise
-        if self._lacks_some and not len(self._queue):
+        if self._lacks_some and not len(self._queue) and not (self._parked and self._parked.is_away):
             self._lacks_some = False
             await self._queue_again(range(len(self._catalog.table.digests)), any_of=False)
 
-    async def _queue_again(self, rows: Iterable[int], *, any_of: bool) -> None:
-        """Queue the chunks that another tier has and this one lacks; without ``any_of`` only those that the settings
-        want."""
+    async def _queue_again(self, rows: Iterable[int], *, any_of: bool, count_max: int | None = None) -> None:
+        """Queue the chunks that another tier has and this one lacks, at most ``count_max``; without ``any_of`` only
+        those that the settings want."""
+        queued = 0
         for number, row in enumerate(rows):
             if number % ROWS_AT_ONCE == ROWS_AT_ONCE - 1:
                 await self._clock.sleep(0)
             if self._is_wanted(row) and (any_of or self.target.wants(row)):
                 self.add(row, self._class_of(row))
+                queued += 1
+                if queued == count_max:
+                    break
 
     def _settled(self, row: int) -> None:
         """Tell the callers that wait for a chunk. A chunk that was demanded while it was on its way goes again, and

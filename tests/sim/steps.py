@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from kvstore.movement.writes import RETRY_S
+from kvstore.movement.parked import RETRY_S
 from kvstore.simulated import SimulatedDisk, simulate
 from kvstore.simulated.disk import DiskStopped
 from kvstore.spec import ENVELOPES, Durability
