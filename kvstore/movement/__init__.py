@@ -14,7 +14,8 @@ where a chain continues beyond the chunks of the node.
 - ``loads``     moves into memory, layer by layer, from ``sources``, in ``pieces``
 - ``meters``  measures how fast tiers are read
 - ``shared``    the chunks of one shared tier; ``breaker``: pauses requests to a tier that fails
-- ``shared_tiers``  all shared tiers, and hints of the chunks that they have
+- ``shared_tiers``  all shared tiers, and hints of what they have; ``shared_source``: one as a source of loads;
+  ``reach``: how far a chain goes on there
 - ``demotion``  writes chunks to shared tiers before they leave the node; ``uses``: counts chunks that come back
 - ``clearing``  removes chunks by an operator's word, and ``relocation`` moves them
 - ``levels``    reports how durable a chain is
@@ -31,8 +32,9 @@ from kvstore.movement.levels import LevelsReached
 from kvstore.movement.loads import Loading
 from kvstore.movement.meters import MeasuredTier, TierMeters
 from kvstore.movement.movement import Movement, MovementParts
+from kvstore.movement.reach import Beyond, ChunkHint
 from kvstore.movement.relocation import ChunkStep, Transit
-from kvstore.movement.shared_tiers import Beyond, ChunkHint, TierWord
+from kvstore.movement.shared_tiers import TierWord
 from kvstore.movement.writes import Writes
 
 __all__ = [

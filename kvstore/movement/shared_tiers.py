@@ -11,22 +11,20 @@ from itertools import compress, repeat
 from typing import NamedTuple
 
 from kvstore.catalog import Catalog, Namespace
-from kvstore.chunk import ChunkHeader, write_mark
-from kvstore.errors import DataLoss, Exhausted, KVStoreError, Unavailable
+from kvstore.errors import Unavailable
 from kvstore.keys import ROOT_DIGEST
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.questions import PROBE_COUNT_MAX, in_questions
-from kvstore.movement.shared import STALL_S, SharedCopies, is_for_others
-from kvstore.movement.sources import may_enter
+from kvstore.movement.reach import Beyond, ChunkHint, PartReach, Reach
+from kvstore.movement.shared import SharedCopies, is_for_others
+from kvstore.movement.shared_source import SharedSource
 from kvstore.seams import Clock
-from kvstore.seams.memory import Bytes
 from kvstore.spec import Tier
 from kvstore.telemetry import NO_TRACING, Counters, Tracing
-from kvstore.tiers import ChunkName, SharedUse, StoredChunk
+from kvstore.tiers import ChunkName, SharedUse
 
 CLOSE_S_MAX = 5.0
 """A stop goes on without a tier that takes more seconds to close."""
-REARM_S_MIN = 0.1
 CHECK_S_MAX = 12.0
 """Seconds that a shared tier may take for its answer to ``check``."""
 HINT_S = 5.0
@@ -35,86 +33,6 @@ HINT_COUNT_MAX = 65_536
 RANK = 1000
 """The rank of the fastest shared tier among sources: all shared tiers are slower than local ones."""
 _log = logging.getLogger("kvstore.movement")
-
-
-class SharedSource:
-    """A chunk that a shared tier is said to have."""
-
-    patience_s = STALL_S
-
-    def __init__(
-        self,
-        shared: SharedCopies,
-        row: int,
-        chunk: ChunkName,
-        catalog: Catalog,
-        names: ChunkNames,
-        shared_tiers: SharedTiers,
-    ) -> None:
-        self.name, self.kind, self.rank = shared.tier.name, shared.tier.kind, shared.rank
-        self.piece_bytes_max = shared.piece_bytes_max
-        self._shared = shared
-        self._row = row
-        self._chunk = chunk
-        self._catalog = catalog
-        self._names = names
-        self._shared_tiers = shared_tiers
-
-    async def open(self, ahead: Sequence[Bytes]) -> StoredChunk | None:
-        found = await self._shared.tier.open(self._chunk, ahead)
-        if found is None:
-            self._forget()
-        elif not self._names.fits(self._row, found.header):
-            found.close()
-            raise DataLoss("another chunk lies where this one should", reason="header")
-        return found
-
-    def is_current(self, header: ChunkHeader) -> bool:
-        return may_enter(self._catalog, self._row, write_mark(header.write_id), self._chunk.mark)
-
-    def worked(self) -> None:
-        self._shared.worked()
-        self._shared.see(self._row)
-
-    async def failed(self, error: KVStoreError) -> None:
-        """Record the error. A copy that failed its check is written anew when the chunk is stored again."""
-        if isinstance(error, DataLoss):
-            self._shared.is_bad(self._chunk.storage_key)
-            self._forget()
-        elif not isinstance(error, Exhausted):  # a limit of our own says nothing of the tier
-            self._shared.breaker.failed(error.message)
-
-    def late(self) -> float:
-        """Wait longer for a tier that answers other calls meanwhile: it is busy."""
-        more_s = self.patience_s - self._shared.tier.stalled_s()
-        if more_s >= REARM_S_MIN:
-            return more_s
-        self._shared.breaker.failed(f"tiers.{self.name} has not answered for {self.patience_s:.0f} s")
-        return 0.0
-
-    def _forget(self) -> None:
-        self._shared.take(self._row)
-        self._shared_tiers.was_wrong(self._chunk.storage_key, self._shared)
-
-
-class ChunkHint(NamedTuple):
-    """The places of one chunk, as hinted: for each part the shared tier that has it, None where the node has it."""
-
-    parts: tuple[SharedCopies | None, ...]
-
-    @property
-    def kind(self) -> Tier | None:
-        """The kind of the slowest of these tiers; None where the node has all parts."""
-        slowest = max((each for each in self.parts if each), key=lambda each: each.rank, default=None)
-        return slowest.tier.kind if slowest else None
-
-
-class Beyond(NamedTuple):
-    """The chunks by which a chain continues beyond the node. ``is_known``: False where a tier did not answer for the
-    next chunk."""
-
-    chunks: list[ChunkHint]
-    is_known: bool
 
 
 class KeyHint(NamedTuple):
@@ -165,7 +83,7 @@ class SharedTiers:
                 chunk = self._names.of(row)
                 if not self._catalog.table.is_resident(row):
                     chunk = ChunkName(chunk.storage_key, chunk.layout)  # any write of it
-                return SharedSource(shared, row, chunk, self._catalog, self._names, self)
+                return SharedSource(shared, row, chunk, self._catalog, self._names, self.was_wrong)
         return None
 
     async def check(self, name: str) -> None:
@@ -190,51 +108,65 @@ class SharedTiers:
     async def find_all(
         self, chains: Sequence[tuple[Sequence[Namespace], Sequence[bytes]]], timeout_s: float
     ) -> list[Beyond]:
-        """``find`` for each chain. One question goes to each tier, which is answered within the tier's own bound, or
-        not at all; all tiers together take no longer than the longest of their bounds. ``timeout_s``: the seconds that
-        the caller may take; the questions get half of them, the rest is for the node's own work."""
-        wanted: list[list[list[bytes]]] = []
-        for spaces, digests in chains:
-            if wanted:
-                await self._clock.sleep(0)  # many long chains take time: other requests are answered in between
-            wanted.append(self._keys(spaces, digests))
+        """``find`` for each chain. Questions of ``PROBE_COUNT_MAX`` keys go to each tier, the next one where the chain
+        goes on behind the one before. All questions to all tiers together take no longer than the longest of the
+        tiers' own bounds; what was not asked by then is not known. ``timeout_s``: the seconds that the caller may
+        take; the questions get half of them, the rest is for the node's own work."""
         bound_s = max((shared.lookup_s_max for shared in self.tiers), default=0.0)
-        await self._ask_all(self._unheard(wanted), self._clock.monotonic() + min(timeout_s / 2, bound_s))
-        return [self._found(*chain, parts) for chain, parts in zip(chains, wanted, strict=True)]
+        reaches, asked = [Reach(*chain) for chain in chains], set[bytes]()
+        until_s: float | None = None
+        while going_on := [each for each in reaches if each.is_open]:
+            fresh, now_s = await self._unheard(going_on, asked), self._clock.monotonic()
+            if until_s is None:
+                until_s = now_s + min(timeout_s / 2, bound_s)
+            elif now_s >= until_s:
+                break
+            await self._ask_all(fresh, until_s)
+            await self._clock.sleep(0)  # where nothing was asked, other requests are answered all the same
+            for each in going_on:
+                self._go_on(each, asked)
+        return [each.beyond for each in reaches]
 
-    def _unheard(self, chains: Sequence[Sequence[Sequence[bytes]]]) -> list[list[bytes]]:
-        """Return the keys to ask for, each once. Each part of a chain becomes a chain of its own, for a tier may have
-        one part without the others."""
-        now_s, seen = self._clock.monotonic(), set[bytes]()
+    async def _unheard(self, reaches: Sequence[Reach], asked: set[bytes]) -> list[list[bytes]]:
+        """Return the keys to ask for next, each once, and enter them in ``asked``. Each part of a chain becomes a chain
+        of its own, for a tier may have one part without the others."""
         found: list[list[bytes]] = []
-        for keys in (part for parts in chains for part in parts):
-            fresh = self._to_ask(self.tiers[-1], [key for key in keys if key and key not in seen], now_s)
-            fresh = fresh[: PROBE_COUNT_MAX - len(seen)]
-            seen.update(fresh)
-            found.append(fresh)
+        room = PROBE_COUNT_MAX
+        for number, reach in enumerate(reaches):
+            if number:
+                await self._clock.sleep(0)  # many long chains take time: other requests are answered in between
+            reach.keys = self._keys(reach.spaces, reach.rest) if room else ()
+            now_s = self._clock.monotonic()
+            for keys in reach.keys:
+                fresh = self._to_ask(self.tiers[-1], [key for key in keys if key and key not in asked], now_s)[:room]
+                room -= len(fresh)
+                asked.update(fresh)
+                found.append(fresh)
         return found
 
-    def _found(self, spaces: Sequence[Namespace], digests: Sequence[bytes], parts: Sequence[Sequence[bytes]]) -> Beyond:
-        """Return the leading chunks of one chain that the hints say are there. ``parts``: the keys, part by part."""
-        places, are_known = zip(*map(self._places, spaces, repeat(digests), parts), strict=True)
-        found = list(zip(*places, strict=False))
-        hints = {each: ChunkHint(each) for each in set(found)}
-        return Beyond([hints[each] for each in found], all(are_known))
+    def _go_on(self, reach: Reach, asked: Collection[bytes]) -> None:
+        """Have a chain go on as far as the hints say by now. Its turn has not come where it has no keys."""
+        if reach.keys:
+            parts = [
+                self._places(space, reach.rest, keys, asked)
+                for space, keys in zip(reach.spaces, reach.keys, strict=True)
+            ]
+            reach.go_on(parts)
 
     def _places(
-        self, space: Namespace, digests: Sequence[bytes], keys: Sequence[bytes]
-    ) -> tuple[list[SharedCopies | None], bool]:  # fmt: skip
-        """Return the places of one part of a chain's leading chunks: the shared tier, or None for the node. Ends before
-        a part that no tier has, or that left the node meanwhile; and before one of which that is not known (False)."""
-        now_s, is_known = self._clock.monotonic(), True
+        self, space: Namespace, digests: Sequence[bytes], keys: Sequence[bytes], asked: Collection[bytes]
+    ) -> PartReach:
+        """Return the places of one part of a chain's leading chunks. Ends before a part that no tier has, or that left
+        the node meanwhile; before one of which that is not known; and before one that nobody was asked for."""
+        now_s = self._clock.monotonic()
         places: list[SharedCopies | None] = []
         for digest, key in zip(digests, keys, strict=False):
             hint = self._hint_of(key, now_s) if key else _HERE
             if hint is None or not hint.is_there or (not key and digest not in space.index):
                 is_known = hint is not None and hint.shared in (None, self.tiers[-1])  # else a slower tier may have it
-                break
+                return PartReach(places, is_known, is_open=hint is None and key not in asked)
             places.append(hint.shared)
-        return places, is_known
+        return PartReach(places, is_open=bool(keys))
 
     def _keys(self, spaces: Sequence[Namespace], digests: Sequence[bytes]) -> list[list[bytes]]:
         """Return the storage keys of a chain's chunks, part by part; empty where the node has that part. Ends before a

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 SHARED = "kvstore/movement/shared.py"
+SHARED_SOURCE = "kvstore/movement/shared_source.py"
 SHARED_TIERS = "kvstore/movement/shared_tiers.py"
 SOURCES = "kvstore/movement/sources.py"
 LOADS = "kvstore/movement/loads.py"
@@ -31,8 +32,8 @@ MUTANTS = [
     Mutant(
         "a-bound-for-each-tier-that-stands-still",
         SHARED_TIERS,
-        "        await self._ask_all(self._unheard(wanted), self._clock.monotonic() + min(timeout_s / 2, bound_s))\n",
-        "        await self._ask_all(self._unheard(wanted), self._clock.monotonic() + timeout_s / 2)\n",
+        "                until_s = now_s + min(timeout_s / 2, bound_s)\n",
+        "                until_s = now_s + timeout_s / 2\n",
         "a lookup waits for one stalled tier after the other",
         (f"{T_QUESTIONS}::test_a_lookup_waits_for_one_bound_however_many_tiers_stand_still",),
     ),
@@ -151,14 +152,14 @@ MUTANTS = [
     Mutant(
         "shared-tiers-take-all-the-time-there-is",
         SHARED_TIERS,
-        "        await self._ask_all(self._unheard(wanted), self._clock.monotonic() + min(timeout_s / 2, bound_s))\n",
-        "        await self._ask_all(self._unheard(wanted), self._clock.monotonic() + min(timeout_s, bound_s))\n",
+        "                until_s = now_s + min(timeout_s / 2, bound_s)\n",
+        "                until_s = now_s + min(timeout_s, bound_s)\n",
         "a caller in a hurry goes before it is told what the node has",
         (f"{FAILING}::test_a_caller_in_a_hurry_is_told_what_the_node_has",),
     ),
     Mutant(
         "a-limit-of-our-own-is-the-tiers-failure",
-        SHARED_TIERS,
+        SHARED_SOURCE,
         "        elif not isinstance(error, Exhausted):  # a limit of our own says nothing of the tier\n",
         "        else:\n",
         "a node that reads much leaves a bucket alone that answers",
@@ -182,7 +183,7 @@ MUTANTS = [
     ),
     Mutant(
         "a-header-that-is-believed",
-        SHARED_TIERS,
+        SHARED_SOURCE,
         "        elif not self._names.fits(self._row, found.header):\n",
         "        elif False:\n",
         "the device's next start finds a chunk under another name than its own",
@@ -198,7 +199,7 @@ MUTANTS = [
     ),
     Mutant(
         "a-busy-tier-is-given-up",
-        SHARED_TIERS,
+        SHARED_SOURCE,
         "        if more_s >= REARM_S_MIN:\n",
         "        if False:\n",
         "a large fetch from a healthy tier ends after two seconds",
