@@ -309,7 +309,7 @@ class SharedTier(Protocol):
         self, storage_keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = ()
     ) -> Sequence[bool | None]:
         """Return a flag per key: True when the chunk is probably there, None where that is unknown, as a part of the
-        engine does not answer. A flag is a hint: only a read proves it.
+        engine does not answer, or a limit of this node lets no more be asked. A flag is a hint: only a read proves it.
         ``chains``: the number of keys of each chain; the keys are in order, each chain root first. A chain is of use
         only up to its first missing chunk, so a tier that pays for each question need not ask for every key; without
         ``chains`` it asks for every key. Raises Unavailable, DeadlineExceeded."""
@@ -332,7 +332,7 @@ class SharedTier(Protocol):
         these next: the tier may fill it in the same request, and ``read`` of these slabs into the same buffers then
         only checks them. ``ahead`` belongs to the chunk until that is closed. A cancelled open, or a cancelled read of
         the opened chunk, fills its target no more once it has ended. Raises: DataLoss when the bytes there are not that
-        chunk; Unavailable."""
+        chunk; Exhausted where a limit of this node lets no more be read; Unavailable."""
 
     async def remove(self, storage_keys: Sequence[bytes]) -> None:
         """Remove these chunks. A chunk that is not there is no error. Raises Unavailable."""

@@ -196,7 +196,7 @@ MUTANTS = [
     Mutant(
         "the-days-limit-is-none",
         f"{ROOM}/tier.py",
-        "        if self._is_spent():\n            return None\n",
+        '        self._check_allowance("read")\n',
         "",
         "a bucket costs more than it may",
         (f"{T_LIMITS}::test_a_day_has_its_limit",),

@@ -137,13 +137,19 @@ class S3Tier:
             self._say("the day's limit is reached: nothing is asked of the tier before the next one", setting=setting)
         return bool(setting)
 
+    def _check_allowance(self, what: str) -> None:
+        """Raise Exhausted when the tier may make no more requests today. ``what`` cannot be done there."""
+        if self._is_spent():
+            setting = f"tiers.s3.{self._allowance.reached}"
+            raise Exhausted(f"{setting} is reached: nothing is {what} there before tomorrow; raise it")
+
     # ------------------------------------------------------------ look
 
     async def probe(
         self, storage_keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = ()
-    ) -> Sequence[bool]:
+    ) -> Sequence[bool | None]:
         if not storage_keys or self._is_spent():
-            return [False] * len(storage_keys)
+            return [None] * len(storage_keys)
         asks_bucket = self._bucket.is_due
         if asks_bucket:
             self._bucket.asked()
@@ -235,8 +241,7 @@ class S3Tier:
     async def open(self, name: ChunkName, ahead: Sequence[Buffer] = ()) -> StoredChunk | None:
         """See ``SharedTier.open``. Reads the header, and ``ahead`` in the same request where it fits: another request
         would wait for its first byte once more."""
-        if self._is_spent():
-            return None
+        self._check_allowance("read")
         memory = host_memory(ahead)
         is_one_request = self._raw.of(name.layout) and sum(each.size for each in memory) <= self._settings.range_bytes
         found = await self._judge(name, joined(memory) if memory and is_one_request else ())
@@ -280,9 +285,7 @@ class S3Tier:
         return layout.total_bytes >= self._settings.chunk_bytes_min
 
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> None:
-        if self._is_spent():
-            setting = f"tiers.s3.{self._allowance.reached}"
-            raise Exhausted(f"{setting} is reached: nothing is stored there before tomorrow; raise it")
+        self._check_allowance("stored")
         try:
             await self._write(header, layout, host_memory(pieces))
         finally:

@@ -33,8 +33,10 @@ def test_a_day_has_its_limit(stand: S3Stand, limit: str) -> None:
             for number in range(100):
                 await write(tier, chunk(number))
         before = len(stand.switches.asked)
-        assert await tier.open(chunk(0).name) is None
-        assert list(await tier.probe([chunk(0).header.storage_key], TIMEOUT_S)) == [False]
+        with pytest.raises(Exhausted, match=f"tiers.s3.{limit}"):
+            await tier.open(chunk(0).name)
+        keys = [chunk(number).header.storage_key for number in (0, 1000)]
+        assert list(await tier.probe(keys, TIMEOUT_S)) == [None, None], "it may be there"
         assert len(stand.switches.asked) == before, "nothing was asked"
         assert tier.statistics().state == "failing"
         assert await found(stand.other, chunk(0))
