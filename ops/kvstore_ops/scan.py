@@ -13,11 +13,17 @@ from rich.text import Text
 
 from kvstore.config import S3Settings, Settings
 from kvstore.errors import InvalidRequest
+from kvstore.keys import fingerprint
 from kvstore.seams import EnvelopeRing
 from kvstore.server.secrets import read_envelope_keys, read_keys
+from kvstore.spec import CacheKind
 from kvstore.tiers.s3.listing import Examined, examine, pages
 from kvstore.tiers.s3.writing import remove_objects
 from kvstore.units import format_bytes
+from kvstore.wire import spec_from_message
+from kvstore_ops import tenants as doors
+from kvstore_ops.door import door_of
+from kvstore_ops.operators.harmless import cell
 from kvstore_ops.status import age_of
 
 PAGE_COUNT = 64
@@ -71,11 +77,13 @@ def _check_digits(option: str, digits: str, least: int, why: str) -> None:
 
 @dataclass
 class Row:
-    """The chunks of one tenant, model and kind. Times are wall seconds."""
+    """The chunks of one tenant, model and kind. ``model``: digits of its fingerprint; ``model_id``: empty where the
+    node's sidecar does not know it. Times are wall seconds."""
 
     tenant: str
     model: str
     kind: str
+    model_id: str = ""
     chunk_count: int = 0
     byte_count: int = 0
     oldest_s: float = 0.0
@@ -108,8 +116,8 @@ class Found:
     deleted_count: int = 0
     deleted_bytes: int = 0
 
-    def add(self, found: Examined, tenants: dict[str, str]) -> None:
-        """Count one object."""
+    def add(self, found: Examined, tenants: dict[str, str], models: dict[str, str]) -> None:
+        """Count one object. ``tenants``, ``models``: names by digests."""
         self.object_count += 1
         self.byte_count += found.listed.byte_count
         self.unread_count += found.is_too_large
@@ -120,9 +128,9 @@ class Found:
             self.damaged[found.reason] = self.damaged.get(found.reason, 0) + 1
         elif found.header is not None:
             digest = found.header.tenant_digest.hex()
-            model, kind = found.header.fingerprint.hex()[:MODEL_DIGITS], str(found.header.kind)
-            tenant = tenants.get(digest, digest)
-            self.rows.setdefault((tenant, model, kind), Row(tenant, model, kind)).add(found)
+            whole, kind = found.header.fingerprint.hex(), str(found.header.kind)
+            tenant, model = tenants.get(digest, digest), whole[:MODEL_DIGITS]
+            self.rows.setdefault((tenant, model, kind), Row(tenant, model, kind, models.get(whole, ""))).add(found)
 
     @property
     def is_all_checked(self) -> bool:
@@ -146,6 +154,24 @@ def names_of_tenants(settings: Settings) -> dict[str, str]:
     return {keys.digest.hex(): name for name, keys in read_keys(settings.tenants).items()}
 
 
+def names_of_models(settings: Settings) -> dict[str, str]:
+    """Return the ids of models by the fingerprints of their caches, as far as this node's own sidecar knows them.
+    Objects contain only the fingerprints. Empty where no sidecar runs, or it serves another user."""
+    place = settings.server.socket_directory / "kvstore.sock"
+    if not place.exists():
+        return {}
+    door = door_of(str(place), "", "")
+    told = doors.ask({"": door, **doors.beside(door)}).values()
+    names: dict[str, str] = {}
+    for model in (each for stats in told if not isinstance(stats, str) for each in stats.models):
+        names[model.fingerprint.hex()] = model.model_id
+        if model.spec.layers:
+            spec = spec_from_message(model.spec)
+            for layer in range(spec.layer_count):
+                names[fingerprint(spec, CacheKind.E, layer).hex()] = model.model_id
+    return names
+
+
 def ring_of(settings: Settings) -> EnvelopeRing:
     """Return the envelope keys of all tenants of the settings. Raises InvalidRequest for a file that is no key file."""
     keys = read_keys(settings.tenants)
@@ -158,12 +184,12 @@ def scan(
 ) -> Found:  # fmt: skip
     """Examine every object, and count those that are ``wanted``; with ``delete``, delete these. Objects of a newer
     release and objects that are no chunks are never deleted. Raises InvalidRequest, PermissionDenied, Unavailable."""
-    s3, tenants, found = settings_of(settings), names_of_tenants(settings), Found()
+    s3, tenants, models, found = settings_of(settings), names_of_tenants(settings), names_of_models(settings), Found()
     ring = ring_of(settings) if verify else None
     for each in _examined(s3, found, ring):
         meant = [one for one in each if one.reason != "gone" and wanted.has(one, now_s)]
         for one in meant:
-            found.add(one, tenants)
+            found.add(one, tenants, models)
         doomed = [one for one in meant if one.reason != "newer"] if delete else []
         if doomed:
             remove_objects(s3, [one.listed.storage_key for one in doomed])
@@ -186,7 +212,8 @@ def render(found: Found, now_s: float, *, is_verified: bool) -> Group:
     table = Table("tenant", "model", "kind", "chunks", "bytes", "newest", "oldest")
     for row in sorted(found.rows.values(), key=lambda row: -row.byte_count):
         ages = (age_of(now_s - row.newest_s), age_of(now_s - row.oldest_s))
-        table.add_row(row.tenant, row.model, row.kind, f"{row.chunk_count:,}", format_bytes(row.byte_count), *ages)
+        model = cell(f"{row.model_id} {row.model}".strip())
+        table.add_row(row.tenant, model, row.kind, f"{row.chunk_count:,}", format_bytes(row.byte_count), *ages)
     lines = [f"{found.object_count:,} objects, {format_bytes(found.byte_count)}"]
     how = "all bytes" if is_verified else "headers and lengths; --verify reads all bytes"
     damaged = ", ".join(f"{count:,} {reason}" for reason, count in sorted(found.damaged.items()))

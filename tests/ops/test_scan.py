@@ -13,19 +13,23 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from kvstore_client import connect
 from kvstore_ops import scan as scanning
 from kvstore_ops.cli import app
+from kvstore_ops.sidecar import Sidecar
 from typer.testing import CliRunner
 
 from kvstore.chunk import Making, Sealing, Trust, check_alone, encode_chunk, open_alone, sealed_header_bytes
 from kvstore.errors import DataLoss, InvalidRequest, KVStoreError
+from kvstore.keys import fingerprint
 from kvstore.seams import EnvelopeKey, EnvelopeRing, TenantKeys
-from kvstore.spec import ENVELOPES, Encoding
+from kvstore.spec import ENVELOPES, CacheKind, Encoding
 from kvstore.tiers.s3 import listing
 from kvstore.tiers.s3.listing import Examined, Listed
 from tests.contracts.chunks import SMALL, Chunk, chunk, layouts
 from tests.contracts.shared.s3_stand import S3Stand, tier_of
 from tests.contracts.shared.stands import write
+from tests.specs import random_cache, small_spec, tokens_of
 from tests.tiers.s3.objects import bytes_of, newer, put_bytes
 
 MODELS = {"one": b"\x11" * 32, "other": b"\x22" * 32}
@@ -38,12 +42,15 @@ def stand(tmp_path: Path) -> Iterator[S3Stand]:
     made.switches.close()
 
 
-def scan(stand: S3Stand, *arguments: str, key_file: Path | None = None, **more: str) -> Any:
-    """What the command prints; its error's message where it fails."""
+def scan(
+    stand: S3Stand, *arguments: str, key_file: Path | None = None, place: Path | None = None, **more: str
+) -> Any:  # fmt: skip
+    """What the command prints; its error's message where it fails. ``place``: of a sidecar's sockets."""
     own = {"BUCKET": stand.server.bucket, "PREFIX": stand.settings.prefix, "ENDPOINT_URL": stand.server.url, **more}
     environment = {f"KVSTORE__TIERS__S3__{name}": value for name, value in own.items()}
     if key_file is not None:
         environment["KVSTORE__TENANTS__DEFAULT__ENVELOPE_KEY_FILE"] = str(key_file)
+    environment["KVSTORE__SERVER__SOCKET_DIRECTORY"] = str(place or "/nowhere")
     done = CliRunner().invoke(app, ["scan", *arguments], env=environment)
     if isinstance(done.exception, KVStoreError):
         return done.exception.message
@@ -95,6 +102,27 @@ def test_it_tells_what_is_there_and_what_is_damaged(stand: S3Stand) -> None:
     assert all(word in shown for word in ("default", "111111111111", "10 objects", "newer release: 1"))
     assert scan(stand, "--json", "--tenant", "7474")["object_count"] == 4
     assert scan(stand, "--json", "--model", "1111")["object_count"] == 3
+
+
+def test_models_that_the_nodes_own_sidecar_knows_are_named(stand: S3Stand, own_sidecar: Sidecar) -> None:
+    """Of the others only the fingerprints are known: objects contain no names."""
+    spec, place = small_spec(model_id="some/model [bold]"), own_sidecar.directory / "run"
+    names = [fingerprint(spec, CacheKind.KV), fingerprint(spec, CacheKind.E, 1), MODELS["other"]]
+
+    async def scenario() -> None:
+        for number, name in enumerate(names):
+            await write(stand.tier, chunk(number, tenant_digest=TenantKeys().digest, fingerprint=name))
+
+    stand.run(scenario)
+    with connect(own_sidecar.address) as client:
+        client.store(spec, tokens_of(16), random_cache(spec, 16)).wait(10.0)
+    found = scan(stand, "--json", place=place)
+    assert {row["model"]: row["model_id"] for row in found["rows"]} == {
+        names[0].hex()[:12]: spec.model_id, names[1].hex()[:12]: spec.model_id, "222222222222": "",
+    }  # fmt: skip
+    shown = scan(stand, place=place).replace("\n", "")
+    assert shown.count("[bold]") == 2
+    assert {row["model_id"] for row in scan(stand, "--json")["rows"]} == {""}, "no sidecar runs there"
 
 
 def test_it_deletes_what_it_was_told_to_and_nothing_else(stand: S3Stand) -> None:
