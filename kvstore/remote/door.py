@@ -49,7 +49,9 @@ OPTIONS = (
     # A client that vanished without closing its connection is noticed, and its session ends.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # Clients send keepalive pings while nothing else is sent. By default gRPC ends a connection whose pings come more
+    # often than every five minutes: idle clients would lose their sessions.
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
 )
 _log = logging.getLogger("kvstore.remote")
 
