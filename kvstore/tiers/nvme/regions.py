@@ -144,15 +144,32 @@ class Regions:
 
     def create(self, slot_bytes: int) -> RegionFile:
         """Make a new file for slots of one size: file and directory are synced before the first slot is used. Blocking.
+        The first file of a size has fewer slots than usual where the file system has less room; later ones, which would
+        become many, do not.
 
         Raises: Exhausted when the capacity or the device has no room for one slot; OSError.
         """
-        budget = self._budget_bytes() - PAGE_BYTES
         used = sum(each.slot_count for each in self.by_number.values() if each.slot_bytes == slot_bytes)
         count = max(FIRST_SLOT_COUNT, FIRST_REGION_BYTES // slot_bytes, used)
-        count = min(count, max(1, (self._region_bytes - PAGE_BYTES) // slot_bytes), budget // slot_bytes)
-        if count < 1:
-            raise Exhausted(f"the NVMe tier is full: {remedy_of(self.by_number.values(), self.capacity_bytes)}")
+        count = min(count, max(1, (self._region_bytes - PAGE_BYTES) // slot_bytes))
+        while True:
+            count = min(count, (self._budget_bytes() - PAGE_BYTES) // slot_bytes)
+            if count < 1:
+                raise Exhausted(f"the NVMe tier is full: {remedy_of(self.by_number.values(), self.capacity_bytes)}")
+            try:
+                return self._make(slot_bytes, count)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                if used or count == 1:
+                    raise Exhausted(
+                        f"the file system of {self._directory} has no room for {PAGE_BYTES + slot_bytes * count} bytes "
+                        "more: free some, or lower tiers.nvme.capacity_bytes"
+                    ) from error
+                count //= 2
+
+    def _make(self, slot_bytes: int, count: int) -> RegionFile:
+        """Make a file of so many slots. Raises OSError; nothing is left of the file then."""
         number = next(each for each in range(REGION_COUNT_MAX) if each not in self._numbers)
         path = self._directory / f"region-{number:05d}-{slot_bytes}.kvs"
         region = RegionFile(number, path, -1, slot_bytes, count, free=array("i", range(count - 1, -1, -1)))
@@ -166,13 +183,8 @@ class Regions:
             self._faults.reach("nvme.region.written")
             self._disk.sync(region.descriptor)
             self._disk.sync_directory(self._directory)
-        except OSError as error:
+        except OSError:
             self._abandon(region)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise Exhausted(
-                    f"the file system of {self._directory} has no room for {region.file_bytes} bytes more: free some, "
-                    "or lower tiers.nvme.capacity_bytes"
-                ) from error
             raise
         self._faults.reach("nvme.region.synced")
         self.by_number = {**self.by_number, number: region}  # a new table: the event loop may be iterating the old one
@@ -271,11 +283,14 @@ class Regions:
 
     def in_the_way(self, slot_bytes: int) -> list[RegionFile]:
         """Return the regions that take the room of a new file for this slot size, and that no reader uses: regions of
-        other sizes, or closed for writing. The region that holds the least comes first."""
+        other sizes, or closed for writing. The region that holds the least comes first. Where the capacity has room for
+        such a file, and so the file system has none, each is large enough for one slot by itself."""
+        least = PAGE_BYTES + slot_bytes if self.has_budget(slot_bytes) else 0
         others = [
             each
             for each in self.by_number.values()
             if each.used_count
+            and each.file_bytes >= least
             and not (each.readers or each.unread)
             and (each.slot_bytes != slot_bytes or each.is_read_only)
         ]

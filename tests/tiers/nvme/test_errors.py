@@ -10,11 +10,12 @@ import pytest
 
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.simulated import LoopClock, SeededWorkers, SimulatedDisk, simulate
-from kvstore.spec import Durability, MissReason
+from kvstore.spec import Durability, LayerSpec, MissReason
 from kvstore.tiers import Residency
 from tests.contracts.chunks import Chunk, balance, chunk, holds, write
 from tests.contracts.evictors import KeepsAll
 from tests.contracts.local.stands import HOME, nvme_tier
+from tests.specs import small_spec
 from tests.tiers.service import KIB, DeviceService
 
 RETRY_S = 15.0
@@ -122,9 +123,10 @@ def test_a_file_that_cannot_be_made(service: DeviceService, method: str, error: 
     """The first store of all: in memory only, the reason names the setting; nothing is left behind; later it works."""
 
     async def scenario() -> None:
-        service.disk.fail(method, error, path_contains="" if method == "sync_directory" else "region")
+        service.disk.fail(method, error, path_contains="" if method == "sync_directory" else "region", times=None)
         await service.store(service.session, 1)
         settled = await service.settled(1)
+        service.disk.mend()
         assert settled.durability is Durability.MEMORY
         if error != errno.EIO:
             assert "tiers.nvme" in settled.reason
@@ -156,6 +158,50 @@ def test_a_full_file_system_keeps_what_it_has_and_makes_room_from_it() -> None:
         held = service.nvme.statistics().chunk_count
         assert held >= 10
         assert await service.fetch(39) == (1, MissReason.NONE)
+        service.balance()
+
+    service.run(scenario)
+
+
+LARGE = small_spec(model_id="large", layers=(LayerSpec(kv_heads=12, k_dim=8, v_dim=8),) * 4)
+
+
+def test_the_first_file_of_a_size_fits_the_room_that_the_file_system_has() -> None:
+    """Less than the usual number of slots, and more than one."""
+    service = DeviceService(arena_chunks=32, disk=SimulatedDisk(1, capacity_bytes=40 * KIB))
+
+    async def scenario() -> None:
+        for number in range(6):
+            await service.keep(number)
+            service.balance()
+        assert await service.fetch(5) == (1, MissReason.NONE)
+
+    service.run(scenario)
+
+
+def test_a_full_file_system_gives_nothing_up_for_what_has_no_room_even_so() -> None:
+    """A file of small chunks is removed only where a large one has room in its place: chunks that were acknowledged
+    would be lost for nothing, and again with each large one that comes."""
+    service = DeviceService(arena_chunks=32, disk=SimulatedDisk(1, capacity_bytes=80 * KIB))
+
+    async def scenario() -> None:
+        for number in range(6):
+            await service.keep(number)
+        held = service.nvme.statistics().chunk_count
+        huge = service.of(small_spec(model_id="huge", layers=(LayerSpec(kv_heads=48, k_dim=8, v_dim=8),) * 4))
+        for number in range(3):
+            await huge.store(service.session, 100 + number)
+            settled = await huge.settled(100 + number)
+            assert settled.durability is Durability.MEMORY
+            assert "free some" in settled.reason
+            assert service.nvme.statistics().chunk_count == held
+        large = service.of(LARGE)
+        for number in range(3):
+            await large.keep(200 + number)
+            service.balance()
+        await service.keep(50)
+        assert await large.fetch(202) == (1, MissReason.NONE)
+        assert await service.fetch(50) == (1, MissReason.NONE)
         service.balance()
 
     service.run(scenario)
