@@ -55,7 +55,12 @@ class SidecarSession:
     async def open(path: Path) -> tuple[SidecarSession, Welcome, list[int]]:
         """Open a session. Return it, the sidecar's welcome and the descriptors in it. Raises the sidecar's refusal, or
         Unavailable."""
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        except OSError as error:
+            raise Unavailable(
+                f"the remote plane gets no socket ({error.strerror}): raise its limit on open files (ulimit -n)"
+            ) from error
         connection.setblocking(False)
         session = SidecarSession(connection)
         try:

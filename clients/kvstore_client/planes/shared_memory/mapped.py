@@ -107,7 +107,12 @@ class MappedMemory(ClientSession):
     @staticmethod
     def _connect(socket_path: Path, timeout_s: float) -> socket.socket:
         path = socket_path.with_name("data.sock")
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        except OSError as error:
+            raise Unavailable(
+                f"this process gets no socket ({error.strerror}): raise its limit on open files (ulimit -n)"
+            ) from error
         connection.settimeout(timeout_s)
         try:
             connection.connect(str(path))
