@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -21,6 +21,16 @@ from kvstore.units import parse_bytes, parse_duration
 PREFIX = "KVSTORE__"
 DEFAULT = "default"
 TENANTS = "tenants"
+FLAGS = types.MappingProxyType(
+    {
+        "arena.capacity_bytes": "--capacity",
+        "tiers.nvme.capacity_bytes": "--nvme",
+        "tiers.nvme.directory": "--nvme-directory",
+    }
+)
+"""Flags of ``kvstore serve`` that are not named as their setting."""
+KINDS = types.MappingProxyType({bool: "true or false", Path: "a path", str: "a text: write it in quotes"})
+"""What a value of a type is called in an error; other types are whole numbers."""
 
 
 class SettingSources(NamedTuple):
@@ -134,6 +144,7 @@ class _Sources:
         self.schema = _schema()
         self.values: dict[str, dict[str, object]] = {section: {} for section in self.schema}
         self.origins: dict[str, str] = {}
+        self.groups = (TENANTS, *dict.fromkeys(name.partition(".")[0] for name in self.schema if "." in name))
 
     def known(self, section: str, origin: str) -> dict[str, Any]:
         group, _, name = section.partition(".")
@@ -146,7 +157,9 @@ class _Sources:
             self.values[section] = {}
         found = self.schema.get(section)
         if found is None:
-            raise InvalidRequest(f"{origin}: unknown section [{section}]{_closest(section, self.schema)}")
+            raise InvalidRequest(
+                f"{origin}: unknown section [{section}]{_closest(section, [*self.schema, *self.groups])}"
+            )
         return found
 
     def put(self, section: str, name: str, text: object, origin: str) -> None:
@@ -159,8 +172,8 @@ class _Sources:
         except InvalidRequest as error:
             raise InvalidRequest(f"{origin}: {section}.{name}: {error.message}") from error
         except (ValueError, KeyError, RuntimeError) as error:  # RuntimeError: ~ of an unknown user
-            kind = getattr(hint, "__name__", str(hint))
-            raise InvalidRequest(f"{origin}: {section}.{name} = {text!r} cannot be read as {kind}") from error
+            kind = KINDS.get(hint, "a whole number")
+            raise InvalidRequest(f"{origin}: {section}.{name} = {text!r} is not {kind}") from error
         self.origins[f"{section}.{name}"] = origin
 
     @property
@@ -174,7 +187,8 @@ class _Sources:
                 self.origins.setdefault(f"{section}.{name}", DEFAULT)
 
 
-def _closest(word: str, known: Mapping[str, object]) -> str:
+def _closest(word: str, known: Iterable[str]) -> str:
+    known = list(known)
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
 
@@ -198,7 +212,7 @@ def load(
     Raises: InvalidRequest naming the source and the setting.
     """
     sources = _Sources()
-    for section, leaf in _toml_sections(path, sources.schema):
+    for section, leaf in _toml_sections(path, sources.groups):
         sources.known(section, f"{path}")
         for name, text in leaf.items():
             sources.put(section, name, text, f"{path}")
@@ -209,7 +223,7 @@ def load(
     for flag, value in flags.items():
         if value is not None:
             section, _, name = flag.rpartition(".")
-            sources.put(section, name, value, f"--{name.replace('_', '-')}")
+            sources.put(section, name, value, FLAGS.get(flag, f"--{name.replace('_', '-')}"))
     memory_bytes = memory_limit_bytes()
     sources.fill(derived_defaults(environment, memory_bytes))
     state, capacity = sources.values["server"]["state_directory"], sources.values["arena"]["capacity_bytes"]
@@ -227,9 +241,8 @@ def load(
     return replace(_build(sources, memory_bytes), sources=SettingSources(path, dict(environment), dict(flags)))
 
 
-def _toml_sections(path: Path | None, schema: Mapping[str, object]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _toml_sections(path: Path | None, groups: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The sections of a file; those inside ``[tiers]`` and ``[tenants]`` by their dotted names."""
-    groups = {TENANTS, *(name.partition(".")[0] for name in schema if "." in name)}
     for section, leaf in (_toml(path) if path else {}).items():
         if not isinstance(leaf, dict):
             raise InvalidRequest(f"{path}: {section} must be a section: [{section}]")
@@ -255,8 +268,8 @@ def _build(sources: _Sources, memory_bytes: int) -> LoadedSettings:
         inner = {name.partition(".")[2]: leaf for name, leaf in leaves.items() if name.startswith("tiers.")}
         settings = Settings(tiers=TierSettings(**inner), tenants=tenants, **whole)
     except KVStoreError as error:
-        setting = str(error.fields.get("setting", ""))
-        raise InvalidRequest(f"{sources.origins.get(setting, DEFAULT)}: {error.message}") from error
+        origin = sources.origins.get(str(error.fields.get("setting", "")))  # none: the setting is missing
+        raise InvalidRequest(f"{origin}: {error.message}" if origin else error.message) from error
     names = [f"{section}.{field.name}" for section in leaves for field in fields(leaves[section])]
     origins = {name: sources.origins.get(name, DEFAULT) for name in names}
     return LoadedSettings(settings=settings, origins=origins)

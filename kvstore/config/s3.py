@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from kvstore.config.fields import MIB, Duration, Size, checks_of
@@ -75,6 +76,8 @@ class S3Settings:
         clean = self.prefix.isascii() and self.prefix.isprintable() and not {"", ".", ".."} & set(words)
         _check(clean, "prefix", self.prefix, "use plain words with single / between them, like kvstore/production")
         _check("/" not in self.bucket, "bucket", self.bucket, "use a bucket's name; what follows it is tiers.s3.prefix")
+        named = re.fullmatch(r"[A-Za-z0-9._-]{1,255}|arn:.+|", self.bucket) is not None
+        _check(named, "bucket", self.bucket, "use a bucket's name: letters, digits and . _ -, no blanks")
         for name in ("endpoint_url", "proxy"):
             url = getattr(self, name)
             _check(not url or url.startswith(("http://", "https://")), name, url, "use http://... or https://...")

@@ -59,7 +59,7 @@ class ServerSettings:
         check_setting(named, "server.node", self.node, "use 1 to 128 letters, digits and . _ : -")
         check_setting(0 <= self.metrics_port <= 65535, "server.metrics_port", self.metrics_port, "use 0..65535")
         levels = ("debug", "info", "warning", "error")
-        check_setting(self.log_level in levels, "server.log_level", self.log_level, f"use one of {levels}")
+        check_setting(self.log_level in levels, "server.log_level", self.log_level, f"use one of {', '.join(levels)}")
         check_setting(self.log_format in ("json", "text"), "server.log_format", self.log_format, "use json or text")
         check_setting(self.shutdown_grace_s >= 0, "server.shutdown_grace_s", self.shutdown_grace_s, "use >= 0")
         path = str(self.socket_directory / "kvstore.sock")

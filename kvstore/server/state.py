@@ -25,8 +25,12 @@ def prepare(settings: Settings, disk: Disk) -> int:
     Raises Unavailable when another server uses the directory, or when it is not this user's alone.
     """
     server = settings.server
-    for directory in (server.state_directory, server.socket_directory):
-        disk.make_directory(directory)
+    for setting in ("state_directory", "socket_directory"):
+        try:
+            disk.make_directory(getattr(server, setting))
+        except Unavailable as error:
+            remedy = f"set server.{setting} to a directory that this user may make and write"
+            raise Unavailable(f"{error.message}: {remedy}") from error
     allowed = PASSABLE if serves_others(settings) else PRIVATE
     status = os.stat(server.socket_directory)
     if status.st_uid != os.geteuid() or status.st_mode & 0o777 & ~allowed:

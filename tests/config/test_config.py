@@ -23,7 +23,7 @@ def test_flags_beat_environment_beats_file_beats_default(tmp_path: Path) -> None
     assert settings.server.log_level == "debug"
     assert settings.server.state_directory == Path("/h/.local/state/kvstore")
     assert settings.limits.leased_bytes_max == 3 << 30
-    assert loaded.origins["arena.capacity_bytes"] == "--capacity-bytes"
+    assert loaded.origins["arena.capacity_bytes"] == "--capacity"
     assert loaded.origins["server.metrics_port"] == "KVSTORE__SERVER__METRICS_PORT"
     assert loaded.origins["server.log_level"] == str(file)
     assert loaded.is_default("limits.session_count_max")
@@ -36,7 +36,12 @@ def test_flags_beat_environment_beats_file_beats_default(tmp_path: Path) -> None
         ("[arena]\ncapacity = 1\n", ["capacity_bytes", "did you mean"]),
         ("[arenas]\n", ["arena", "did you mean"]),
         ("arena = 1\n", ["[arena]"]),
-        ("[server]\nmetrics_port = 1.5\n", ["server.metrics_port", "int"]),
+        ("[server]\nmetrics_port = 1.5\n", ["server.metrics_port", "1.5 is not a whole number"]),
+        ("[tenants.default]\nuid = 'bob'\n", ["tenants.default.uid", "'bob' is not a whole number"]),
+        ("[tier.nvme]\nencoding = 'raw'\n", ["[tier]", "did you mean 'tiers'?"]),
+        ("[server]\nnode = 1\n", ["server.node", "in quotes"]),
+        ("[server]\nlog_level = 'loud'\n", ["server.log_level", "use one of debug, info"]),
+        ("[tiers.s3]\nbucket = 'my bucket'\n", ["tiers.s3.bucket", "no blanks"]),
         ('[arena]\nprefault = "maybe"\n', ["arena.prefault"]),
         ("[arena]\nregion_bytes = 5000\n", ["arena.region_bytes", "4096"]),
         ("[controller]\ndeadline_s = 0\n", ["controller.deadline_s"]),
@@ -73,11 +78,11 @@ def test_units() -> None:
         ("", "1", ["unknown section"]),
         ("ARENA__CAPACITY_BYTES", "1 parsec", ["arena.capacity_bytes", "64 GiB"]),
         ("ARENA__CAPACITY_BYTES", "8191", ["arena.capacity_bytes", "8 KiB"]),
-        ("ARENA__PREFAULT", "maybe", ["arena.prefault", "bool"]),
+        ("ARENA__PREFAULT", "maybe", ["arena.prefault", "true or false"]),
         ("SERVER__METRICS_PORT", "65536", ["server.metrics_port", "0..65535"]),
         ("SERVER__METRICS_PORT", "-1", ["server.metrics_port", "0..65535"]),
         ("SERVER__LOG_LEVEL", "loud", ["server.log_level", "info"]),
-        ("SERVER__STATE_DIRECTORY", "~no_such_user_here/x", ["server.state_directory", "Path"]),
+        ("SERVER__STATE_DIRECTORY", "~no_such_user_here/x", ["server.state_directory", "a path"]),
         ("SERVER__SOCKET_DIRECTORY", "/" + "x" * 99, ["server.socket_directory", "99"]),
         ("LIMITS__LEASE_COUNT_MAX", "-1", ["limits.lease_count_max", "0 or more"]),
         ("LIMITS__MESSAGE_BYTES_MAX", "4095", ["limits.message_bytes_max", "4 KiB"]),
@@ -94,6 +99,9 @@ def test_a_mistake_in_a_flag_is_named() -> None:
     for flag, value in (("server.metrics_port", "70000"), ("server.metrics_port", True)):
         with pytest.raises(InvalidRequest, match="--metrics-port"):
             load(None, {"HOME": "/h"}, {flag: value})
+    for flag, name in (("arena.capacity_bytes", "--capacity"), ("tiers.nvme.capacity_bytes", "--nvme")):
+        with pytest.raises(InvalidRequest, match=f"^{name}: {flag}: 'much' is not a size"):
+            load(None, {"HOME": "/h"}, {flag: "much"})
     with pytest.raises(InvalidRequest, match="did you mean 'metrics_port'"):
         load(None, {"HOME": "/h"}, {"server.metric_port": 1})
 

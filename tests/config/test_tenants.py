@@ -92,7 +92,7 @@ TOO_MUCH = f"capacity_bytes = {memory_limit_bytes()}\n"
         ('[tenants.a]\nsecret_file = "x"\ncapacity_bytes = 8191\n', ["tenants.a.capacity_bytes", "8 KiB"]),
         ('[tenants.a]\nsecret_file = "x"\nuid = -1\n', ["tenants.a.uid", "number"]),
         ('[tenants.a]\nsecret_file = "x"\nuid = 4294967295\n', ["tenants.a.uid", "number"]),
-        ('[tenants.a]\nsecret_file = "x"\nuid = "root"\n', ["tenants.a.uid", "cannot be read"]),
+        ('[tenants.a]\nsecret_file = "x"\nuid = "root"\n', ["tenants.a.uid", "whole number"]),
         (
             '[tenants.a]\nsecret_file = "x"\nuid = 5\n[tenants.b]\nsecret_file = "y"\nuid = 5\n',
             ["tenants.b.uid = 5", "tenants.a.uid", "give each its own"],

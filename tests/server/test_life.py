@@ -90,6 +90,18 @@ def test_a_directory_open_to_others_is_refused(tmp_path: Path) -> None:
     assert "chmod" in words
 
 
+@pytest.mark.parametrize("setting", ["state_directory", "socket_directory"])
+def test_a_directory_that_cannot_be_made_is_named_with_its_setting(setting: str, tmp_path: Path) -> None:
+    state, sockets = tmp_path, "run"
+    (tmp_path / "file").write_text("precious")
+    if setting == "state_directory":
+        state = tmp_path / "file"
+        sockets = "../run"
+    else:
+        sockets = "file"
+    assert f"set server.{setting} to" in refused(state, sockets=sockets)
+
+
 def test_a_configured_metrics_port_that_is_taken_stops_the_start(tmp_path: Path) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
