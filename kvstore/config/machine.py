@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from kvstore.config.fields import wrong_setting
+from kvstore.units import format_bytes
+
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -19,6 +22,17 @@ def memory_limit_bytes() -> int:
         if text.isdigit():
             limit = min(limit, int(text))
     return limit
+
+
+def check_memory(arena_bytes: int) -> None:
+    """Raises InvalidRequest when an arena is larger than the machine's memory: the kernel would end the service, or an
+    engine beside it, as the arena fills."""
+    limit = memory_limit_bytes()
+    if arena_bytes > limit:
+        raise wrong_setting(
+            "arena.capacity_bytes", format_bytes(arena_bytes), f"this machine, or the service's control group, has "
+            f"{format_bytes(limit)}: use {format_bytes(limit * 3 // 4)} or less",
+        )  # fmt: skip
 
 
 CAPACITY_FILE = "capacity"
@@ -45,7 +59,7 @@ def _files_bytes(directory: Path) -> int:
 def device_room_bytes(directory: Path) -> int:
     """Return the bytes that the file system of ``directory`` has for us: its free room, and the bytes of our files
     there, of all tenants."""
-    there = next((each for each in (directory, *directory.parents) if each.is_dir()), None)
+    there = next((each for each in (directory, *directory.parents) if os.path.isdir(each)), None)
     if there is None:
         return 0
     try:

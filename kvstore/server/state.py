@@ -22,7 +22,8 @@ socket."""
 def prepare(settings: Settings, disk: Disk) -> int:
     """Make the directories and lock the state directory. Return the lock's descriptor, held until the process ends.
 
-    Raises Unavailable when another server uses the directory, or when it is not this user's alone.
+    Raises Unavailable when another server uses the directory, when this user may not write it, or when that of the
+    sockets is not this user's alone.
     """
     server = settings.server
     for setting in ("state_directory", "socket_directory"):
@@ -39,7 +40,13 @@ def prepare(settings: Settings, disk: Disk) -> int:
             "run chmod 700 on it, or set server.socket_directory"
         )
     path = server.state_directory / "lock"
-    descriptor = disk.open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        descriptor = disk.open(path, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise Unavailable(
+            f"{path} cannot be written ({error.strerror}): run the service as the user whose directory it is, or set "
+            "server.state_directory to one that this user may write"
+        ) from error
     if not disk.lock(descriptor, LOCK_WAIT_S):
         disk.close(descriptor)
         raise Unavailable(

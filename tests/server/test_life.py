@@ -102,6 +102,12 @@ def test_a_directory_that_cannot_be_made_is_named_with_its_setting(setting: str,
     assert f"set server.{setting} to" in refused(state, sockets=sockets)
 
 
+def test_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:
+    words = refused(tmp_path, "--capacity", "8 TiB", "--nvme", "0")
+    assert "arena.capacity_bytes = 8.0 TiB" in words or "arena.capacity_bytes = 8 TiB" in words
+    assert "or less" in words
+
+
 def test_a_configured_metrics_port_that_is_taken_stops_the_start(tmp_path: Path) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))

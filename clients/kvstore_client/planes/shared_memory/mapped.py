@@ -118,11 +118,11 @@ class MappedMemory(ClientSession):
             connection.connect(str(path))
         except OSError as error:
             connection.close()
-            raise Unavailable(
-                f"no sidecar answers on {socket_path} ({path.name} beside it: {error.strerror or error}): start one "
-                "with `kvstore serve`, or set KVSTORE_SOCKET to its kvstore.sock",
-                socket=str(socket_path),
-            ) from error
+            found = f"no sidecar answers on {socket_path} ({path.name} beside it: {error.strerror or error})"
+            remedy = "start one with `kvstore serve`, or set KVSTORE_SOCKET to its kvstore.sock"
+            if isinstance(error, PermissionError):
+                remedy = "it serves its own user, or the one of tenants.NAME.uid: run as that user"
+            raise Unavailable(f"{found}: {remedy}", socket=str(socket_path)) from error
         return connection
 
     # ------------------------------------------------------------ hand-off
