@@ -37,7 +37,7 @@ LEFT_S_MAX = 20.0
 SOON_S, LATER_S = 0.1, 2.0
 """Seconds after which a chunk that is left to another node is looked for again: first SOON_S, then twice as long each
 time, up to LATER_S. Where a tier bills each request a fixed pause costs too much."""
-DRAINING = "an operator drains it (kvstore drain --end has it take chunks again)"
+DRAINING = "an operator drains it (kvstore drain --tier NAME --end has it take chunks again)"
 EVICTED_FIRST = "evicted before it was written: raise arena.capacity_bytes"
 LEFT_BY_A_CRASH = "a crash left it, and it was not stored again since"
 _log = logging.getLogger("kvstore.movement")

@@ -25,6 +25,7 @@ from kvstore_ops.options import (
     TlsOption,
     failed,
     load_settings,
+    of_option,
 )
 
 app = typer.Typer(
@@ -284,7 +285,7 @@ def scan(
     if delete and not (tenant or model or older_than):
         raise InvalidRequest("--delete needs to know what: give --tenant, --model or --older-than (0 s: everything)")
     settings, now_s, is_real = load_settings(config).settings, SystemClock().wall(), delete and not dry_run
-    age_s = parse_duration(older_than) if older_than else 0.0
+    age_s = of_option("--older-than", parse_duration, older_than) if older_than else 0.0
     wanted = scanning.wanted_of(settings, tenant, model, age_s, is_for_deletion=delete)
     found = scanning.with_progress(
         lambda tell: scanning.scan(settings, wanted, verify=verify, delete=is_real, now_s=now_s, progress=tell)

@@ -16,7 +16,7 @@ from rich.text import Text
 from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
 from kvstore.wire import spec_from_message
-from kvstore_ops.operators.harmless import REASON_CHARACTERS_MAX, cell
+from kvstore_ops.operators.harmless import REASON_CHARACTERS_MAX, cell, reason_of
 
 
 def find(
@@ -58,7 +58,7 @@ def read_tokens(path: Path, tokenizer: str) -> list[list[int]]:
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"--prompt {path}: {error}") from error
+        raise InvalidRequest(f"--prompt {path} cannot be read: {reason_of(error)}") from error
     if tokenizer:
         return [_tokenized(text, tokenizer)]
     try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -23,6 +24,7 @@ from kvstore.errors import (
 from kvstore_ops.operators.harmless import plain
 
 MESSAGE_CHARACTERS_MAX = 4096
+Parsed = TypeVar("Parsed")
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -58,6 +60,14 @@ docs/operations.md has the table."""
 def load_settings(config: Path | None, flags: dict[str, object] | None = None) -> LoadedSettings:
     """Load the settings as ``kvstore serve`` does."""
     return load(config, os.environ, flags or {})
+
+
+def of_option(name: str, parse: Callable[[str], Parsed], text: str) -> Parsed:
+    """Return the value of an option. Raises InvalidRequest naming it."""
+    try:
+        return parse(text)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name}: {error.message}") from error
 
 
 def exit_code_of(error: KVStoreError) -> int:

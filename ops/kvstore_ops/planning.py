@@ -32,7 +32,7 @@ from kvstore.units import format_bytes, parse_bytes
 from kvstore.v1alpha import admin_pb2
 from kvstore.wire.plans import compute_from_message
 from kvstore_ops.operators.harmless import cell, plain
-from kvstore_ops.options import AddressOption, JsonOption, TenantOption, TlsOption
+from kvstore_ops.options import AddressOption, JsonOption, TenantOption, TlsOption, of_option
 
 if TYPE_CHECKING:
     from kvstore_client import Client
@@ -125,7 +125,7 @@ def supposed(facts: LoadFacts, spec: ModelSpec, prefill_tokens_per_s: float, rat
     tiers = dict(facts.tiers)
     for text in rates:
         name, _, size = text.partition("=")
-        bytes_per_s = parse_bytes(size.removesuffix("/s")) if size else 0
+        bytes_per_s = of_option(f"--rate {text}", parse_bytes, size.removesuffix("/s")) if size else 0
         if bytes_per_s <= 0 or (name not in TIERS and name != MEMORY):
             raise InvalidRequest(f"--rate {text}: use TIER=BYTES like nvme=200MB; tiers: {', '.join([MEMORY, *TIERS])}")
         if name == MEMORY:

@@ -233,7 +233,8 @@ def render(found: Found, now_s: float, *, is_verified: bool) -> Group:
 def with_progress(work: Callable[[Callable[[Found], None]], Found]) -> Found:
     """Do the work, and show its progress on the error output."""
     columns = (TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
         task = shown.add_task("scanning")
 
         def tell(found: Found) -> None:

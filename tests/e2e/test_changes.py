@@ -151,6 +151,16 @@ def test_a_script_that_does_not_say_yes_changes_nothing(client: Client, say: Any
     assert say("evict", "--yes").code == 2  # nothing said: not everything
 
 
+def test_a_command_names_its_own_options(say: Any) -> None:
+    assert "--all" in say("evict", "--yes").err
+    for command in (("pin",), ("unpin",)):
+        assert "--older-than" not in say(*command).err
+    assert "--all" not in say("pin").err
+    assert say("evict", "--older-than", "soon", "--yes").err.startswith("kvstore: --older-than: 'soon'")
+    assert say("pin", "--model", "m", "--for", "soon").err.startswith("kvstore: --for: 'soon'")
+    assert say("ls", "--larger-than", "big").err.startswith("kvstore: --larger-than: 'big'")
+
+
 def test_names_that_are_not_there_change_nothing(say: Any) -> None:
     assert "no model" in say("evict", "--model", "nothing", "--yes").err
     assert "no tier" in say("move", "--all", "--to", "tape", "--yes").err
@@ -365,14 +375,17 @@ def test_a_drained_tier_is_emptied_and_takes_no_more_until_that_is_ended(client:
     }  # fmt: skip
     assert done.code == 10
     assert say("tiers", "--json").json["tiers"][1]["is_draining"]
-    assert "drain" in client.stats().tier_problem
+    assert "kvstore drain --tier NAME --end" in client.stats().tier_problem
     late = Stored.__new__(Stored)
     vars(late).update(vars(stored))
     late.tokens = tokens_of(STEP, 999)
     receipt = client.store(late.spec, late.tokens, random_cache(late.spec, STEP, 999))
     assert receipt.wait(2) is Durability.MEMORY
-    assert say("drain", "--tier", "nvme", "--end").code == 0
+    ended = say("drain", "--tier", "nvme", "--end")
+    assert (ended.code, ended.err) == (0, "")  # no progress, and no line of it, where nobody sits
+    assert "nvme takes chunks again" in ended.out
     assert client.store(late.spec, late.tokens, random_cache(late.spec, STEP, 999)).wait(20) is Durability.LOCAL
     assert stored.hit_count == len(stored.tokens)
     assert say("drain").code == 0
+    eventually(lambda: "no chunk waits to be written" in say("drain").out)
     eventually(lambda: client.stats().backlog_chunk_count == 0)  # uses are told late, and may send chunks on

@@ -67,6 +67,27 @@ def test_an_interrupted_command_ends_as_shells_expect(monkeypatch: pytest.Monkey
     assert "Traceback" not in done.err
 
 
+def test_an_interrupt_while_the_command_is_imported_leaves_no_traceback() -> None:
+    program = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'kvstore_ops.cli':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from kvstore_ops.entry import enter\n"
+        "enter()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_a_file_that_cannot_be_read_is_named_once(tmp_path: Path) -> None:
+    file = tmp_path / "prompt.json"
+    with pytest.raises(InvalidRequest, match=f"^--prompt {file} cannot be read: No such file or directory$"):
+        read_tokens(file, "")
+
+
 def test_a_tokenizer_that_is_not_on_this_machine_is_an_error_and_no_download(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers are not installed")
     (tmp_path / "prompt.txt").write_text("a text")

@@ -21,7 +21,7 @@ from kvstore.units import format_bytes, parse_bytes
 from kvstore_ops.fleet.hardware import Hardware
 from kvstore_ops.fleet.simulation import Fleet, FleetReport
 from kvstore_ops.fleet.trace import read_trace
-from kvstore_ops.options import JsonOption
+from kvstore_ops.options import JsonOption, of_option
 
 FIELDS = {"memory": "link", "nvme": "device", "shared": "shared"}
 """Names in ``--rate`` of the fields of ``Hardware``."""
@@ -57,7 +57,7 @@ def fleet(
     token_s = 1 / prefill_tokens_per_s
     hardware = replace(
         own, engines=engines, nodes=nodes, token_bytes=token_bytes, block_tokens=block_tokens,
-        memory_bytes=parse_bytes(memory), device_bytes=parse_bytes(nvme),
+        memory_bytes=of_option("--memory", parse_bytes, memory), device_bytes=of_option("--nvme", parse_bytes, nvme),
         compute=ComputeRate(own.compute.pass_s, token_s, share * token_s, 1.0, 1.0, 1), **_rates(own, rate or ()),
     )  # fmt: skip
     found = read_trace(trace, requests)
@@ -75,7 +75,7 @@ def _rates(own: Hardware, texts: Sequence[str]) -> dict[str, Any]:
     rates = {}
     for text in texts:
         name, _, size = text.partition("=")
-        bytes_per_s = parse_bytes(size.removesuffix("/s")) if size else 0
+        bytes_per_s = of_option(f"--rate {text}", parse_bytes, size.removesuffix("/s")) if size else 0
         if bytes_per_s <= 0 or name not in FIELDS:
             raise InvalidRequest(f"--rate {text}: use {', '.join(f'{each}=BYTES' for each in FIELDS)}, like nvme=2GB")
         known: TierRate = getattr(own, FIELDS[name])

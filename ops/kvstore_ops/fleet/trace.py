@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import InvalidRequest
+from kvstore_ops.operators.harmless import reason_of
 
 TOKENS_MAX = 1 << 24
 
@@ -31,7 +32,7 @@ def read_trace(path: Path, request_count: int | None = None) -> list[TracedReque
         with path.open(encoding="utf-8") as lines:
             found = list(_requests(path, lines, request_count))
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{path}: the trace cannot be read: {error}") from error
+        raise InvalidRequest(f"{path}: the trace cannot be read: {reason_of(error)}") from error
     if not found:
         raise InvalidRequest(f"{path}: the trace has no request")
     return sorted(found, key=lambda each: each.at_s)

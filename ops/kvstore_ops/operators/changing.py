@@ -41,6 +41,7 @@ from kvstore_ops.options import (
     JsonOption,
     TenantOption,
     TlsOption,
+    of_option,
 )
 
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Change nothing: say what it would come to.")]
@@ -101,11 +102,13 @@ def pin(
 
     Example: kvstore pin --model my-model --prompt system-prompt.json --for '8 h'
     """
-    seconds = int(parse_duration(duration)) if duration else 0
+    seconds = int(of_option("--for", parse_duration, duration)) if duration else 0
     if duration and not seconds:
         raise InvalidRequest(f"--for {duration}: use a second or more")
     with operator(address, tenant, tls) as asked:
-        wanted = wanted_of(asked, model, digest, tier, "", prompt, tokenizer)
+        wanted = wanted_of(
+            asked, model, digest, tier, "", prompt, tokenizer, options="--model, --digest, --tier, or --prompt"
+        )
         request = admin_pb2.ChangeRequest(selection=wanted, pin=admin_pb2.Pin(seconds=seconds))
         _change(asked, request, dry_run=dry_run, as_json=as_json)
 
@@ -127,7 +130,10 @@ def unpin(
     Example: kvstore unpin --all
     """
     with operator(address, tenant, tls) as asked:
-        wanted = wanted_of(asked, model, digest, "", "", prompt, tokenizer, everything=everything)
+        wanted = wanted_of(
+            asked, model, digest, "", "", prompt, tokenizer,
+            everything=everything, options="--model, --digest, --prompt, or --all",
+        )  # fmt: skip
         request = admin_pb2.ChangeRequest(selection=wanted, unpin=admin_pb2.Unpin())
         _change(asked, request, dry_run=dry_run, as_json=as_json)
 
@@ -260,13 +266,25 @@ def _change(
             )
             raise typer.Exit(NOT_CONFIRMED)
         request.dry_run = True
-        Console(stderr=as_json).print(tables.render_outcomes(followed(asked, request), dry_run=True))
+        found = tables.render_outcomes(followed(asked, request), dry_run=True, nothing=_nothing(request))
+        Console(stderr=as_json).print(found)
         if not _is_confirmed():
             raise typer.Exit(NOT_CONFIRMED)
     request.dry_run = dry_run
-    found = followed(asked, request)
-    tell(found, dry_run=dry_run, as_json=as_json)
-    return found
+    became = followed(asked, request)
+    tell(became, dry_run=dry_run, as_json=as_json, nothing=_nothing(request))
+    return became
+
+
+def _nothing(request: admin_pb2.ChangeRequest) -> str:
+    """Return the line of a change that met no chunk."""
+    if request.drain.end:
+        what = "stores are taken" if request.drain.service else f"{request.selection.tier} takes chunks"
+        return f"nothing else: {what} again"
+    if request.WhichOneof("change") == "drain":
+        tier = request.selection.tier
+        return f"nothing: {tier} holds no chunk" if tier else "nothing: no chunk waits to be written"
+    return "nothing: no chunk is meant"
 
 
 def _is_at_terminal() -> bool:
@@ -281,12 +299,15 @@ def _is_confirmed() -> bool:
         return False
 
 
-def tell(found: admin_pb2.ChangeResponse, *, dry_run: bool, as_json: bool) -> None:
-    """Print what became of all chunks. Raises typer.Exit with a code of its own when not everything was done."""
+def tell(
+    found: admin_pb2.ChangeResponse, *, dry_run: bool, as_json: bool, nothing: str = "nothing: no chunk is meant"
+) -> None:
+    """Print what became of all chunks; ``nothing``: where there is none. Raises typer.Exit with a code of its own when
+    not everything was done."""
     if as_json:
         print(json.dumps(tables.outcomes_as_dict(found, dry_run=dry_run), indent=2))
     else:
-        Console().print(tables.render_outcomes(found, dry_run=dry_run))
+        Console().print(tables.render_outcomes(found, dry_run=dry_run, nothing=nothing))
     words = {each.what for each in found.outcomes if each.chunk_count}
     if dry_run:
         return
@@ -300,7 +321,8 @@ def followed(asked: Operator, request: admin_pb2.ChangeRequest) -> admin_pb2.Cha
     """Make a change with a progress bar on a terminal, and return its last message."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     last = admin_pb2.ChangeResponse()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task(request.WhichOneof("change") or "", total=None)
         for last in asked.change(request):
             progress.update(bar, completed=last.done_count, total=last.total_count)

@@ -24,5 +24,10 @@ def cell(text: str, style: str = "", most: int = CHARACTERS_MAX) -> Text:
     return Text(plain(text, most), style=style)
 
 
+def reason_of(error: Exception) -> str:
+    """Return why a file cannot be read, without the kernel's number and the path, which the caller's message has."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 def _escaped(character: str) -> str:
     return f"\\u{ord(character):04x}"

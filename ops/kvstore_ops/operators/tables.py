@@ -291,13 +291,15 @@ def outcomes_together(found: Sequence[admin_pb2.ChangeResponse]) -> admin_pb2.Ch
     return whole
 
 
-def render_outcomes(found: admin_pb2.ChangeResponse, *, dry_run: bool) -> Group:
-    """Draw a line per kind of outcome."""
+def render_outcomes(
+    found: admin_pb2.ChangeResponse, *, dry_run: bool, nothing: str = "nothing: no chunk is meant"
+) -> Group:
+    """Draw a line per kind of outcome. ``nothing``: the line where there is none."""
     table = Table("would be" if dry_run else "became", Column("chunks", justify="right"), "as in memory")
     for each in found.outcomes:
         table.add_row(cell(each.what), f"{each.chunk_count:,}", format_bytes(each.byte_count))
     if not found.outcomes:
-        table.add_row("nothing: no chunk is meant", "0", "")
+        table.add_row(nothing, "0", "")
     return Group(table, cell(found.problem, "red")) if found.problem else Group(table)
 
 

@@ -12,6 +12,7 @@ from kvstore.units import parse_bytes, parse_duration
 from kvstore.v1alpha import admin_pb2
 from kvstore_ops.locate import read_tokens
 from kvstore_ops.operators.calls import Operator
+from kvstore_ops.options import of_option
 
 
 def selection_of(
@@ -23,9 +24,9 @@ def selection_of(
         model=model,
         digest=digest,
         tier=tier,
-        older_than_seconds=int(parse_duration(older_than)) if older_than else 0,
-        byte_count_min=parse_bytes(larger_than) if larger_than else 0,
-        byte_count_max=max(1, parse_bytes(smaller_than)) if smaller_than else 0,
+        older_than_seconds=int(of_option("--older-than", parse_duration, older_than)) if older_than else 0,
+        byte_count_min=of_option("--larger-than", parse_bytes, larger_than) if larger_than else 0,
+        byte_count_max=max(1, of_option("--smaller-than", parse_bytes, smaller_than)) if smaller_than else 0,
         use_count_max=_count(used_at_most),
         chain=chain,
     )
@@ -40,10 +41,12 @@ def _count(used_at_most: int | None) -> int | None:
 def wanted_of(
     asked: Operator, model: str, digest: str, tier: str, older_than: str, prompt: Path | None, tokenizer: str,
     larger_than: str = "", smaller_than: str = "", used_at_most: int | None = None, *, everything: bool = False,
+    options: str = "--model, --digest, --tier, --older-than, --prompt, or --all",
 ) -> admin_pb2.Selection:  # fmt: skip
-    """Return a selection with at least one restriction, unless ``everything`` is given. Raises InvalidRequest."""
+    """Return a selection with at least one restriction, unless ``everything`` is given. ``options``: those of the
+    command that restrict it. Raises InvalidRequest."""
     if not (model or digest or tier or older_than or prompt or everything):
-        raise InvalidRequest("say which chunks: --model, --digest, --tier, --older-than, --prompt, or --all")
+        raise InvalidRequest(f"say which chunks: {options}")
     chain = b""
     if prompt is not None:
         if not model:

@@ -22,6 +22,7 @@ from kvstore_client.segments.runs import checked_runs
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Tokens, token_array
+from kvstore_ops.operators.harmless import reason_of
 
 PROMPTS_MIN = 24
 """Fewest prompts. Two thirds of them have about 250 answer tokens: enough to show 0.99 when nothing is lost."""
@@ -52,7 +53,7 @@ def read_prompts(path: Path, count: int | None, vocab_size: int, tokenizer: Any 
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"--prompts {path} cannot be read: {error}") from error
+        raise InvalidRequest(f"--prompts {path} cannot be read: {reason_of(error)}") from error
     wanted = PROMPTS_MIN if count is None else count
     if len(lines) < wanted:
         raise InvalidRequest(
