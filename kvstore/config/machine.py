@@ -24,7 +24,7 @@ def memory_limit_bytes() -> int:
     return limit
 
 
-def check_memory(arena_bytes: int) -> None:
+def check_arena(arena_bytes: int) -> None:
     """Raises InvalidRequest when an arena is larger than the machine's memory: the kernel would end the service, or an
     engine beside it, as the arena fills."""
     limit = memory_limit_bytes()

@@ -13,7 +13,7 @@ from functools import partial
 
 from kvstore import __version__
 from kvstore.config import LoadedSettings, Settings
-from kvstore.config.machine import check_memory
+from kvstore.config.machine import check_arena
 from kvstore.errors import KVStoreError
 from kvstore.seams import (
     FaultPoints,
@@ -62,7 +62,7 @@ def serve(loaded: LoadedSettings, tiers: Tiers = TIERS) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     disk = SystemDisk()
     limit = raise_limit()
-    check_memory(settings.arena.capacity_bytes)
+    check_arena(settings.arena.capacity_bytes)
     check_needs({name: loaded.of_tenant(name) for name in settings.tenant_names}, limit, tiers.needs)
     lock = prepare(settings, disk)
     movers = MoverProcesses(MOVER_COUNT)  # before there are secrets, or threads

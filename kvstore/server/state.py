@@ -34,7 +34,12 @@ def prepare(settings: Settings, disk: Disk) -> int:
             raise Unavailable(f"{error.message}: {remedy}") from error
     allowed = PASSABLE if serves_others(settings) else PRIVATE
     status = os.stat(server.socket_directory)
-    if status.st_uid != os.geteuid() or status.st_mode & 0o777 & ~allowed:
+    if status.st_uid != os.geteuid():
+        raise Unavailable(
+            f"{server.socket_directory} belongs to user {status.st_uid}, and the service runs as {os.geteuid()}: run "
+            "it as that user, or set server.socket_directory"
+        )
+    if status.st_mode & 0o777 & ~allowed:
         raise Unavailable(
             f"{server.socket_directory} must belong to this user with mode 0700: "
             "run chmod 700 on it, or set server.socket_directory"

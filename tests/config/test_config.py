@@ -106,6 +106,12 @@ def test_a_mistake_in_a_flag_is_named() -> None:
         load(None, {"HOME": "/h"}, {"server.metric_port": 1})
 
 
+def test_a_device_directory_that_may_not_be_looked_at_stops_no_settings(tmp_path: Path) -> None:
+    """The tier itself reports the problem with its directory."""
+    there = tmp_path / ("x" * 300) / "nvme"
+    assert load(None, {"HOME": "/h"}, {"tiers.nvme.directory": there}).settings.tiers.nvme.directory == there
+
+
 def test_limits_of_ranges_are_inside_them() -> None:
     environment = {"HOME": "/h", "KVSTORE__ARENA__CAPACITY_BYTES": "8 KiB", "KVSTORE__SERVER__METRICS_PORT": "65535"}
     settings = load(None, environment).settings

@@ -30,6 +30,9 @@ def test_a_new_node_brings_what_another_fetches_most_and_no_more_than_has_room()
             quiet(client)
             for seed in HOT * 3:
                 client.fetch(SPEC, tokens(seed))
+        silent = run("warm", "--from", other, "--socket", one)
+        assert (silent.code, silent.err) == (0, "")
+        assert "nobody fetched a prefix" in silent.out
         said = warmed(one, other)
         assert said == {"left out: model not registered here yet": len(HOT) * CHUNKS}, "no engine has come yet"
         with connect(other) as client:

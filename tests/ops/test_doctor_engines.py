@@ -84,7 +84,10 @@ def test_an_endpoint_that_ignores_conditions_and_a_bucket_of_another_account_are
     assert is_said(found["s3 conditional writes"], Health.WEAK)
     assert found["s3 bucket"].health is Health.GOOD
     assert is_said(looked(replace(own, expected_owner="999999999999"))["s3 bucket"], Health.BAD)
-    assert is_said(looked(replace(own, bucket="kvstore-that-is-not-there"))["s3 bucket"], Health.BAD)
+    absent = looked(replace(own, bucket="kvstore-that-is-not-there"))
+    assert is_said(absent["s3 bucket"], Health.BAD)
+    assert absent["s3 rights"].health is Health.UNSEEN, "no right is missing, and no object was left"
+    assert "s3 DELETE" not in absent
     assert s3.keys(PREFIX) == []
 
 

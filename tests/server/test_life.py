@@ -102,6 +102,20 @@ def test_a_directory_that_cannot_be_made_is_named_with_its_setting(setting: str,
     assert f"set server.{setting} to" in refused(state, sockets=sockets)
 
 
+def test_a_state_directory_that_cannot_be_written_is_named_with_its_setting(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    words = refused(tmp_path)
+    assert "lock cannot be written" in words
+    assert "server.state_directory" in words
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    os.chown(tmp_path / "run", 65534, 65534)
+    assert "run belongs to user 65534" in refused(tmp_path)
+
+
 def test_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:
     words = refused(tmp_path, "--capacity", "8 TiB", "--nvme", "0")
     assert "arena.capacity_bytes = 8.0 TiB" in words or "arena.capacity_bytes = 8 TiB" in words

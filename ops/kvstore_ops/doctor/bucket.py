@@ -16,7 +16,7 @@ from kvstore_ops.doctor.finding import Finding, Health
 
 BODY = b"kvstore doctor"
 NO_RULES, NOT_KNOWN = ("NoSuchLifecycleConfiguration", "NoSuchLifecycle"), ("NotImplemented", "MethodNotAllowed")
-DENIED, REFUSES = 403, 412
+DENIED, ABSENT, REFUSES = 403, 404, 412
 RIGHTS = {
     "PUT": ("s3:PutObject", "no chunk is sent there"),
     "GET": ("s3:GetObject", "no chunk comes from there"),
@@ -47,8 +47,13 @@ class _Bucket:
         self._bucket = bucket_of(settings)
         self._place = {**self._bucket, "Key": f"{settings.prefix}/doctor/{secrets.token_hex(16)}"}
 
+        self._is_absent = False
+
     def looks(self) -> Iterator[Finding]:
         yield self._owner()
+        if self._is_absent:  # each right would be refused for the bucket's sake, and be taken for missing
+            yield Finding("s3 rights", Health.UNSEEN, "there is no bucket to try them on")
+            return
         try:
             yield self._right("PUT", lambda client: client.put_object(**self._place, Body=BODY))
             yield self._conditions()
@@ -85,6 +90,7 @@ class _Bucket:
         try:
             self._asked(lambda client: client.list_objects_v2(**self._bucket, MaxKeys=1))
         except Refused as refused:
+            self._is_absent = refused.status == ABSENT
             if refused.status == DENIED and not settings.expected_owner:
                 return Finding("s3 bucket", Health.UNSEEN, f"it is not told whether {settings.bucket} is there")
             return Finding(

@@ -97,7 +97,16 @@ def _encodings(tiers: Iterable[admin_pb2.TierReport]) -> Iterator[Table]:
 
 def render_tiers(found: admin_pb2.TiersResponse) -> Group:
     """Draw a line per tier, and the problems below."""
-    table = Table("tier", "state", "survives", "chunks", "holds", "of", "waiting", title=f"tenant {found.tenant}")
+    table = Table(
+        "tier",
+        Column("state", no_wrap=True),
+        "survives",
+        "chunks",
+        "holds",
+        "of",
+        "waiting",
+        title=f"tenant {found.tenant}",
+    )
     problems = [(each.stats.name, each.problem) for each in found.tiers if each.problem]
     for tier in found.tiers:
         stats = tier.stats
@@ -115,7 +124,8 @@ def render_tiers(found: admin_pb2.TiersResponse) -> Group:
         )  # fmt: skip
     lines: list[RenderableType] = [table, *_encodings(found.tiers)]
     lines += [cell(f"{name}: {problem}", "red") for name, problem in problems]
-    lines += [cell(each, "red") for each in found.absent]
+    told = {problem for _, problem in problems}
+    lines += [cell(each, "red") for each in found.absent if each not in told]
     return Group(*lines)
 
 

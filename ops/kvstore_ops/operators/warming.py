@@ -48,7 +48,8 @@ def warm(
     """
     with operator(source, tenant, tls) as there, operator(address, tenant, tls) as here:
         found = list(_brought(there, here, count, dry_run=dry_run))
-    tell(tables.outcomes_together(found), dry_run=dry_run, as_json=as_json)
+    nothing = f"nothing: nobody fetched a prefix from {source} of late"
+    tell(tables.outcomes_together(found), dry_run=dry_run, as_json=as_json, nothing=nothing)
 
 
 def _brought(there: Operator, here: Operator, count: int, *, dry_run: bool) -> Iterator[admin_pb2.ChangeResponse]:

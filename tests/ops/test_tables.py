@@ -1,0 +1,34 @@
+"""Tables of replies, as a pipe has them."""
+
+from __future__ import annotations
+
+import io
+
+from kvstore_ops.operators import tables
+from rich.console import Console
+
+from kvstore.v1alpha import admin_pb2
+
+
+def drawn(found: admin_pb2.TiersResponse) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(tables.render_tiers(found))
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO
+    return text
+
+
+def test_a_tiers_state_is_in_one_line_and_its_problem_is_told_once() -> None:
+    stats = admin_pb2.TierStats(name="redis", state="failing", state_seconds=3600.0, is_shared=True)
+    tier = admin_pb2.TierReport(stats=stats, write_policy="back", problem="the server is away")
+    other = admin_pb2.TierStats(
+        name="nvme", state="up", state_seconds=59.0, chunk_count=1234567, capacity_bytes=1 << 40
+    )
+    text = drawn(
+        admin_pb2.TiersResponse(
+            tiers=[tier, admin_pb2.TierReport(stats=other)], absent=["the server is away", "s3 is off"]
+        )
+    )
+    assert text.count("the server is away") == 1
+    assert "s3 is off" in text
+    assert "up for 59 s" in text
+    assert max(map(len, text.splitlines())) <= 80
