@@ -150,7 +150,9 @@ def watch(
 
 @app.command()
 def locate(
-    model: Annotated[str, typer.Option("--model", help="A model's id, as the sidecar knows it.")] = "",
+    model: Annotated[
+        str, typer.Option("--model", help="A model's id, its last part, or 8 digits of its fingerprint.")
+    ] = "",
     prompt: Annotated[
         Path | None, typer.Option("--prompt", help="JSON token ids, one context or a list; text with --tokenizer.")
     ] = None,
@@ -209,6 +211,8 @@ def bench(
     if name != "all" and name not in [*known, *BESIDE]:
         raise InvalidRequest(f"no benchmark {name!r}; known: {', '.join([*known, *BESIDE])}")
     scale = "tiny" if tiny else "quick" if quick else "full"
+    if json_path and not json_path.absolute().parent.is_dir():
+        raise InvalidRequest(f"--json {json_path}: there is no directory {json_path.parent} to write it into")
     told, results = origin(scale), []
     if name == "all":
         import_costly()

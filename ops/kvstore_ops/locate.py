@@ -18,6 +18,9 @@ from kvstore.spec import ModelSpec
 from kvstore.wire import spec_from_message
 from kvstore_ops.operators.harmless import REASON_CHARACTERS_MAX, cell, reason_of
 
+FINGERPRINT_DIGITS = 8
+"""Least digits of a fingerprint that name a model."""
+
 
 def find(
     client: Client, model: str, prompt: Path | None, digest: str, tokenizer: str
@@ -37,18 +40,20 @@ def find(
 
 
 def model_named(client: Client, name: str) -> ModelSpec:
-    """Return the one registered model whose id, or the id's last part, is ``name``. Raises InvalidRequest."""
-    specs = [spec_from_message(each.spec) for each in client.stats().models if each.spec.layers]
-    found = [spec for spec in specs if spec.model_id == name] or [
-        spec for spec in specs if spec.model_id.rpartition("/")[2] == name
-    ]
+    """Return the one registered model whose id, or the id's last part, is ``name``, or whose fingerprint begins with
+    these digits, as the sidecar itself names models. Raises InvalidRequest."""
+    models = [each for each in client.stats().models if each.spec.layers]
+    found = [each for each in models if each.spec.model_id == name]
+    found = found or [each for each in models if each.spec.model_id.rpartition("/")[2] == name]
+    if not found and len(name) >= FINGERPRINT_DIGITS:
+        found = [each for each in models if each.fingerprint.hex().startswith(name.lower())]
     if len(found) != 1:
-        known = (
-            ", ".join(sorted({spec.model_id for spec in specs})) or "none: an engine registers its model at its start"
-        )
-        what = "several models are called" if found else "no model is called"
-        raise InvalidRequest(f"--model {name}: {what} so here. Registered: {known}")
-    return found[0]
+        known = ", ".join(sorted(f"{each.spec.model_id} ({each.fingerprint.hex()[:16]})" for each in found or models))
+        if found:
+            raise InvalidRequest(f"--model {name}: several models are called so: say the digits of one: {known}")
+        known = known or "none: an engine registers its model at its start"
+        raise InvalidRequest(f"--model {name}: no model is called so here. Registered: {known}")
+    return spec_from_message(found[0].spec)
 
 
 def read_tokens(path: Path, tokenizer: str) -> list[list[int]]:

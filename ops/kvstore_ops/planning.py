@@ -50,7 +50,7 @@ UNMEASURED = (
 
 
 def plan(
-    model: Annotated[str, typer.Option("--model", help="A model's id, as the sidecar knows it.")],
+    model: Annotated[str, typer.Option("--model", help="A model's id, its last part, or 8 digits of its fingerprint.")],
     prompt: Annotated[Path, typer.Option("--prompt", help="JSON token ids; text with --tokenizer.")],
     tokenizer: Annotated[str, typer.Option(help="transformers' tokenizer: a directory or a name.")] = "",
     prefill_tokens_per_s: Annotated[

@@ -100,6 +100,12 @@ def test_a_tokenizer_that_is_not_on_this_machine_is_an_error_and_no_download(tmp
         assert "\n" not in refused.value.message
 
 
+def test_results_that_have_no_place_are_refused_before_they_are_measured(tmp_path: Path) -> None:
+    done = run("bench", "lookup", "--tiny", "--json", str(tmp_path / "absent" / "x.json"))
+    assert (done.code, done.out) == (2, "")
+    assert "there is no directory" in done.err
+
+
 def test_an_unknown_benchmark_is_named() -> None:
     done = kvstore("bench", "nonsense")
     assert done.returncode == 2

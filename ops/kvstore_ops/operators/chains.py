@@ -79,7 +79,7 @@ def chain_to(asked: Operator, digest: str, model: str) -> Chain:
         fingerprint=part.chunk.fingerprint, digests=b"".join([*reversed(above), part.chunk.digest]),
         exactness=part.chunk.exactness, provenance=part.chunk.provenance,
     )  # fmt: skip
-    step = asked.model(part.chunk.model_id).chunk_tokens
+    step = asked.model(part.chunk.fingerprint.hex()).chunk_tokens
     return Chain(query, part.ancestor_count * step + part.chunk.token_count, step)
 
 

@@ -170,7 +170,9 @@ def move(
 
 
 def prefetch(
-    model: Annotated[str, typer.Option("--model", help="A model's id, as the sidecar knows it.")] = "",
+    model: Annotated[
+        str, typer.Option("--model", help="A model's id, its last part, or 8 digits of its fingerprint.")
+    ] = "",
     prompt: ContextsOption = None,
     digest: LastDigestOption = "",
     tokenizer: TokenizerOption = "",

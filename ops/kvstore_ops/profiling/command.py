@@ -91,7 +91,9 @@ def _seeds(name: str) -> Seeds:
 
 
 def _progress() -> Progress:
+    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("contexts"),
-        TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn(), console=Console(stderr=True),
+        TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn(), console=console,
+        disable=not console.is_terminal,
     )  # fmt: skip
