@@ -301,6 +301,10 @@ def test_of_two_models_of_one_name_the_digits_name_one(client: Client, say: Any,
         assert say(command, "--model", digits, "--prompt", prompt).code == 0, command
     assert say("unpin", "--model", digits, "--prompt", prompt).code == 0
     assert say("locate", "--digest", stored.digests[1]).code == 0
+    client.store(other, stored.tokens, random_cache(other, len(stored.tokens), 1)).wait(20)
+    both_have = say("locate", "--digest", stored.digests[1])
+    assert (both_have.code, digits in both_have.err) == (2, True)
+    assert say("locate", "--digest", stored.digests[1], "--model", digits).code == 0
 
 
 def test_contexts_are_prefetched_together_and_told_as_one(client: Client, say: Any, tmp_path: Path) -> None:

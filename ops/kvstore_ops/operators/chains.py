@@ -15,7 +15,7 @@ from kvstore.keys import fingerprint
 from kvstore.spec import Exactness
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2
-from kvstore_ops.locate import read_tokens
+from kvstore_ops.locate import FINGERPRINT_DIGITS, read_tokens
 from kvstore_ops.operators.calls import Operator
 from kvstore_ops.operators.tables import DIGITS
 
@@ -60,12 +60,14 @@ def chain_to(asked: Operator, digest: str, model: str) -> Chain:
     """Return the chain that ends with the chunk whose digest begins with these digits; ``model``: of this model, where
     several have the same tokens. Raises InvalidRequest."""
     parts = [part for part in asked.show(digest).parts if part.chunk.e_layer == ATTENTION]
-    parts = [part for part in parts if not model or model in _names(part.chunk)]
+    parts = [part for part in parts if not model or _is_called(part.chunk, model)]
     if not parts:
         of = f" of {model}" if model else ""
         raise InvalidRequest(f"--digest {digest[:64]}: this node has no such chunk{of}: kvstore ls shows what it has")
     if len(parts) > 1:
-        several = ", ".join(part.chunk.model_id or part.chunk.fingerprint.hex()[:DIGITS] for part in parts)
+        several = ", ".join(
+            f"{each.chunk.model_id} ({each.chunk.fingerprint.hex()[:DIGITS]})".strip() for each in parts
+        )
         raise InvalidRequest(f"--digest {digest[:64]}: several models have it, say --model: {several}")
     (part,) = parts
     if 32 * part.ancestor_count != len(part.ancestors):
@@ -83,8 +85,11 @@ def chain_to(asked: Operator, digest: str, model: str) -> Chain:
     return Chain(query, part.ancestor_count * step + part.chunk.token_count, step)
 
 
-def _names(chunk: admin_pb2.ChunkEntry) -> set[str]:
-    return {chunk.model_id, chunk.model_id.rpartition("/")[2]}
+def _is_called(chunk: admin_pb2.ChunkEntry, name: str) -> bool:
+    """True for the id of the chunk's model, the id's last part, or the first digits of its fingerprint."""
+    if name in (chunk.model_id, chunk.model_id.rpartition("/")[2]):
+        return True
+    return len(name) >= FINGERPRINT_DIGITS and chunk.fingerprint.hex().startswith(name.lower())
 
 
 def located(asked: Operator, chain: Chain) -> Location:

@@ -88,7 +88,7 @@ def _has_room(here: Operator, byte_count: int) -> bool:
 
 def _chain(there: Operator, run: admin_pb2.HotPrefix) -> Chain | None:
     try:
-        return chain_to(there, run.digest.hex(), run.model_id)
+        return chain_to(there, run.digest.hex(), run.fingerprint.hex())
     except InvalidRequest:
         return None
 
