@@ -1,4 +1,5 @@
-"""Sizes and durations as people write them. They are parsed once, at the edge; inside, they are numbers."""
+"""Sizes and durations as people write them. They are parsed once, at the edge; inside, they are numbers. And the sizes
+that are counted with everywhere."""
 
 from __future__ import annotations
 
@@ -8,6 +9,10 @@ import re
 
 from kvstore.errors import InvalidRequest
 
+MIB = 1 << 20
+GIB = 1 << 30
+PAGE_BYTES = 4096
+"""Extents, staging, headers and slots of a device are whole pages. The stored format has this number, too."""
 _BYTES = {
     "": 1, "b": 1,
     "k": 1000, "kb": 1000, "kib": 1 << 10,

@@ -13,8 +13,8 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.seams import FaultPoints, Memory
 from kvstore.seams.fence import fence
 from kvstore.seams.memory import Bytes
+from kvstore.units import PAGE_BYTES
 
-PAGE_BYTES = 4096
 CHUNK_BYTES_MIN = 2 * PAGE_BYTES
 """The smallest chunk: a header page and a slab page. Bounds the number of generation slots."""
 SLOT_COUNT_MAX = 1 << 22

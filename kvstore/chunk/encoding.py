@@ -23,11 +23,12 @@ import xxhash
 
 from kvstore.chunk.checksum import CHECKSUM_BYTES, Checksums, strip_seeds, verify_slab
 from kvstore.chunk.header import ChunkHeader, pack_header
-from kvstore.chunk.layout import PAGE_BYTES, STRIP_ALIGNMENT, ChunkLayout, place_strips
+from kvstore.chunk.layout import STRIP_ALIGNMENT, ChunkLayout, place_strips
 from kvstore.chunk.planes import pack_strip, unpack_strip
 from kvstore.chunk.strips import StripRun, strip_run
 from kvstore.errors import DataLoss
 from kvstore.seams.memory import Bytes
+from kvstore.units import PAGE_BYTES
 
 
 @dataclass(frozen=True, eq=False)

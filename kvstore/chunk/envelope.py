@@ -42,13 +42,14 @@ from kvstore.chunk.header import (
     is_newer_format,
     parse_header,
 )
-from kvstore.chunk.layout import FIXED_HEADER_BYTES, PAGE_BYTES, STRIP_ENTRY_BYTES, ChunkLayout
+from kvstore.chunk.layout import FIXED_HEADER_BYTES, STRIP_ENTRY_BYTES, ChunkLayout
 from kvstore.chunk.seal import AEAD, AEAD_NEEDS, HEADER_NUMBER, TAG_BYTES, StripSeal, as_bytes, is_available
 from kvstore.chunk.strips import StripMemory, StripRun
 from kvstore.errors import DataLoss, InvalidRequest
 from kvstore.seams import EnvelopeKey, EnvelopeRing, SystemRandom
 from kvstore.seams.memory import Bytes
 from kvstore.spec import ENVELOPES
+from kvstore.units import PAGE_BYTES
 
 ENVELOPE_READER = 2
 """The format version of copies in envelopes, and the least reader version that they ask for."""

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import CacheKind, ModelSpec, item_size
+from kvstore.units import PAGE_BYTES
 
-PAGE_BYTES = 4096
 STRIP_ALIGNMENT = 64
 BLOCK_TOKENS = 64
 """Tokens per strip of caches that are not cut by heads: MLA and E."""

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvstore.config.fields import GIB, PAGE_BYTES
+from kvstore.units import GIB, PAGE_BYTES
 
 
 def _host_name() -> str:

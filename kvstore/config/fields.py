@@ -11,10 +11,6 @@ from typing import Annotated
 
 from kvstore.errors import InvalidRequest
 
-MIB = 1 << 20
-GIB = 1 << 30
-PAGE_BYTES = 4096
-
 Size = Annotated[int, "size"]
 """Bytes; read from texts like "64 GiB", too."""
 Duration = Annotated[float, "duration"]

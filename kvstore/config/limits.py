@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.config.fields import GIB, MIB, Duration, Size, check_setting
+from kvstore.config.fields import Duration, Size, check_setting
+from kvstore.units import GIB, MIB
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
-from kvstore.config.fields import GIB, MIB, Duration, Size, checks_of
+from kvstore.config.fields import Duration, Size, checks_of
 from kvstore.errors import InvalidRequest
 from kvstore.spec import ENVELOPES, SHARED_ENCODING_SETTINGS
-from kvstore.units import split_address
+from kvstore.units import GIB, MIB, split_address
 
 SCHEMES = {
     "redis": ("server", False), "rediss": ("server", True), "unix": ("server", False),

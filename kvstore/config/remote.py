@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.config.fields import MIB, Duration, Size, check_setting
-from kvstore.units import is_loopback, split_address
+from kvstore.config.fields import Duration, Size, check_setting
+from kvstore.units import MIB, is_loopback, split_address
 
 
 @dataclass(frozen=True, kw_only=True)

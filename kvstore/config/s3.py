@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from kvstore.config.fields import MIB, Duration, Size, checks_of
+from kvstore.config.fields import Duration, Size, checks_of
 from kvstore.spec import ENVELOPES, SHARED_ENCODING_SETTINGS
+from kvstore.units import MIB
 
 WRITES = ("reuse", "demote", "back", "never")
 ADDRESSINGS = ("auto", "path", "virtual")

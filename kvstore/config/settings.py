@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvstore.config.fields import GIB, MIB, PAGE_BYTES, Duration, Size, check_setting
+from kvstore.config.fields import Duration, Size, check_setting
 from kvstore.config.limits import LimitSettings
 from kvstore.config.redis import RedisSettings
 from kvstore.config.remote import RemoteSettings
@@ -15,6 +15,7 @@ from kvstore.config.s3 import S3Settings
 from kvstore.config.tenants import DEFAULT_TENANT, TenantSettings
 from kvstore.policy import POLICIES
 from kvstore.spec import ENCODING_SETTINGS, ENVELOPES, Durability
+from kvstore.units import GIB, MIB, PAGE_BYTES
 
 LEVEL_SETTINGS = {
     Durability.LOCAL: "tiers.nvme.capacity_bytes",

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvstore.keys import DIGEST_BYTES
+from kvstore.planning.loading.kept import ENGINES_MAX
 from kvstore.planning.profile import PROFILE_SENT_BYTES_MAX
+from kvstore.units import MIB
 
-MIB = 1 << 20
-DIGEST_BYTES = 32
 CHAIN_CHUNKS_MAX = 1 << 17
 """Digests in one chain: 2 M tokens in chunks of 16."""
 LAYERS_MAX = 1024
@@ -40,7 +41,6 @@ NODE_NAME_MAX = 128
 SELECTED_CHUNKS_MAX = 1 << 14
 """Chunks of a prompt that an operator names: 2 M tokens in chunks of 128."""
 HOTTEST_MAX = 256
-ENGINES_MAX = 64
 PLANS_MAX = 256
 REPLY_BYTES_MAX = 64 * MIB
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from kvstore_ops.cli import app
-from kvstore_ops.fleet.hardware import GIB, Hardware
+from kvstore_ops.fleet.hardware import Hardware
 from kvstore_ops.fleet.simulation import Fleet, FleetReport
 from kvstore_ops.fleet.trace import TracedRequest, read_trace
 from typer.testing import CliRunner
@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from kvstore.errors import InvalidRequest
 from kvstore.planning.loading import ComputeRate, TierRate
 from kvstore.spec import Tier
+from kvstore.units import GIB
 
 BLOCK = 512
 

@@ -11,7 +11,6 @@ from kvstore.seams.mapping import Bytes
 from kvstore.spec import ModelSpec, StoreState
 from kvstore.v1 import cache_pb2 as pb
 
-PAGE_BYTES = 4096
 UNIT_BYTES_MAX = 64 << 20
 """A chunk larger than this is staged in runs of slabs."""
 

@@ -12,8 +12,9 @@ import xxhash
 
 from kvstore.seams import Disk, Lender
 from kvstore.tiers.nvme.directory import FORMAT
-from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned
+from kvstore.tiers.nvme.io import DeviceIO, aligned
 from kvstore.tiers.nvme.slots import RegionFile
+from kvstore.units import PAGE_BYTES
 
 MAGIC = b"KVSREGIN"
 _HEAD = struct.Struct("<8sHHIQQQ")

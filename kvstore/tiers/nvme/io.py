@@ -11,8 +11,8 @@ from kvstore.chunk import AEAD, Sealer, Sealing, StripMemory, write_seat
 from kvstore.errors import DataLoss
 from kvstore.seams import Disk
 from kvstore.seams.memory import Bytes
+from kvstore.units import PAGE_BYTES
 
-PAGE_BYTES = 4096
 IO_BYTES = 4 << 20
 """A device is at its full rate with requests of this size; larger ones only delay others."""
 _ERASED_MAGIC = b"KVSERASE"

@@ -19,12 +19,13 @@ from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, Encoding
 from kvstore.tiers.contract import RESIDENCY_STOP, IndexColumns, Recovered, Residency, SpaceName
 from kvstore.tiers.nvme.directory import Snapshot
-from kvstore.tiers.nvme.io import IO_BYTES, PAGE_BYTES, DeviceIO, aligned, is_erased
+from kvstore.tiers.nvme.io import IO_BYTES, DeviceIO, aligned, is_erased
 from kvstore.tiers.nvme.newest import Newest
 from kvstore.tiers.nvme.plain import PlainCopies
 from kvstore.tiers.nvme.reading import is_seated
 from kvstore.tiers.nvme.regions import Regions
 from kvstore.tiers.nvme.slots import FLAGS_SHIFT, SEALED, RegionFile
+from kvstore.units import PAGE_BYTES
 
 SMALL_SLOT_BYTES = 64 << 10
 """Slots up to this size are read whole, many at a time: that is cheaper than a request for each header."""

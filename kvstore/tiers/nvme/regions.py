@@ -22,8 +22,9 @@ from kvstore.seams import Disk, FaultPoints, Lender, OwnThreads
 from kvstore.spec import Encoding
 from kvstore.tiers.contract import Residency
 from kvstore.tiers.nvme.files import Files
-from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO
+from kvstore.tiers.nvme.io import DeviceIO
 from kvstore.tiers.nvme.slots import FLAGS_SHIFT, SEALED, RegionFile, remedy_of
+from kvstore.units import PAGE_BYTES
 
 _NAME = re.compile(r"region-(\d{5,7})-([1-9]\d{3,12})\.kvs")
 REGION_COUNT_MAX = 1 << 24

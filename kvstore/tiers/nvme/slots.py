@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore.tiers.contract import Residency
-from kvstore.tiers.nvme.io import PAGE_BYTES
+from kvstore.units import PAGE_BYTES
 
 SEALED = 1 << 61
 """Set in the residency of a copy in an envelope."""

@@ -41,7 +41,7 @@ from kvstore.tiers.contract import (
 from kvstore.tiers.nvme import recovery
 from kvstore.tiers.nvme.directory import ENVELOPES_USED, Directory, Snapshot
 from kvstore.tiers.nvme.erasures import Erasures
-from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned, erase_at, rewrite
+from kvstore.tiers.nvme.io import DeviceIO, aligned, erase_at, rewrite
 from kvstore.tiers.nvme.newest import Newest
 from kvstore.tiers.nvme.outgoing import Outgoing, stored_header_bytes
 from kvstore.tiers.nvme.plain import PlainCopies
@@ -51,6 +51,7 @@ from kvstore.tiers.nvme.regions import ENCODING_MASK, Regions
 from kvstore.tiers.nvme.slots import SEALED, RegionFile, slot_bytes_for
 from kvstore.tiers.nvme.sync import GroupSync
 from kvstore.tiers.pace import Pace
+from kvstore.units import PAGE_BYTES
 
 Result = TypeVar("Result")
 STEP_S = 0.005

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvstore.planning.loading import ComputeRate, TierRate
-from kvstore.spec import Tier
-
-GIB = 1 << 30
+from kvstore.units import GIB
 
 
 def _rate(bytes_per_s: float, latency_s: float = 0.0) -> TierRate:
@@ -38,7 +36,3 @@ class Hardware:
     @property
     def block_bytes(self) -> int:
         return self.block_tokens * self.token_bytes
-
-    def rate_of(self, tier: Tier) -> TierRate:
-        """Return the rate of a tier below memory."""
-        return self.device if tier is Tier.NVME else self.shared

@@ -16,9 +16,9 @@ from kvstore.seams import SystemClock, SystemDisk, WorkerThreads
 from kvstore.simulated import SimulatedDisk
 from kvstore.spec import Durability
 from kvstore.tiers.nvme import erasures, newest
-from kvstore.tiers.nvme.io import PAGE_BYTES
 from kvstore.tiers.nvme.slots import RegionFile
 from kvstore.tiers.nvme.sync import GroupSync
+from kvstore.units import PAGE_BYTES
 from tests.contracts.chunks import SMALL, balance, chunk, holds, write
 from tests.contracts.evictors import KeepsAll
 from tests.contracts.local.stands import nvme_tier

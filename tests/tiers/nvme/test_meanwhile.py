@@ -11,7 +11,7 @@ from typing import Any
 from kvstore.movement.writes import LANE_COUNT
 from kvstore.seams import SystemClock, SystemDisk, WorkerThreads
 from kvstore.spec import Durability
-from kvstore.tiers.nvme.io import PAGE_BYTES
+from kvstore.units import PAGE_BYTES
 from tests.contracts.chunks import chunk, write
 from tests.contracts.evictors import KeepsAll
 from tests.contracts.local.stands import nvme_tier, scan

@@ -7,8 +7,9 @@ from bisect import insort
 
 from kvstore.errors import Exhausted
 from kvstore.seams.mapping import HUGE_BYTES, Bytes, SharedMap
+from kvstore.units import PAGE_BYTES
 from kvstore_client.planes.shared_memory.mapped import MappedMemory
-from kvstore_client.planes.store import PAGE_BYTES, StagingRun
+from kvstore_client.planes.store import StagingRun
 
 SEGMENT_BYTES = 64 << 20
 

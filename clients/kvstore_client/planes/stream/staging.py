@@ -10,10 +10,11 @@ import numpy as np
 import xxhash
 
 from kvstore.seams.memory import Bytes
+from kvstore.units import PAGE_BYTES
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import ALIGNMENT, data_message
-from kvstore_client.planes.store import PAGE_BYTES, StagingRun
+from kvstore_client.planes.store import StagingRun
 
 POOL_BYTES_MAX = 512 << 20
 RATE_BYTES_MIN = 50_000_000
