@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvstore.config import DEFAULT_TENANT, TenantSettings
+from kvstore.config.fields import wrong_setting
 from kvstore.errors import InvalidRequest
 from kvstore.seams import EnvelopeKey, TenantKeys
 
@@ -54,21 +55,21 @@ def read_envelope_keys(keys: TenantKeys, tenant: TenantSettings | None) -> list[
     path, setting = Path(tenant.envelope_key_file).expanduser(), f"tenants.{keys.tenant}.envelope_key_file"
     data = read_private(path, setting, KEY_FILE_BYTES_MAX + 1, "one key per line")
     if len(data) > KEY_FILE_BYTES_MAX:
-        raise _wrong(setting, path, f"it has more than {KEY_FILE_BYTES_MAX} bytes: write one key per line")
+        raise wrong_setting(setting, path, f"it has more than {KEY_FILE_BYTES_MAX} bytes: write one key per line")
     found: list[EnvelopeKey] = []
     for number, line in enumerate(data.splitlines(), start=1):
         text = line.partition(b"#")[0].strip()
         if text == FOLLOWING.encode():
             found += own
         elif 0 < len(text) < SECRET_BYTES_MIN:
-            raise _wrong(
+            raise wrong_setting(
                 setting, path, f"line {number} has {len(text)} characters and a key has {SECRET_BYTES_MIN} or more: "
                 "write another, as openssl rand -hex 32 makes them",
             )  # fmt: skip
         elif text:
             found.append(EnvelopeKey.derived(text))
     if not found:
-        raise _wrong(setting, path, "it has no key: write one per line, as openssl rand -hex 32 makes them")
+        raise wrong_setting(setting, path, "it has no key: write one per line, as openssl rand -hex 32 makes them")
     return found
 
 
@@ -76,7 +77,7 @@ def _read(path: Path, setting: str) -> bytes:
     """Return the text of a secret, without the white space around it."""
     text = read_private(path, setting, SECRET_BYTES_MAX + 1, "32 or more random characters").strip()
     if not SECRET_BYTES_MIN <= len(text) <= SECRET_BYTES_MAX:
-        raise _wrong(
+        raise wrong_setting(
             setting, path, f"it holds {len(text)} characters and a secret has {SECRET_BYTES_MIN} to "
             f"{SECRET_BYTES_MAX}: write another, as openssl rand -hex 32 makes them",
         )  # fmt: skip
@@ -92,20 +93,18 @@ def read_private(path: Path, setting: str, byte_count_max: int, what: str) -> by
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise _wrong(setting, path, f"it cannot be read ({error.strerror}): write it, for this user alone") from error
+        raise wrong_setting(
+            setting, path, f"it cannot be read ({error.strerror}): write it, for this user alone"
+        ) from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise _wrong(setting, path, f"it is no file: name one with {what}")
+            raise wrong_setting(setting, path, f"it is no file: name one with {what}")
         if status.st_mode & 0o077:
             mode = stat.S_IMODE(status.st_mode)
-            raise _wrong(setting, path, f"others may read or write it (mode {mode:04o}): run chmod 600 on it")
+            raise wrong_setting(setting, path, f"others may read or write it (mode {mode:04o}): run chmod 600 on it")
         if status.st_uid not in (0, os.geteuid()):
-            raise _wrong(setting, path, f"it belongs to user {status.st_uid}: run chown {os.geteuid()} on it")
+            raise wrong_setting(setting, path, f"it belongs to user {status.st_uid}: run chown {os.geteuid()} on it")
         return os.read(descriptor, byte_count_max)
     finally:
         os.close(descriptor)
-
-
-def _wrong(setting: str, path: Path, remedy: str) -> InvalidRequest:
-    return InvalidRequest(f"{setting} = {path}: {remedy}", setting=setting)

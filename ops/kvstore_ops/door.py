@@ -8,9 +8,9 @@ from pathlib import Path
 from kvstore_client import TLS, Client, connect
 from kvstore_client.planes.place import UNIX, default_address
 
+from kvstore.config import DEFAULT_TENANT
 from kvstore.errors import InvalidRequest
 
-DEFAULT_TENANT = "default"
 SYSTEM = "system"
 """Value of --tls for certificates that the system trusts."""
 

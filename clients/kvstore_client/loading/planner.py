@@ -44,7 +44,8 @@ from kvstore_client.prompt import Prompt
 
 MODES = ("off", "observe", "on")
 ENGINE_WAYS = frozenset({Way.PREFILL, Way.LOAD, Way.FIRST})
-"""The plans that engines can carry out: none begins to load in the middle."""
+"""The plans that engines can carry out. None begins to load in the middle: an engine computes nothing before the tokens
+that it has."""
 RATES_AGE_S_MAX = 1.0
 """Seconds for which the sidecar's rates of its tiers are used."""
 RATES_WAIT_S = 1.0

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from kvstore.keys import ROOT_DIGEST
 from kvstore.v1 import cache_pb2 as pb
+from kvstore.wire.limits import SUPERSEDES_MAX
 from kvstore_client.lookup.presence import LookupAnswer, Presence
 from kvstore_client.planes.session import ClientSession
 from kvstore_client.prompt import Prompt
@@ -21,7 +22,6 @@ NAMES_MAX = 1024
 HASHED_TOKENS_MAX = 16 << 20
 """The most tokens hashed for one prompt. Only chunks of more than 4,096 tokens with a partial chunk of nearly every
 length reach it; their shorter partial chunks are not found then, and not named as superseded."""
-SUPERSEDES_MAX = 4096
 FirstHeld = Callable[[Sequence[bytes]], int]
 """Returns the number of the first of these digests that is stored, from 1 on; 0: none."""
 

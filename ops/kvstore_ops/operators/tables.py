@@ -9,13 +9,13 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from kvstore.keys import DIGEST_BYTES
 from kvstore.spec import Durability, Encoding, Exactness, MissReason, Provenance
 from kvstore.units import format_bytes
 from kvstore.v1alpha import admin_pb2
 from kvstore_ops.operators.harmless import cell
 from kvstore_ops.status import state_of
 
-DIGEST_BYTES = 32
 DIGITS = 16
 """Hexadecimal digits of a digest in a table: enough for ``kvstore show``."""
 SHOWN_COUNT = 8

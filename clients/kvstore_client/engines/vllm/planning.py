@@ -16,18 +16,17 @@ from typing import Any
 
 from kvstore.keys import Extra
 from kvstore.planning.loading import HeldRun, LoadFacts, LoadPlan, Prefill, Prices, Stock, Way, plan_loading
+from kvstore.planning.loading.facts import IN_MEMORY
 from kvstore.planning.loading.outcome import PlanOutcome
 from kvstore.seams import Clock
-from kvstore.spec import ModelSpec, Tier
+from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.step import Load
 from kvstore_client.loading.patience import patience_s
+from kvstore_client.loading.planner import ENGINE_WAYS
 from kvstore_client.loading.probe import begin_probe
 from kvstore_client.lookup.match import Match
 
-WAYS = frozenset({Way.PREFILL, Way.LOAD, Way.FIRST})
-"""The plans that vLLM can carry out: it computes nothing before the tokens that it has."""
-IN_MEMORY = (Tier.DRAM, Tier.HBM)
 GIVE_UP_S_MIN = 0.05
 SUMMARY_S = 60.0
 STEPS_MAX = 2
@@ -101,7 +100,9 @@ class RequestPlanner:
         if self.mode == "off" or match.prefix_token_count <= computed:
             return None
         whole, chunk = match.prefix_token_count, self._spec.chunk_tokens
-        given = self._client.planner.facts(self._spec, match, token_count, token_count - 1, self._step_tokens, WAYS)
+        given = self._client.planner.facts(
+            self._spec, match, token_count, token_count - 1, self._step_tokens, ENGINE_WAYS
+        )
         facts = replace(
             behind(given, computed), unit_tokens=chunk, prices=Prices(compute=float(waiting)),
             link=replace(given.link, latency_s=given.link.latency_s + self._wait_s),
