@@ -15,7 +15,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.catalog import NOWHERE, ROOT_ROW, Catalog, Copies, RowIdentity
+from kvstore.catalog import NOWHERE, ROOT_ROW, ChunkTable, Copies, RowIdentity
 from kvstore.catalog.lineage import Pause, descend, nearest
 from kvstore.movement.removal import Removal
 from kvstore.spec import Durability, MissReason
@@ -79,9 +79,8 @@ class ClearingPlan:
 class Clearing:
     """Removes copies by an operator's word."""
 
-    def __init__(self, catalog: Catalog, removal: Removal, counters: Counters) -> None:
-        self._catalog = catalog
-        self._table = catalog.table
+    def __init__(self, table: ChunkTable, removal: Removal, counters: Counters) -> None:
+        self._table = table
         self._removal = removal
         self._counters = counters
 

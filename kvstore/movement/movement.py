@@ -90,7 +90,7 @@ class Movement:
         )  # fmt: skip
         self.readbacks = ReadBacks(catalog, self.memory, self.loads, self.removal, parts.counters)
         self.uses = Uses(
-            catalog, self.names, parts.clock, parts.counters, self.shared_tiers.tiers, self.shared_writes
+            catalog.table, self.names, parts.clock, parts.counters, self.shared_tiers.tiers, self.shared_writes
         )  # fmt: skip
         self.states = TierStates(parts.clock)
         self.absent: list[str] = []
@@ -101,8 +101,8 @@ class Movement:
         self.levels = Levels(
             catalog, self.names, parts.clock, self.writes, self._shared, self.absent, self.checks.proofs_end
         )
-        self.clearing = Clearing(catalog, self.removal, parts.counters)
-        self.relocation = Relocation(catalog, self.memory, self.loads, self.removal, self.checks)
+        self.clearing = Clearing(catalog.table, self.removal, parts.counters)
+        self.relocation = Relocation(catalog.table, self.memory, self.loads, self.removal, self.checks)
         self.canaries = Canaries(
             catalog.table, self.shared_tiers.tiers, parts.clock, parts.random, parts.counters, parts.policies
         )

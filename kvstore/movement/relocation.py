@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvstore.catalog import Catalog, Copies, MappedCopies, RowIdentity
+from kvstore.catalog import ChunkTable, Copies, MappedCopies, RowIdentity
 from kvstore.movement.checks import Checks
 from kvstore.movement.loads import Loads
 from kvstore.movement.queue import Priority
@@ -49,10 +49,9 @@ class Relocation:
     """Moves chunks by an operator's word."""
 
     def __init__(
-        self, catalog: Catalog, memory: MappedCopies, loads: Loads, removal: Removal, checks: Checks
+        self, table: ChunkTable, memory: MappedCopies, loads: Loads, removal: Removal, checks: Checks
     ) -> None:  # fmt: skip
-        self._catalog = catalog
-        self._table = catalog.table
+        self._table = table
         self._memory = memory
         self._loads = loads
         self._removal = removal

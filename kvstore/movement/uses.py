@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from kvstore.catalog import USE_COUNT_MAX, Catalog
+from kvstore.catalog import USE_COUNT_MAX, ChunkTable
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.shared import REUSED, SharedCopies
 from kvstore.movement.writes import Writes
@@ -31,11 +31,10 @@ class Uses:
     not read there."""
 
     def __init__(
-        self, catalog: Catalog, names: ChunkNames, clock: Clock, counters: Counters, shared: Sequence[SharedCopies],
+        self, table: ChunkTable, names: ChunkNames, clock: Clock, counters: Counters, shared: Sequence[SharedCopies],
         writes: Sequence[Writes],
     ) -> None:  # fmt: skip
-        self._catalog = catalog
-        self._table = catalog.table
+        self._table = table
         self._names = names
         self._clock = clock
         self._counters = counters

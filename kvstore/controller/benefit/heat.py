@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvstore.catalog import ROOT_ROW, Catalog, Namespace
+from kvstore.catalog import ROOT_ROW, Catalog, ChunkTable, Namespace
 from kvstore.seams import Clock
 
 PREFIX_COUNT_MAX = 512
@@ -94,7 +94,7 @@ class Heat:
         """Return the ``count`` hottest prefixes that are stored, as a tree: each prefix comes after the shorter one
         that it extends."""
         self._cool()
-        tree = _Tree(self._catalog)
+        tree = _Tree(self._catalog.table)
         for ending in sorted(self._heat, key=self._heat.__getitem__, reverse=True):
             row = self._row(ending)
             if row != ROOT_ROW and not tree.add(row, self._heat[ending]):
@@ -105,9 +105,8 @@ class Heat:
 class _Tree:
     """The chunks of some prefixes, and the heat of each chunk."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._table = catalog.table
+    def __init__(self, table: ChunkTable) -> None:
+        self._table = table
         self._own: dict[int, float] = {}
         self._heat: dict[int, float] = {}
         self._paths: list[list[int]] = []

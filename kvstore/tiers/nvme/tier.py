@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -55,7 +54,6 @@ from kvstore.units import PAGE_BYTES
 
 Result = TypeVar("Result")
 STEP_S = 0.005
-_log = logging.getLogger("kvstore.nvme")
 
 
 class NvmeTier:

@@ -63,11 +63,6 @@ class EmbeddedServer:
         if len(os.fsencode(self.path)) > PATH_BYTES_MAX:
             raise Unavailable(f"{self.path} is too long for a socket: set server.state_directory to a shorter path")
 
-    @property
-    def pid(self) -> int | None:
-        """The server's process; None while it does not run."""
-        return self._process.pid if self._process is not None else None
-
     def start(self) -> None:
         """Start the server and return when it answers; from then on it is started again when it dies. Call this from
         the running loop. Blocks for some tenths of a second. Raises Unavailable."""

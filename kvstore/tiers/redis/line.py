@@ -160,18 +160,6 @@ class Line:
         del self._rest[:2]
         self.awaited -= 1
 
-    def text(self, byte_count_max: int) -> bytes:
-        """Read a whole bulk reply of at most ``byte_count_max`` bytes."""
-        size = self._line(b"$")
-        if not size.isdigit() or int(size) > byte_count_max:
-            raise unreachable(str(self.server), "a reply is too long")
-        while len(self._rest) < int(size):
-            self._more()
-        found = bytes(self._rest[: int(size)])
-        del self._rest[: int(size)]
-        self.end()
-        return found
-
     def _line(self, kind: bytes = b"+:$") -> bytes:
         """Read the first line of a reply of one of these kinds, and return it without its sign."""
         while (stop := self._rest.find(b"\r\n")) < 0:

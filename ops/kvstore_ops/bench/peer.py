@@ -17,7 +17,6 @@ from kvstore_ops.bench.result import note
 LMCACHE, LMCACHE_PACKAGES = "KVSTORE_BENCH_LMCACHE", ("lmcache==0.5.6", "torch==2.13.0", "awscrt==0.38.1")
 """The variable that names LMCache's environment, and what pip puts there. awscrt is for LMCache's S3 adapter."""
 START_S_MAX = 120.0
-END_S_MAX = 10.0
 
 
 def environment(variable: str, packages: Sequence[str]) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 SEED = 20260921
 
 
-def build(layer_count: int = 12) -> Any:
+def build() -> Any:
     """Build the model: 12 layers, hidden 768, 12 query and 4 kv heads, MLP 3072, vocabulary 8,192, tied embeddings."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -22,7 +22,7 @@ def build(layer_count: int = 12) -> Any:
         vocab_size=VOCABULARY,
         hidden_size=768,
         intermediate_size=3072,
-        num_hidden_layers=layer_count,
+        num_hidden_layers=12,
         num_attention_heads=12,
         num_key_value_heads=4,
         max_position_embeddings=8192,

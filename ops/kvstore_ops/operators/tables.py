@@ -29,11 +29,10 @@ def digests_of(data: bytes) -> list[str]:
     return [data[at : at + DIGEST_BYTES].hex() for at in range(0, len(data), DIGEST_BYTES)]
 
 
-def age_of(stored_seconds: int, now_s: float, up_s: float | None = None) -> str:
-    """Return the age of a chunk in words. A chunk without a time was stored before the service started: ``up_s``, the
-    service's uptime, is then the least age."""
+def age_of(stored_seconds: int, now_s: float) -> str:
+    """Return the age of a chunk in words. A chunk without a time was stored before the service started."""
     if not stored_seconds:
-        return "before start" if up_s is None else f"> {duration(up_s)}"
+        return "before start"
     return duration(max(0.0, now_s - stored_seconds))
 
 

@@ -42,8 +42,8 @@ class Score:
         return f"{self.accuracy:.3f} +- {self.standard_error:.3f} ({drawn})"
 
 
-def contexts(seeds: Seeds, count: int, shape: task.Shape | None = None, *, crossing_only: bool = True) -> task.Contexts:
-    """Return `count` contexts, equally many from each seed; by default every answer needs another chunk.
+def contexts(seeds: Seeds, count: int) -> task.Contexts:
+    """Return `count` contexts, equally many from each seed. Every answer needs another chunk.
 
     With a larger `count`, each seed gives the same contexts first, and then more. Raises InvalidRequest for a count
     that is no multiple of the number of seeds.
@@ -54,9 +54,7 @@ def contexts(seeds: Seeds, count: int, shape: task.Shape | None = None, *, cross
             f"count is {count}: a multiple of the {len(numbers)} seeds, so that each gives the same share"
         )
     parts = [
-        task.generate(
-            np.random.default_rng(number), count // len(numbers), shape or task.Shape(), crossing_only=crossing_only
-        )
+        task.generate(np.random.default_rng(number), count // len(numbers), task.Shape(), crossing_only=True)
         for number in numbers
     ]
     tokens, labels, crosses = (

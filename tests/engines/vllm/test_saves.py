@@ -113,7 +113,7 @@ def test_a_save_that_has_not_begun_is_given_up_for_its_blocks(held: tuple[Engine
     engine.fill(blocks_of(42, 20), 9)
     saves = [each.done for each in engine.worker._saves._pending]
     client.go.set()
-    wait_stored(engine.clients[0], Save("a", SPEC, tokens_of(40, 303), (), []))
+    wait_stored(engine.clients[0], Save(SPEC, tokens_of(40, 303), (), []))
     assert not wait(saves, 10.0).not_done
     assert client.store_count == 1
     assert engine.clients[0].lookup(SPEC, tokens_of(42, 304)).prefix_token_count == 0
@@ -172,7 +172,7 @@ def test_ranks_are_told_when_one_of_them_gives_up() -> None:
     client: Any = SimpleNamespace(join_store=lambda *_: Writer())
     pages: Any = SimpleNamespace(views=[(0, 0)], rank=0, heads=(0, 1), computed=lambda: lambda: None)
     saves = Saves(client, pages, BLOCK, CallPause(clock))
-    saves.begin(Save("a", SPEC, tokens_of(40), (), blocks_of(40), b"ticket"), is_wanted=False)
+    saves.begin(Save(SPEC, tokens_of(40), (), blocks_of(40), b"ticket"), is_wanted=False)
     saves.close()
     assert said == ["left"]
 

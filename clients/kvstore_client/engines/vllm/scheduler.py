@@ -277,7 +277,7 @@ class SchedulerSide:
             return None
         tracked.kept = until
         blocks = tracked.block_ids[: until // self._block_tokens]
-        save = Save(str(request.request_id), tracked.spec, self._naming.prompt(request, until), tracked.extras, blocks)
+        save = Save(tracked.spec, self._naming.prompt(request, until), tracked.extras, blocks)
         return save if self._ranks == 1 else self._shared(save)
 
     def _shared(self, save: Save) -> Save | None:

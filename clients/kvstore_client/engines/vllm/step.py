@@ -50,7 +50,6 @@ class Save:
     """Keep a request's leading tokens, which this step completes, named by themselves or by vLLM's hashes. ``ticket``:
     the store that several ranks join; empty for one rank."""
 
-    request_id: str
     spec: ModelSpec
     tokens: Tokens | PageHashes
     extras: tuple[Extra, ...]
