@@ -33,7 +33,6 @@ from kvstore.chunk.checksum import CHECKSUM_BYTES, Checksums
 from kvstore.chunk.layout import (
     CHUNK_BYTES_MAX,
     FIXED_HEADER_BYTES,
-    PAGE_BYTES,
     STRIP_ENTRY_BYTES,
     ChunkLayout,
     StoredStrips,
@@ -44,6 +43,7 @@ from kvstore.errors import DataLoss
 from kvstore.keys import FORMAT_VERSION
 from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, Exactness, Provenance
+from kvstore.units import PAGE_BYTES
 
 MAGIC = b"KVSCHUNK"
 READER_VERSION = 1

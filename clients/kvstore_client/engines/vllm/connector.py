@@ -11,9 +11,11 @@ from vllm.version import __version__ as vllm_version
 from kvstore.errors import InvalidRequest
 from kvstore_client.arrays import Tensor
 from kvstore_client.begin import connect
+from kvstore_client.client import Client
 from kvstore_client.engines.vllm.identity import Adapters, geometry_of, spec_of
 from kvstore_client.engines.vllm.naming import check_algorithm
-from kvstore_client.engines.vllm.pages import CPU, PagesOfModel
+from kvstore_client.engines.vllm.objects import CacheConfig, EngineRequest, RequestBlocks, ScheduledStep, WorkersReport
+from kvstore_client.engines.vllm.pages import CPU, PagesOfModel, Writer
 from kvstore_client.engines.vllm.scheduler import SchedulerSide
 from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.step import Step
@@ -32,7 +34,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
     """Loads prompts from a kvstore sidecar and keeps them there. Raises InvalidRequest for settings that it cannot
     serve."""
 
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: Any, role: object, kv_cache_config: CacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = ConnectorSettings.of(transfer.kv_connector_extra_config)
@@ -57,7 +59,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
                 step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
             )  # fmt: skip
 
-    def _connect(self) -> Any:
+    def _connect(self) -> Client:
         settings = self._settings
         return connect(settings.address, required=False, timeout_s=settings.timeout_s, planning=settings.planning)
 
@@ -72,27 +74,27 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
 
     # ------------------------------------------------------------ scheduler
 
-    def on_new_request(self, request: Any) -> None:
+    def on_new_request(self, request: EngineRequest) -> None:
         assert self._scheduler is not None
         self._scheduler.new_request(request)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         assert self._scheduler is not None
         return self._scheduler.matched(request, num_computed_tokens)
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: EngineRequest, blocks: RequestBlocks, num_external_tokens: int) -> None:
         assert self._scheduler is not None
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+    def build_connector_meta(self, scheduler_output: ScheduledStep) -> StepMetadata:
         assert self._scheduler is not None
         return StepMetadata(self._scheduler.step(scheduler_output))
 
-    def update_connector_output(self, connector_output: Any) -> None:
+    def update_connector_output(self, connector_output: WorkersReport) -> None:
         assert self._scheduler is not None
         self._scheduler.received(connector_output)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, object] | None]:
+    def request_finished(self, request: EngineRequest, block_ids: list[int]) -> tuple[bool, dict[str, object] | None]:
         assert self._scheduler is not None
         self._scheduler.finished(request.request_id)
         return False, None
@@ -180,7 +182,7 @@ def _rank() -> int:
     return int(get_tensor_model_parallel_rank())
 
 
-def _cpu_writer(config: Any, block_tokens: int) -> Any:
+def _cpu_writer(config: Any, block_tokens: int) -> Writer:
     """Return a function that writes pages by vLLM's own kernel, as its CPU backend calls it."""
     from vllm import _custom_ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa

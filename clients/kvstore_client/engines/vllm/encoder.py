@@ -24,6 +24,7 @@ from kvstore_client.arrays import Tensor
 from kvstore_client.begin import connect
 from kvstore_client.engines.vllm.embeddings import Fetching, Keeping
 from kvstore_client.engines.vllm.identity import engine_identity
+from kvstore_client.engines.vllm.objects import EngineConfig, EngineRequest, ScheduledStep
 from kvstore_client.engines.vllm.settings import EncoderSettings
 from kvstore_client.engines.vllm.versions import ENCODER, check_interface, check_version
 
@@ -40,7 +41,7 @@ class KVStoreECConnector(ECConnectorBase):  # type: ignore[misc]  # vLLM is not 
     """Takes embeddings from a kvstore sidecar and keeps them there. Raises InvalidRequest for settings that it cannot
     serve."""
 
-    def __init__(self, vllm_config: Any, role: Any) -> None:
+    def __init__(self, vllm_config: Any, role: object) -> None:
         super().__init__(vllm_config=vllm_config, role=role)
         settings = EncoderSettings.of(vllm_config.ec_transfer_config.ec_connector_extra_config)
         check_version(vllm_version, settings.allow_unknown_version)
@@ -59,7 +60,7 @@ class KVStoreECConnector(ECConnectorBase):  # type: ignore[misc]  # vLLM is not 
 
     # ------------------------------------------------------------ scheduler
 
-    def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
+    def ensure_cache_available(self, request: EngineRequest, num_computed_tokens: int) -> bool:
         if self._fetching is None or not self.is_consumer:
             return True
         wanted = [
@@ -73,15 +74,15 @@ class KVStoreECConnector(ECConnectorBase):  # type: ignore[misc]  # vLLM is not 
     def has_cache_item(self, identifier: str) -> bool:
         return self._fetching is not None and self._fetching.has(identifier)
 
-    def update_state_after_alloc(self, request: Any, index: int) -> None:
+    def update_state_after_alloc(self, request: EngineRequest, index: int) -> None:
         assert self._fetching is not None
         self._fetching.allocated(request.mm_features[index].identifier)
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepItems:
+    def build_connector_meta(self, scheduler_output: ScheduledStep) -> StepItems:
         assert self._fetching is not None
         return StepItems(self._spec, self._fetching.step(scheduler_output.free_encoder_mm_hashes))
 
-    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: EngineRequest) -> tuple[bool, dict[str, object] | None]:
         assert self._fetching is not None
         self._fetching.finished(request.request_id)
         return False, None
@@ -111,7 +112,7 @@ class KVStoreECConnector(ECConnectorBase):  # type: ignore[misc]  # vLLM is not 
                 side.close()
 
 
-def _check_model(vllm_config: Any) -> None:
+def _check_model(vllm_config: EngineConfig) -> None:
     if vllm_config.model_config.is_encoder_decoder:
         raise InvalidRequest(
             "this model has encoder and decoder in one, whose encoder vLLM does not share: leave out "
@@ -125,7 +126,7 @@ def _check_model(vllm_config: Any) -> None:
         )
 
 
-def _spec_of(vllm_config: Any, settings: EncoderSettings) -> ModelSpec:
+def _spec_of(vllm_config: EngineConfig, settings: EncoderSettings) -> ModelSpec:
     """Return the spec that names the embeddings' model. It has no layers: only its identity is used."""
     model = vllm_config.model_config
     dtype = str(model.dtype).removeprefix("torch.")

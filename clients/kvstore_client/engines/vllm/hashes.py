@@ -23,13 +23,16 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TypeAlias
 
 from kvstore.errors import InvalidRequest
+from kvstore.keys import Tokens
 from kvstore_client.prompt import PageHashes
 
 ALGORITHM = "sha256_cbor"
 DEFAULT_SEED = "vllm-none-hash"
+Hashed: TypeAlias = "int | str | bytes | Sequence[Hashed] | None"
+"""What a hash is made of."""
 
 
 def _head(major: int, number: int) -> bytes:
@@ -39,7 +42,7 @@ def _head(major: int, number: int) -> bytes:
     return bytes([major << 5 | 23 + width.bit_length()]) + number.to_bytes(width, "big")
 
 
-def _cbor(value: Any) -> bytes:
+def _cbor(value: Hashed) -> bytes:
     """Encode the parts of a block hash as canonical CBOR (RFC 8949)."""
     if value is None:
         return b"\xf6"
@@ -52,7 +55,7 @@ def _cbor(value: Any) -> bytes:
     return _head(4, len(value)) + b"".join(map(_cbor, value))
 
 
-def _hash(value: Any) -> bytes:
+def _hash(value: Hashed) -> bytes:
     return hashlib.sha256(_cbor(value)).digest()
 
 
@@ -76,7 +79,7 @@ def block_hashes(
     before, found = _hash(seed), []
     stops = range(0, len(tokens) + 1, block_tokens)
     for start, stop in pairwise(stops):
-        keys: list[tuple[Any, ...]] = [("lora", *lora)] if lora else []
+        keys: list[Hashed] = [("lora", *lora)] if lora else []
         keys += [("mm", name, at - start) for at, count, name in ordered if at < stop and start < at + count]
         keys += [("cache_salt", salt)] if salt and not start else []
         before = _hash((before, [int(each) for each in tokens[start:stop]], keys or None))
@@ -85,7 +88,7 @@ def block_hashes(
 
 
 def given_hashes(
-    hashes: Sequence[bytes], block_tokens: int, tokens: Any = None, seed: str = DEFAULT_SEED
+    hashes: Sequence[bytes], block_tokens: int, tokens: Tokens | None = None, seed: str = DEFAULT_SEED
 ) -> PageHashes:
     """Return the hashes in the form that a client takes in place of tokens."""
     return PageHashes(f"vllm-{ALGORITHM}-{_hash(seed).hex()[:8]}", block_tokens, hashes, tokens)

@@ -17,6 +17,7 @@ from kvstore.seams import SystemRandom
 from kvstore.spec import LayerKind, LayerSpec, ModelSpec, RopeSpec
 from kvstore.spec.configuration import named
 from kvstore.spec.from_transformers import rope_of
+from kvstore_client.engines.vllm.objects import CacheConfig, EngineConfig, LayerCache, LoraRequest, ModelConfig
 from kvstore_client.engines.vllm.settings import Common, ConnectorSettings
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -48,7 +49,7 @@ class Geometry:
     """Number of tensor-parallel ranks. Each has an equal share of every layer's kv heads."""
 
 
-def geometry_of(vllm_config: Any, kv_cache_config: Any) -> Geometry:
+def geometry_of(vllm_config: EngineConfig, kv_cache_config: CacheConfig) -> Geometry:
     """Return the geometry of an engine's cache. Raises InvalidRequest naming the vLLM setting that kvstore cannot
     serve, and what to set."""
     _check_parallel(vllm_config)
@@ -72,7 +73,7 @@ def geometry_of(vllm_config: Any, kv_cache_config: Any) -> Geometry:
     return Geometry(tuple(names), layers, dtypes.pop(), int(group.block_size), mla, ranks)
 
 
-def _check_ranks(model: Any, layers: tuple[LayerSpec, ...], ranks: int, mla: bool) -> None:
+def _check_ranks(model: ModelConfig, layers: tuple[LayerSpec, ...], ranks: int, mla: bool) -> None:
     if ranks == 1:
         return
     total = int(model.get_total_num_kv_heads())
@@ -83,7 +84,7 @@ def _check_ranks(model: Any, layers: tuple[LayerSpec, ...], ranks: int, mla: boo
         )
 
 
-def _check_parallel(vllm_config: Any) -> None:
+def _check_parallel(vllm_config: EngineConfig) -> None:
     parallel = vllm_config.parallel_config
     for name, flag in (
         ("pipeline_parallel_size", "--pipeline-parallel-size"),
@@ -102,11 +103,11 @@ def _check_parallel(vllm_config: Any) -> None:
         )
 
 
-def _is_mla(spec: Any) -> bool:
+def _is_mla(spec: object) -> bool:
     return any(each.__name__ == "MLAAttentionSpec" for each in type(spec).__mro__)
 
 
-def _layer(name: str, spec: Any, hf: Any, ranks: int) -> LayerSpec:
+def _layer(name: str, spec: LayerCache, hf: Any, ranks: int) -> LayerSpec:
     known = {"FullAttentionSpec", "MLAAttentionSpec"}
     if type(spec).__name__ == "SlidingWindowSpec":
         raise InvalidRequest(
@@ -133,7 +134,7 @@ def _layer(name: str, spec: Any, hf: Any, ranks: int) -> LayerSpec:
 
 
 def spec_of(
-    vllm_config: Any, geometry: Geometry, settings: ConnectorSettings, weights_digest: str | None = None
+    vllm_config: EngineConfig, geometry: Geometry, settings: ConnectorSettings, weights_digest: str | None = None
 ) -> ModelSpec:
     """Return the engine's spec. ``weights_digest`` None: digest the files. Raises InvalidRequest."""
     model = vllm_config.model_config
@@ -162,12 +163,12 @@ def spec_of(
     )  # fmt: skip
 
 
-def _rope_parameters(hf: Any) -> dict[str, Any]:
+def _rope_parameters(hf: object) -> dict[str, Any]:
     found = getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
     return dict(found)
 
 
-def engine_identity(vllm_config: Any, settings: Common) -> str:
+def engine_identity(vllm_config: EngineConfig, settings: Common) -> str:
     """Return a digest of the weights, their configuration, and the processing of images and sounds before the model.
     ``weights_digest`` in the settings vouches for the weights alone."""
     if settings.weights_digest:
@@ -182,7 +183,7 @@ def engine_identity(vllm_config: Any, settings: Common) -> str:
     return str(blake3(f"kvstore/vllm/items/1\0{weights}\0{processor}".encode()).hexdigest())
 
 
-def _processor_digest(model: Any) -> str:
+def _processor_digest(model: ModelConfig) -> str:
     """Digest the settings and files that turn images and sounds into the encoder's input: vLLM's identifiers cover only
     the settings of a request. Empty for a model of text."""
     settings = getattr(model, "multimodal_config", None)
@@ -199,7 +200,7 @@ def _processor_digest(model: Any) -> str:
     return str(hasher.hexdigest(16))
 
 
-def _digest_of_files(vllm_config: Any) -> str:
+def _digest_of_files(vllm_config: EngineConfig) -> str:
     """Digest the weights' files and vLLM's settings for them (BLAKE3). Cost: reads them once, 5 GB/s from memory."""
     model, load_format = vllm_config.model_config, _load_format(vllm_config)
     if load_format == "dummy":
@@ -214,12 +215,12 @@ def _digest_of_files(vllm_config: Any) -> str:
     return hasher.hexdigest()
 
 
-def _load_format(vllm_config: Any) -> str:
+def _load_format(vllm_config: EngineConfig) -> str:
     found = vllm_config.load_config.load_format
     return str(getattr(found, "value", found))
 
 
-def _described(model: Any, load_format: str) -> str:
+def _described(model: ModelConfig, load_format: str) -> str:
     """Return the facts beside the files that decide the numbers: the configuration as read and overridden, as JSON."""
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in IGNORED}
     return json.dumps(
@@ -231,13 +232,13 @@ def _described(model: Any, load_format: str) -> str:
     )  # fmt: skip
 
 
-def _length_that_matters(model: Any) -> int:
+def _length_that_matters(model: ModelConfig) -> int:
     """Return the longest context where the rope scaling depends on it, else 0."""
     kind = _rope_parameters(model.hf_text_config).get("rope_type", "default")
     return int(model.max_model_len) if kind in ("longrope", "dynamic", "su") else 0
 
 
-def _directory(model: Any) -> Path:
+def _directory(model: ModelConfig) -> Path:
     path = Path(str(model.model))
     if path.exists():
         return path
@@ -262,7 +263,7 @@ def files_of(path: Path) -> list[Path]:
     return found
 
 
-def _add_files(hasher: Any, files: Iterable[Path]) -> None:
+def _add_files(hasher: blake3, files: Iterable[Path]) -> None:
     for each in files:
         hasher.update(f"{each.name}\0{each.stat().st_size}\0".encode())
         hasher.update_mmap(str(each))
@@ -276,7 +277,7 @@ class Adapters:
         self._spec = spec
         self._known: OrderedDict[tuple[str, tuple[tuple[str, int, int, int], ...]], ModelSpec] = OrderedDict()
 
-    def spec_for(self, lora_request: Any) -> ModelSpec:
+    def spec_for(self, lora_request: LoraRequest | None) -> ModelSpec:
         """Return the spec of a request's adapter. Raises InvalidRequest when the adapter's files cannot be read."""
         if lora_request is None:
             return self._spec

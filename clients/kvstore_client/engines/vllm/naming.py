@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import numpy as np
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Extra, Tokens
 from kvstore_client.engines.vllm.hashes import ALGORITHM, DEFAULT_SEED, block_hashes, given_hashes, seed_of_process
+from kvstore_client.engines.vllm.objects import EngineRequest
 from kvstore_client.prompt import PageHashes
 
 _log = logging.getLogger("kvstore.vllm")
@@ -39,7 +39,7 @@ class Naming:
                 self._seed,
             )
 
-    def can_name(self, request: Any) -> bool:
+    def can_name(self, request: EngineRequest) -> bool:
         """Return True when the name covers all that the request's cache depends on. With vLLM's hashes, computes each
         request's first hash itself: a vLLM that hashes differently is thus noticed."""
         if getattr(request, "prompt_embeds", None) is not None:
@@ -64,7 +64,7 @@ class Naming:
             )  # fmt: skip
         return is_known
 
-    def prompt(self, request: Any, token_count: int) -> Tokens | PageHashes:
+    def prompt(self, request: EngineRequest, token_count: int) -> Tokens | PageHashes:
         """Return the request's leading tokens, as far as they are hashed, in whole blocks, in the client's form."""
         tokens = np.asarray(request.all_token_ids[:token_count], np.uint32)
         if not self._by_hashes:
@@ -72,18 +72,18 @@ class Naming:
         hashes = list(request.block_hashes[: token_count // self._block_tokens])
         return given_hashes(hashes, self._block_tokens, tokens[: len(hashes) * self._block_tokens], self._seed)
 
-    def extras(self, request: Any) -> tuple[Extra, ...]:
+    def extras(self, request: EngineRequest) -> tuple[Extra, ...]:
         """Return what the request's cache depends on beside its tokens. vLLM's hashes include it already."""
         return () if self._by_hashes else extras_of(request)
 
 
-def items_of(request: Any) -> list[tuple[int, int, str]]:
+def items_of(request: EngineRequest) -> list[tuple[int, int, str]]:
     """Return (first token, token count, identifier) of each of the request's images and sounds."""
     features = getattr(request, "mm_features", None) or ()
     return [(int(each.mm_position.offset), int(each.mm_position.length), str(each.identifier)) for each in features]
 
 
-def extras_of(request: Any) -> tuple[Extra, ...]:
+def extras_of(request: EngineRequest) -> tuple[Extra, ...]:
     """Return a request's salt, and its images and sounds with their positions, as extras."""
     extras = []
     salt = getattr(request, "cache_salt", None)

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.seams import Clock, SystemClock
+from kvstore.seams.memory import Bytes
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.patience import CallPause
 
@@ -67,7 +68,7 @@ class Offloaded:
         except KVStoreError as error:
             return self._none(keys, error)
 
-    def load(self, keys: Sequence[bytes], rows: Sequence[Any]) -> list[bool]:
+    def load(self, keys: Sequence[bytes], rows: Sequence[Bytes]) -> list[bool]:
         """Fetch each value into its row. Returns one bool per key; the bytes of a row that is False are undefined."""
         if not self._can_name(keys) or self._loading.is_spent:
             return [False] * len(keys)
@@ -77,7 +78,7 @@ class Offloaded:
         except KVStoreError as error:
             return self._none(keys, error)
 
-    def store(self, keys: Sequence[bytes], rows: Sequence[Any]) -> list[bool]:
+    def store(self, keys: Sequence[bytes], rows: Sequence[Bytes]) -> list[bool]:
         """Keep the rows that are not stored yet. Returns, per key, True when its value is stored now."""
         if not self._can_name(keys) or self._storing.is_spent:
             return [False] * len(keys)

@@ -12,20 +12,21 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from kvstore.keys import Extra
+from kvstore.keys import Extra, Tokens
 from kvstore.planning.loading import HeldRun, LoadFacts, LoadPlan, Prefill, Prices, Stock, Way, plan_loading
 from kvstore.planning.loading.facts import IN_MEMORY
 from kvstore.planning.loading.outcome import PlanOutcome
 from kvstore.seams import Clock
 from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
+from kvstore_client.engines.vllm.objects import ScheduledStep
 from kvstore_client.engines.vllm.step import Load
 from kvstore_client.loading.patience import patience_s
 from kvstore_client.loading.planner import ENGINE_WAYS
 from kvstore_client.loading.probe import begin_probe
 from kvstore_client.lookup.match import Match
+from kvstore_client.prompt import PageHashes
 
 GIVE_UP_S_MIN = 0.05
 SUMMARY_S = 60.0
@@ -143,7 +144,7 @@ class RequestPlanner:
             )  # fmt: skip
 
     def look(
-        self, spec: ModelSpec, prompt: Any, extras: Sequence[Extra], decision: Decision, stored: int
+        self, spec: ModelSpec, prompt: Tokens | PageHashes, extras: Sequence[Extra], decision: Decision, stored: int
     ) -> None:  # fmt: skip
         """Begin to measure the load that a decision left out of the ``stored`` tokens, if it is time, and the way from
         memory where loads do not measure it: before the first of them, and layerwise. ``prompt``: its tokens, or the
@@ -204,7 +205,7 @@ class RequestPlanner:
 
     # ------------------------------------------------------------ what steps take
 
-    def step_begins(self, output: Any, *, loads: bool) -> None:
+    def step_begins(self, output: ScheduledStep, *, loads: bool) -> None:
         """Note that vLLM has scheduled a step. ``loads``: it loads as it goes; layerwise, its time says nothing of
         computing alone."""
         self._begun_s.append(self._clock.monotonic())
@@ -242,7 +243,7 @@ class _Running:
     stops: Mapping[str, int]
 
     @staticmethod
-    def of(output: Any, now: float, *, is_measured: bool) -> _Running:
+    def of(output: ScheduledStep, now: float, *, is_measured: bool) -> _Running:
         counts = output.num_scheduled_tokens
         contexts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs

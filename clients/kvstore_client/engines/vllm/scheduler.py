@@ -6,21 +6,22 @@ import logging
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from kvstore.errors import KVStoreError
-from kvstore.keys import Extra
+from kvstore.keys import Extra, Tokens
 from kvstore.seams import Clock, SystemClock, WorkerThreads
 from kvstore.seams.jobs import NotBegun, begun
 from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.identity import Adapters
 from kvstore_client.engines.vllm.naming import Naming
+from kvstore_client.engines.vllm.objects import EngineRequest, ScheduledStep, WorkersReport
 from kvstore_client.engines.vllm.patience import SLOW_S, CallPause
 from kvstore_client.engines.vllm.planning import Decision, RequestPlanner
 from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.step import Load, Save, Step
 from kvstore_client.lookup.match import Match
+from kvstore_client.prompt import PageHashes
 
 FOUND_AGE_S_MAX = 5.0
 """Seconds that an answer may be used while vLLM asks again and again; well below a ticket's age."""
@@ -67,7 +68,7 @@ class _Found:
 class _Tracked:
     """A request with blocks worth keeping, now or later. ``kept``: leading tokens known to be stored."""
 
-    request: Any
+    request: EngineRequest
     spec: ModelSpec
     extras: tuple[Extra, ...]
     kept: int = 0
@@ -109,7 +110,7 @@ class SchedulerSide:
 
     # ------------------------------------------------------------ before a request runs
 
-    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+    def matched(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
         """Return the number of tokens beyond ``computed`` to load, in whole blocks, and True when they load while other
         requests run. At least one token of the prompt is left to compute. None: ask again at the next step."""
         useful = self._whole(int(request.num_tokens) - 1)
@@ -123,7 +124,7 @@ class SchedulerSide:
         found.computed = computed
         return found.stop - computed, self._settings.load == "async"
 
-    def _look_up(self, request: Any, useful: int, computed: int) -> _Found | _Asked | None:
+    def _look_up(self, request: EngineRequest, useful: int, computed: int) -> _Found | _Asked | None:
         name = str(request.request_id)
         found = self._found.get(name)
         now = self._clock.monotonic()
@@ -149,7 +150,7 @@ class SchedulerSide:
         found = self._found[name] = _Found(answer.match, useful, stop, asked.since_s, answer.decision)
         return found
 
-    def _ask(self, name: str, request: Any, tracked: _Tracked, useful: int, computed: int) -> _Asked:
+    def _ask(self, name: str, request: EngineRequest, tracked: _Tracked, useful: int, computed: int) -> _Asked:
         """Look a prompt up: at once where shared memory answers, else on a thread of ours, which also holds the
         chunks."""
         asked = self._asked[name] = _Asked(useful, self._clock.monotonic())
@@ -184,7 +185,9 @@ class SchedulerSide:
         del self._asked[name]
         return answer
 
-    def _hold(self, asked: _Asked, tracked: _Tracked, prompt: Any, computed: int, waiting: int) -> _Answer:
+    def _hold(
+        self, asked: _Asked, tracked: _Tracked, prompt: Tokens | PageHashes, computed: int, waiting: int
+    ) -> _Answer:
         """Hold the stored prefix, or the part of it that loads sooner than it computes. Runs on a thread of ours."""
         asked.begun_s = self._clock.monotonic()
         if self._patience.is_spent:
@@ -205,10 +208,10 @@ class SchedulerSide:
             _log.warning("kvstore: %s; the prompt is computed", error.message)
             return _NOTHING
 
-    def _lookup(self, tracked: _Tracked, prompt: Any) -> Match:
+    def _lookup(self, tracked: _Tracked, prompt: Tokens | PageHashes) -> Match:
         return self._client.lookup(tracked.spec, prompt, hold=True, readers=self._ranks, extras=tracked.extras)
 
-    def _track(self, request: Any) -> _Tracked | None:
+    def _track(self, request: EngineRequest) -> _Tracked | None:
         """Return the tracked request; None for a request whose cache cannot be named."""
         name = str(request.request_id)
         tracked = self._tracked.get(name)
@@ -224,7 +227,7 @@ class SchedulerSide:
             self._tracked[name] = tracked
         return tracked
 
-    def allocated(self, request: Any, block_ids: list[int], external: int) -> None:
+    def allocated(self, request: EngineRequest, block_ids: list[int], external: int) -> None:
         """Note that vLLM gave the request its blocks, ``external`` tokens of which are to be loaded."""
         self._waiting.discard(str(request.request_id))
         found = self._found.pop(str(request.request_id), None)
@@ -244,7 +247,7 @@ class SchedulerSide:
 
     # ------------------------------------------------------------ every step
 
-    def step(self, output: Any) -> Step:
+    def step(self, output: ScheduledStep) -> Step:
         """Return the workers' loads and saves in the step that ``output`` describes."""
         self._wait_s = WAIT_S
         self._planner.step_begins(output, loads=bool(self._loads))
@@ -297,7 +300,7 @@ class SchedulerSide:
             writer.commit()
         return replace(save, ticket=ticket)
 
-    def received(self, output: Any) -> None:
+    def received(self, output: WorkersReport) -> None:
         """Take the workers' report of a step: results, loads that have ended, and blocks whose loads failed."""
         failed = set(output.invalid_block_ids or ())
         if failed:
@@ -327,7 +330,7 @@ class SchedulerSide:
         self._tracked.pop(request_id, None)
         self._forget(request_id)
 
-    def new_request(self, request: Any) -> None:
+    def new_request(self, request: EngineRequest) -> None:
         self._waiting.add(str(request.request_id))
         if self._does_save:
             self._track(request)
@@ -375,7 +378,7 @@ class SchedulerSide:
 _NOTHING = _Answer(Match(0, ()), 0)
 
 
-def _scheduled(output: Any) -> Iterable[tuple[str, list[int], bool, int]]:
+def _scheduled(output: ScheduledStep) -> Iterable[tuple[str, list[int], bool, int]]:
     """Yield, per request of a step: its id, blocks, True if these are all it has, and the number of tokens computed
     before."""
     for new in output.scheduled_new_reqs:

@@ -27,13 +27,15 @@ from vllm.version import __version__ as vllm_version
 
 from kvstore.seams import SystemClock, WorkerThreads
 from kvstore.seams.jobs import begun
+from kvstore.seams.memory import Bytes
 from kvstore_client.begin import connect
+from kvstore_client.engines.vllm.objects import OffloadJob, OffloadRequest
 from kvstore_client.engines.vllm.offloaded import Offloaded, offload_namespace
 from kvstore_client.engines.vllm.settings import OffloadTierSettings
 from kvstore_client.engines.vllm.versions import TIER, check_interface, check_version
 
 _log = logging.getLogger("kvstore.vllm")
-_Move = Callable[[list[bytes], list[Any]], list[bool]]
+_Move = Callable[[list[bytes], list[Bytes]], list[bool]]
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # vLLM is not there where types are checked
@@ -72,7 +74,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not th
         self._lookups = _Lookups(self._values, tier_type)
         self._storing, self._loading = WorkerThreads(1, "kvstore-offload"), WorkerThreads(1, "kvstore-promote")
         self._clock = SystemClock()
-        self._running: dict[int, tuple[Any, Future[tuple[list[bool], float]]]] = {}
+        self._running: dict[int, tuple[OffloadJob, Future[tuple[list[bool], float]]]] = {}
 
     # ------------------------------------------------------------ what is there
 
@@ -86,18 +88,18 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not th
     def on_schedule_end(self, context: object) -> None:
         self._lookups.flush()
 
-    def on_request_finished(self, req_context: Any) -> None:
+    def on_request_finished(self, req_context: OffloadRequest) -> None:
         self._lookups.cleanup(req_context.req_id)
 
     # ------------------------------------------------------------ jobs
 
-    def submit_store(self, job_metadata: Any) -> None:
+    def submit_store(self, job_metadata: OffloadJob) -> None:
         self._submit(job_metadata, self._storing, self._values.store)
 
-    def submit_load(self, job_metadata: Any) -> None:
+    def submit_load(self, job_metadata: OffloadJob) -> None:
         self._submit(job_metadata, self._loading, self._values.load)
 
-    def _submit(self, job: Any, threads: WorkerThreads, move: _Move) -> None:
+    def _submit(self, job: OffloadJob, threads: WorkerThreads, move: _Move) -> None:
         keys = [bytes(key) for key in job.keys]
         rows = [self._row(int(number)) for number in job.chunk_ids]
 
@@ -107,7 +109,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not th
 
         self._running[job.job_id] = job, begun(threads, run)
 
-    def _row(self, number: int) -> Any:
+    def _row(self, number: int) -> Bytes:
         address = self._memory + number * self.block_size_bytes
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.block_size_bytes).from_address(address))
 
@@ -115,7 +117,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not th
         done = [name for name, (_, future) in self._running.items() if future.done()]
         return [self._result(*self._running.pop(name)) for name in done]
 
-    def _result(self, job: Any, future: Future[tuple[list[bool], float]]) -> JobResult:
+    def _result(self, job: OffloadJob, future: Future[tuple[list[bool], float]]) -> JobResult:
         keys, error = list(job.keys), future.exception()
         if error is not None:  # a bug of ours must not keep vLLM's blocks for ever
             _log.error("kvstore: moving offloaded blocks failed", exc_info=error)

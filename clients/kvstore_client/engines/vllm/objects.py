@@ -1,0 +1,166 @@
+"""vLLM's own objects: the attributes that are used here, and no others. Types are checked without vLLM, so these say
+what a new release must still have. What only some releases have is read by ``getattr`` where it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+
+class ItemPlace(Protocol):
+    """The place of an image or a sound in the prompt, in tokens."""
+
+    offset: int
+    length: int
+
+    def get_num_embeds(self) -> int: ...
+
+
+class Item(Protocol):
+    """An image or a sound of a request. ``identifier``: the hash of its content, or the client's own name of it."""
+
+    identifier: str
+    modality: str
+    mm_position: ItemPlace
+
+
+class LoraRequest(Protocol):
+    """A request's adapter."""
+
+    lora_name: str
+    lora_path: str
+
+
+class EngineRequest(Protocol):
+    """A request, as the scheduler has it. ``block_hashes``: those of its full blocks, by vLLM's own hash."""
+
+    request_id: str
+    num_tokens: int
+    num_prompt_tokens: int
+    all_token_ids: Sequence[int]
+    block_hashes: Sequence[bytes]
+    skip_reading_prefix_cache: bool
+    mm_features: Sequence[Item]
+
+
+class RequestBlocks(Protocol):
+    """The blocks that a request was given."""
+
+    def get_block_ids(self) -> Sequence[list[int]]: ...
+
+
+class NewRequest(Protocol):
+    """A request in the first step that computes of it."""
+
+    req_id: str
+    block_ids: Sequence[list[int]]
+    num_computed_tokens: int
+
+
+class RunningRequests(Protocol):
+    """The requests that go on in a step, in columns. ``new_block_ids``: None where a request needs no more; all of its
+    blocks where it is resumed."""
+
+    req_ids: Sequence[str]
+    new_block_ids: Sequence[Sequence[list[int]] | None]
+    num_computed_tokens: Sequence[int]
+    resumed_req_ids: Collection[str]
+
+
+class ScheduledStep(Protocol):
+    """A step, as the scheduler has planned it."""
+
+    num_scheduled_tokens: Mapping[str, int]
+    scheduled_new_reqs: Sequence[NewRequest]
+    scheduled_cached_reqs: RunningRequests
+    free_encoder_mm_hashes: Sequence[str]
+
+
+class WorkersReport(Protocol):
+    """The workers' report of a step: the blocks whose loads failed, and the requests whose loads have ended."""
+
+    invalid_block_ids: Collection[int] | None
+    finished_recving: Collection[str] | None
+
+
+class LayerCache(Protocol):
+    """The cache of one layer, or of a group of layers. Its class tells its kind."""
+
+    dtype: object
+    block_size: int
+    head_size: int
+    num_kv_heads: int
+
+
+class CacheGroup(Protocol):
+    """Layers that share a block table."""
+
+    kv_cache_spec: LayerCache
+    layer_names: Sequence[str]
+
+
+class CacheConfig(Protocol):
+    """The groups of layers that keep a cache."""
+
+    kv_cache_groups: Sequence[CacheGroup]
+
+
+class HuggingFaceConfig(Protocol):
+    """A model's configuration. Its fields are the family's own."""
+
+    def to_dict(self) -> dict[str, object]: ...
+
+
+class ModelConfig(Protocol):
+    """The model's part of an engine's configuration. ``model``: a directory, or a name of the hub."""
+
+    model: object
+    revision: str | None
+    dtype: object
+    quantization: object
+    max_model_len: int
+    is_encoder_decoder: bool
+    enable_sleep_mode: bool
+    hf_config: HuggingFaceConfig
+    hf_text_config: HuggingFaceConfig
+
+    def get_hidden_size(self) -> int: ...
+
+    def get_vocab_size(self) -> int: ...
+
+    def get_total_num_kv_heads(self) -> int: ...
+
+
+class ParallelConfig(Protocol):
+    """How many ranks share the model."""
+
+    tensor_parallel_size: int
+
+
+class LoadConfig(Protocol):
+    """How the weights are read. ``load_format``: a word, or an enum of words."""
+
+    load_format: object
+
+
+class EngineConfig(Protocol):
+    """An engine's configuration, as far as it decides what the cache is."""
+
+    model_config: ModelConfig
+    parallel_config: ParallelConfig
+    load_config: LoadConfig
+
+
+class OffloadJob(Protocol):
+    """Chunks of vLLM's CPU cache to be stored or loaded: their keys, and the numbers of their rows."""
+
+    job_id: int
+    keys: Sequence[bytes]
+    chunk_ids: Sequence[int]
+    is_promotion: bool
+
+
+class OffloadRequest(Protocol):
+    """The request for which chunks were looked up."""
+
+    req_id: str
