@@ -15,6 +15,7 @@ from kvstore_client.gate import Gate
 from kvstore_client.loading.planner import Planner
 from kvstore_client.lookup.match import Match
 from kvstore_client.prompt import GivenTokens
+from kvstore_client.segments.runs import GivenRun
 
 
 class Caches(Protocol):
@@ -33,7 +34,7 @@ class Caches(Protocol):
         """The gate that allows lossy reuse."""
 
     def lookup(
-        self, spec: ModelSpec, tokens: GivenTokens, *, segments: Sequence[range | tuple[int, int]] | None = None,
+        self, spec: ModelSpec, tokens: GivenTokens, *, segments: Sequence[GivenRun] | None = None,
         preamble: GivenTokens = (), hold: bool = False, readers: int = 1, extras: Sequence[Extra] = (),
         exactness: Exactness = Exactness.EXACT,
     ) -> Match:  # fmt: skip

@@ -37,7 +37,7 @@ from kvstore_client.planes.place import Place
 from kvstore_client.planes.session import ClientSession
 from kvstore_client.prompt import GivenTokens, Prompt, check_count, preamble_tokens
 from kvstore_client.segments.known import KnownSegments
-from kvstore_client.segments.runs import named_segments
+from kvstore_client.segments.runs import GivenRun, named_segments
 from kvstore_client.store import calls as stores
 from kvstore_client.store.receipt import Receipt
 from kvstore_client.store.writer import StoreWriter
@@ -75,7 +75,7 @@ class Client:
 
     # ------------------------------------------------------------ lookup
     def lookup(
-        self, spec: ModelSpec, tokens: GivenTokens, *, segments: Sequence[range | tuple[int, int]] | None = None,
+        self, spec: ModelSpec, tokens: GivenTokens, *, segments: Sequence[GivenRun] | None = None,
         preamble: GivenTokens = (), hold: bool = False, readers: int = 1, extras: Sequence[Extra] = (),
         exactness: Exactness = Exactness.EXACT,
     ) -> Match:  # fmt: skip
@@ -354,7 +354,7 @@ class Client:
         return fetch_projected(self, runner, tokens, step_tokens, extras, verify)
 
     def partial_prefill(
-        self, runner: ModelRunner, tokens: GivenTokens, *, segments: Sequence[Any] | None = None,
+        self, runner: ModelRunner, tokens: GivenTokens, *, segments: Sequence[GivenRun] | None = None,
         preamble: GivenTokens = (), senders: Sequence[ModelSpec] = (), recompute: Recompute | None = None,
         extras: Sequence[Extra] = (), logit_count: int = 1,
     ) -> PartialPrefill:  # fmt: skip

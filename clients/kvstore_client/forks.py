@@ -7,9 +7,9 @@ import os
 import weakref
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, cast
+from typing import cast
 
-_renewals: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
+_renewals: weakref.WeakKeyDictionary[object, Callable[..., None]] = weakref.WeakKeyDictionary()
 
 
 def in_children(renew: Callable[[], None]) -> None:

@@ -199,7 +199,7 @@ def check_count(count: Any, name: str) -> None:
         raise InvalidRequest(f"{name} must be a whole number in 1..{COUNT_MAX}, not {count!r:.80}")
 
 
-def _may_be_kept(tokens: object, spec: ModelSpec) -> TypeGuard[NDArray[Any]]:
+def _may_be_kept(tokens: object, spec: ModelSpec) -> TypeGuard[NDArray[np.generic]]:
     """Return True for a short run of whole numbers that is numpy's own array."""
     if type(tokens) is not np.ndarray or tokens.ndim != 1 or tokens.size > KEPT_CHUNKS_MAX * spec.chunk_tokens:
         return False
@@ -207,7 +207,7 @@ def _may_be_kept(tokens: object, spec: ModelSpec) -> TypeGuard[NDArray[Any]]:
 
 
 def _by_tokens(
-    spec: ModelSpec, tokens: Any, extras: tuple[Extra, ...], exactness: Exactness, *, is_claimed: bool
+    spec: ModelSpec, tokens: GivenTokens, extras: tuple[Extra, ...], exactness: Exactness, *, is_claimed: bool
 ) -> Prompt:
     array = checked_tokens(tokens, spec.vocab_size)
     digests = chain_digests(array, spec.chunk_tokens, extras)
@@ -215,7 +215,7 @@ def _by_tokens(
 
 
 @lru_cache(maxsize=KEPT_MAX)
-def _kept(spec: ModelSpec, data: bytes, dtype: np.dtype[Any], exactness: Exactness, is_claimed: bool) -> Prompt:
+def _kept(spec: ModelSpec, data: bytes, dtype: np.dtype[np.generic], exactness: Exactness, is_claimed: bool) -> Prompt:
     """Return the prompt of an array's bytes. Kept, because a prompt that was looked up is fetched next, and its checks
     and digests are what a small fetch spends most on beside its bytes. It has a copy of the caller's tokens."""
     prompt = _by_tokens(spec, np.frombuffer(data, dtype), (), exactness, is_claimed=is_claimed)

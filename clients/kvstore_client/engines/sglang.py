@@ -19,7 +19,7 @@ import importlib
 import json
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,14 @@ _log = logging.getLogger("kvstore.sglang")
 _CONFIGURED = ("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "should_split_heads")
 
 
+class HostPool(Protocol):
+    """The engine's pool of pages in host memory: where the pages lie that tokens' indices name."""
+
+    page_size: int
+
+    def get_page_buffer_meta(self, indices: Tensor) -> tuple[Sequence[int], Sequence[int]]: ...
+
+
 def _interface() -> Any:
     """Return SGLang's own abstract class where it is installed: its loader insists on it."""
     try:
@@ -41,7 +49,7 @@ def _interface() -> Any:
         return object
 
 
-def page_hashes(tokens: Any, page_size: int, prior: str | None = None) -> list[str]:
+def page_hashes(tokens: Tensor | Sequence[int], page_size: int, prior: str | None = None) -> list[str]:
     """SGLang's keys of the full pages of a prompt, to ask for or warm them from outside the engine. ``prior``: the hex
     digest before the first page, where SGLang seeds it.
 
@@ -63,7 +71,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
     Raises, at the start only: InvalidRequest for a configuration that is wrong.
     """
 
-    def __init__(self, storage_config: Any, options: Any = None) -> None:
+    def __init__(self, storage_config: object, options: object = None) -> None:
         extra = dict(getattr(storage_config, "extra_config", None) or {})
         self._identity = {name: getattr(storage_config, name, None) for name in _CONFIGURED}
         if getattr(storage_config, "is_mla_model", False):  # every rank has the same latents
@@ -74,10 +82,10 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         self._identity["model"] = model
         self._identity["weights"] = extra.get("weights_digest") or f"unverified:{model}"
         self._client = connect(extra.get("socket"), required=False)
-        self._pool: Any = None
+        self._pool: HostPool | None = None
         self._namespace = self._name_of(None)
 
-    def _name_of(self, pool: Any) -> str:
+    def _name_of(self, pool: object) -> str:
         """Return the namespace: everything that a page's bytes depend on beside its hash."""
         facts = dict(self._identity)
         if pool is not None:
@@ -86,7 +94,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
         return f"sglang/{digest}"
 
-    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+    def register_mem_pool_host(self, mem_pool_host: HostPool) -> None:
         """Set the pool whose pages ``host_indices`` name."""
         self.mem_pool_host = self._pool = mem_pool_host
         self._namespace = self._name_of(mem_pool_host)
@@ -149,7 +157,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
 
     # ------------------------------------------------------------ tensors
 
-    def get(self, key: str, target_location: object = None, target_sizes: object = None) -> Any:
+    def get(self, key: str, target_location: object = None, target_sizes: object = None) -> Tensor:
         """Fetch a page into a flat tensor, and return it; None when the page is not stored. Without a tensor: return
         new bytes."""
         return self.batch_get([key], None if target_location is None else [target_location])[0]
@@ -168,7 +176,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
             _log.warning("kvstore: %s: these pages count as missing", error.message)
             return [None] * len(keys)
 
-    def set(self, key: str, value: Any = None, target_location: object = None, target_sizes: object = None) -> bool:
+    def set(self, key: str, value: Tensor = None, target_location: object = None, target_sizes: object = None) -> bool:
         """Keep a flat tensor as a page."""
         return self.batch_set([key], [target_location if value is None else value])
 
@@ -197,7 +205,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         return
 
 
-def _check_indices(host_indices: Tensor, page_count: int, pool: Any) -> None:
+def _check_indices(host_indices: Tensor, page_count: int, pool: HostPool) -> None:
     """Check that these are tokens of ``page_count`` pages inside the pool: we read and write at the addresses that they
     give. Raises: InvalidRequest."""
     step = pool.page_size
@@ -222,5 +230,5 @@ def _memory(address: int, size: int) -> NDArray[np.uint8]:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
 
-def _tensor(value: NDArray[np.uint8] | None) -> Any:
+def _tensor(value: NDArray[np.uint8] | None) -> Tensor:
     return None if value is None else importlib.import_module("torch").from_numpy(value)

@@ -32,6 +32,7 @@ from kvstore_client.engines.transformers_documents import chat_frame, remember
 from kvstore_client.engines.transformers_hidden import PromptE
 from kvstore_client.engines.transformers_layers import CacheLayer, LayerArrivals, cache_of
 from kvstore_client.engines.transformers_mended import Documents, documents_in, mended
+from kvstore_client.engines.transformers_model import CausalModel
 from kvstore_client.engines.transformers_options import why_left
 from kvstore_client.engines.transformers_planning import PromptPlan, Stopwatch
 from kvstore_client.engines.transformers_report import Generated, Report
@@ -59,7 +60,7 @@ class _Whose:
     runner: TransformersRunner | None
 
     @staticmethod
-    def of(model: Any, spec: ModelSpec) -> _Whose:
+    def of(model: CausalModel, spec: ModelSpec) -> _Whose:
         return _Whose(spec, TransformersRunner(model, spec=spec) if spec.keeps_e else None)
 
 
@@ -96,7 +97,7 @@ class CachedModel:
 
     def __init__(
         self,
-        model: Any,
+        model: CausalModel,
         client: Client,
         *,
         chunk_tokens: int = 256,

@@ -16,6 +16,7 @@ import numpy as np
 from kvstore.errors import InvalidRequest
 from kvstore.planning import Recompute
 from kvstore.spec import Durability
+from kvstore_client.arrays import Layer
 from kvstore_client.client import Client
 from kvstore_client.prompt import GivenTokens, checked_tokens, preamble_tokens
 from kvstore_client.recompute import ModelRunner, recompute
@@ -59,7 +60,7 @@ def remember(
             continue
         layers = range(spec.layer_count) if spec.keeps_e else ()
         made = recompute(runner, tokens, [], Recompute.full(spec.layer_count), hidden_layers=layers)
-        kept: list[Any] = [(k[:, before.size :], v[:, before.size :]) for k, v in made.kv]
+        kept: list[Layer] = [(k[:, before.size :], v[:, before.size :]) for k, v in made.kv]
         if spec.keeps_e:
             kept = [made.hidden[layer][before.size :] for layer in layers]
         receipts.append(client.store_segment(spec, given, kept, preamble=before, durability=durability))

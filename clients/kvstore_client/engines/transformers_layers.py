@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from transformers import DynamicCache
@@ -11,6 +10,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvstore.errors import InvalidRequest
 from kvstore.seams import Clock
+from kvstore_client.arrays import Layer
 from kvstore_client.derived import exactness_of, is_derived, mark_derived
 from kvstore_client.fetch.stream import LayerStream
 
@@ -30,7 +30,9 @@ class CacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no t
         self.dtype, self.device = self._k.dtype, self._k.device
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self._arrive()
         start = int(self.keys.shape[-2])
         stop = start + int(key_states.shape[-2])
@@ -94,7 +96,7 @@ class LayerArrivals:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._stream: Iterator[Any] | None = None
+        self._stream: Iterator[tuple[int, Layer]] | None = None
         self._next = 0
         self.on_layer: Callable[[int], None] = lambda _: None
         self.on_last: Callable[[], None] = lambda: None

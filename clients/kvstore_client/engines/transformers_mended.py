@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import DynamicCache
 
+from kvstore.keys import Tokens
 from kvstore.planning import Terms
 from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
@@ -28,7 +29,7 @@ class Documents(NamedTuple):
 
 
 def documents_in(
-    client: Client, spec: ModelSpec, tokens: Any, terms: Terms, preamble: GivenTokens
+    client: Client, spec: ModelSpec, tokens: Tokens, terms: Terms, preamble: GivenTokens
 ) -> Documents:  # fmt: skip
     """Return the documents of a prompt that this client knows, where the terms allow their reuse. Makes no call.
     Raises: InvalidRequest for a preamble that is none."""
@@ -38,7 +39,7 @@ def documents_in(
 
 
 def mended(
-    client: Client, runner: ModelRunner, tokens: Any, documents: Documents, preamble: GivenTokens
+    client: Client, runner: ModelRunner, tokens: Tokens, documents: Documents, preamble: GivenTokens
 ) -> tuple[Report, DynamicCache]:  # fmt: skip
     """Prefill a prompt over its documents. Returns the report, and the cache of all tokens but the last, which
     ``generate`` computes itself. Raises: KVStoreError."""

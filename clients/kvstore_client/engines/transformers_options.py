@@ -7,13 +7,13 @@ answer is transformers' own. An unlisted option is left to transformers; the rep
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from kvstore_kernels.rotary import KINDS
 from transformers import GenerationConfig
 
 from kvstore_client.arrays import Tensor
+from kvstore_client.engines.transformers_model import CausalModel
 
 HONOURED = frozenset({
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "stop_strings", "do_sample", "temperature", "top_k",
@@ -41,7 +41,7 @@ ARGUMENTS = frozenset({
 """``generate``'s other arguments that see logits and tokens alone. A mask is served if it hides nothing."""
 
 
-def why_left(model: Any, input_ids: Tensor, options: Mapping[str, object], rope_kind: str) -> str:
+def why_left(model: CausalModel, input_ids: Tensor, options: Mapping[str, object], rope_kind: str) -> str:
     """Return why a call is left to transformers; empty when the cache serves it."""
     return (
         _why_ids(input_ids)
@@ -63,7 +63,7 @@ def _why_ids(input_ids: object) -> str:
     return ""
 
 
-def _why_model(model: Any, rope_kind: str) -> str:
+def _why_model(model: CausalModel, rope_kind: str) -> str:
     if rope_kind not in KINDS:
         return f"the rotation ({rope_kind!r}) depends on the prompt's length, so that prompts share no beginning"
     dropout = getattr(model.config, "attention_dropout", 0.0)
@@ -74,7 +74,7 @@ def _why_model(model: Any, rope_kind: str) -> str:
     return ""
 
 
-def _why_option(model: Any, options: Mapping[str, object]) -> str:
+def _why_option(model: CausalModel, options: Mapping[str, object]) -> str:
     given = options.get("generation_config")
     if given is not None and type(given) is not GenerationConfig:
         return f"generation_config is a {type(given).__name__}"
@@ -84,7 +84,7 @@ def _why_option(model: Any, options: Mapping[str, object]) -> str:
     return ""
 
 
-def _asked(model: Any, options: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+def _asked(model: CausalModel, options: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Yield every option and its value: the call's, else its generation config's, else the model's."""
     told = {name: value for name, value in options.items() if name not in ARGUMENTS and value is not None}
     yield from told.items()
@@ -92,7 +92,7 @@ def _asked(model: Any, options: Mapping[str, object]) -> Iterator[tuple[str, obj
     yield from ((name, value) for name, value in fields.items() if name not in told)
 
 
-def _fields(config: Any) -> dict[str, Any]:
+def _fields(config: object) -> dict[str, object]:
     found = {} if config is None else vars(config)
     return {
         name: value
@@ -101,7 +101,7 @@ def _fields(config: Any) -> dict[str, Any]:
     }
 
 
-def _why_prompt(model: Any, input_ids: torch.Tensor, options: Mapping[str, object]) -> str:
+def _why_prompt(model: CausalModel, input_ids: torch.Tensor, options: Mapping[str, object]) -> str:
     if input_ids.ndim != 2 or input_ids.shape[0] != 1 or not input_ids.shape[1]:
         return f"batch of {tuple(input_ids.shape)}: one sequence at a time"
     mask: Tensor = options.get("attention_mask")

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from kvstore.errors import Exhausted
+from kvstore.keys import Tokens
 from kvstore.planning import ANY_TERMS, Terms
 from kvstore.planning.loading import LoadPlan, Prefill
 from kvstore.planning.loading.outcome import PlanOutcome
@@ -29,7 +30,7 @@ class PromptPlan:
     tokens to load; all where planning is off or only observes."""
 
     def __init__(
-        self, client: Client, spec: ModelSpec, tokens: Any, most_tokens: int, step_tokens: int,
+        self, client: Client, spec: ModelSpec, tokens: Tokens, most_tokens: int, step_tokens: int,
         terms: Terms = ANY_TERMS, left_s: float = math.inf,
     ) -> None:  # fmt: skip
         """``terms``: the caller's, from now on. ``left_s``: seconds after which an answer of the sidecar comes too
@@ -145,7 +146,7 @@ class PromptPlan:
             return Match(0, missed_chunks(self._spec.chunk_tokens, 0, most_tokens, MissReason.UNAVAILABLE))
         return found
 
-    def opened(self, tokens: Any, into: list[Any], left_s: float) -> LayerStream | None:
+    def opened(self, tokens: Tokens, into: list[Any], left_s: float) -> LayerStream | None:
         """Open the fetch of the tokens that the plan loads. None: the sidecar did not answer in time. Nothing is
         written to ``into`` before the stream is read."""
         opening = partial(self._client.fetch_layers, self._spec, tokens, into=into)

@@ -15,6 +15,7 @@ from kvstore_kernels import Rotary, rotary_of
 from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
 from kvstore.spec.live import identity_of
+from kvstore_client.engines.transformers_model import CausalModel
 from kvstore_client.engines.transformers_spec import check_spec, is_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -29,7 +30,7 @@ class TransformersRunner:
     configuration than its digest ('unverified:<name>' vouches for these).
     """
 
-    def __init__(self, model: Any, *, spec: ModelSpec | None = None, chunk_tokens: int = 256) -> None:
+    def __init__(self, model: CausalModel, *, spec: ModelSpec | None = None, chunk_tokens: int = 256) -> None:
         config = model.config
         if config.model_type not in FAMILIES or not hasattr(model, "lm_head"):
             raise InvalidRequest(

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import fields, replace
-from typing import Any
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
 from kvstore.spec.configuration import UNVERIFIED
 from kvstore.spec.from_transformers import spec_from_transformers
 from kvstore.spec.live import identity_of
+from kvstore_client.engines.transformers_model import CausalModel
 
 _log = logging.getLogger("kvstore.client")
 
 
-def own_spec(model: Any, like: ModelSpec) -> ModelSpec:
+def own_spec(model: CausalModel, like: ModelSpec) -> ModelSpec:
     """Return the model's spec, with the free choices of ``like``: name, chunk size, adapter's name, tokenizer and form.
     Where ``like`` is unverified, the result is too: nobody looks at the weights."""
     is_vouched = like.weights_digest.startswith(UNVERIFIED)
@@ -27,7 +27,7 @@ def own_spec(model: Any, like: ModelSpec) -> ModelSpec:
     return replace(own, model_id=like.model_id, weights_digest=digest)
 
 
-def check_spec(spec: ModelSpec, model: Any) -> None:
+def check_spec(spec: ModelSpec, model: CausalModel) -> None:
     """Raise InvalidRequest when the spec is not this model's, naming what differs in the spec and in the model."""
     own = own_spec(model, spec)
     wrong = [each.name for each in fields(ModelSpec) if getattr(spec, each.name) != getattr(own, each.name)]
@@ -42,11 +42,11 @@ def check_spec(spec: ModelSpec, model: Any) -> None:
         )
 
 
-def _told(value: Any) -> str:
+def _told(value: object) -> str:
     return f"{value!r:.400}" if not isinstance(value, tuple) else f"{len(value)} of them"
 
 
-def is_of(spec: ModelSpec, model: Any) -> bool:
+def is_of(spec: ModelSpec, model: CausalModel) -> bool:
     """Return True when the spec still names the model's weights, as far as a check of under a millisecond can tell. Of
     an unverified spec only the dtype is compared: its maker vouches for the rest. Raises InvalidRequest for a model
     that no key can name any more."""
@@ -55,7 +55,7 @@ def is_of(spec: ModelSpec, model: Any) -> bool:
     return identity_of(model).digest == spec.weights_digest
 
 
-def followed(spec: ModelSpec, model: Any) -> ModelSpec:
+def followed(spec: ModelSpec, model: CausalModel) -> ModelSpec:
     """Return the spec of the model as it is now. Cost: reads all weights when some changed. Raises: InvalidRequest for
     a model that no key can name any more."""
     if is_of(spec, model):

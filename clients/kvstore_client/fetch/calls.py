@@ -13,7 +13,7 @@ from kvstore_client.fetch.stream import LayerStream
 from kvstore_client.fetch.target import Into, Places, given_places
 from kvstore_client.fetch.ticket import TicketFields, open_held
 from kvstore_client.fetch.transfer import Transfer
-from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.fetch.wanted import Heads, Wanted
 from kvstore_client.planes.prefix import Prefix
 from kvstore_client.prompt import EXACTNESSES, Prompt
 
@@ -72,7 +72,7 @@ def start_fetch(context: Context, prompt: Prompt, wanted: Wanted, into: Into) ->
 
 
 def redeem(
-    context: Context, ticket: bytes, into: Into, layers: Sequence[int] | None, heads: range | tuple[int, int] | None,
+    context: Context, ticket: bytes, into: Into, layers: Sequence[int] | None, heads: Heads | None,
     verify: bool,
 ) -> Transfer:  # fmt: skip
     """See ``Client.start_fetch``."""

@@ -31,7 +31,7 @@ from kvstore_client.context import Context
 from kvstore_client.fetch.ticket import pack_ticket
 from kvstore_client.lookup.calls import with_tail
 from kvstore_client.lookup.match import Match, chunk_matches
-from kvstore_client.planes.session import ClientSession, cancel, noted, translated
+from kvstore_client.planes.session import ClientSession, PendingCall, cancel, noted, translated
 from kvstore_client.prompt import Prompt
 
 CALL_S_MAX = 3600.0
@@ -145,7 +145,7 @@ def _read(stream: Any, answers: SimpleQueue[Any], is_over: threading.Event) -> N
         is_over.set()
 
 
-def _ended(is_over: threading.Event, stream: Any, timeout_s: float) -> None:
+def _ended(is_over: threading.Event, stream: PendingCall, timeout_s: float) -> None:
     """Wait until the sidecar has received the outcome; after ``timeout_s`` cancel the call."""
     if not is_over.wait(timeout_s):
         stream.cancel()

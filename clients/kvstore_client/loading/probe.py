@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from kvstore.errors import KVStoreError
 from kvstore.keys import Extra, Tokens
@@ -22,7 +21,7 @@ _log = logging.getLogger("kvstore.client")
 
 
 def probe(
-    client: Caches, spec: ModelSpec, tokens: Any, loaded_tokens: int, match: Match | None = None, *,
+    client: Caches, spec: ModelSpec, tokens: GivenTokens, loaded_tokens: int, match: Match | None = None, *,
     extras: Sequence[Extra] = (), measures_link: bool = False,
 ) -> None:  # fmt: skip
     """Fetch a chunk, if it is time, that a plan to load ``loaded_tokens`` of a prompt left out, and throw it away.
@@ -65,12 +64,12 @@ def probe_segment(client: Caches, spec: ModelSpec, tokens: Tokens, found: Segmen
         _log.info("kvstore: a tier was not measured: %s", error.message)
 
 
-def _first(tokens: Any, token_count: int) -> GivenTokens:
+def _first(tokens: GivenTokens, token_count: int) -> GivenTokens:
     return tokens.first(token_count) if isinstance(tokens, PageHashes) else tokens[:token_count]
 
 
 def begin_probe(
-    client: Caches, spec: ModelSpec, tokens: Any, loaded_tokens: int, *, extras: Sequence[Extra] = (),
+    client: Caches, spec: ModelSpec, tokens: GivenTokens, loaded_tokens: int, *, extras: Sequence[Extra] = (),
     measures_link: bool = False,
 ) -> None:  # fmt: skip
     """Run ``probe`` beside the caller (``measure_beside``)."""

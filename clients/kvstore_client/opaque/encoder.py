@@ -4,7 +4,6 @@ connectors use them. A thin layer over opaque values."""
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,6 @@ from kvstore_client.opaque.value import flat
 PREFACE = struct.Struct("<8s24sQQ16x")
 MAGIC = b"kvencod1"
 AXIS_MAX = (1 << 31) - 1
-_UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 def encoder_namespace(spec: ModelSpec) -> str:
@@ -59,5 +57,5 @@ def unpacked(value: NDArray[np.uint8]) -> Tensor | None:
         return None
     if max(tokens, hidden) > AXIS_MAX:  # the size check above allows any number when the other is 0
         return None
-    array = value[PREFACE.size :].view(_UNSIGNED[DTYPES[dtype]]).reshape(tokens, hidden)
+    array = value[PREFACE.size :].view(f"u{DTYPES[dtype]}").reshape(tokens, hidden)
     return presented(array, dtype)

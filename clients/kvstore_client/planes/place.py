@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import grpc
 
@@ -30,7 +29,7 @@ class TLS:
     key_file: str | Path = ""
     server_name: str = ""
 
-    def credentials(self) -> Any:
+    def credentials(self) -> grpc.ChannelCredentials:
         """Return gRPC's credentials. Raises InvalidRequest naming the file that cannot be read."""
         if bool(self.certificate_file) != bool(self.key_file):
             raise InvalidRequest("tls: certificate_file and key_file go together")

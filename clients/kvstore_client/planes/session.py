@@ -28,20 +28,27 @@ from kvstore_client.planes.store import StagingMemory, StagingRun, StoreSource, 
 from kvstore_client.tracing import trace_headers
 
 Reply = TypeVar("Reply")
+Call = TypeVar("Call")
 MODELS_MAX = 1024
 """Models that a session remembers as registered; up to twice as many while it can register them again."""
-_calls: weakref.WeakSet[Any] = weakref.WeakSet()
+_calls: weakref.WeakSet[object] = weakref.WeakSet()
 _sessions: weakref.WeakSet[ClientSession] = weakref.WeakSet()
-_inherited: list[Any] = []
+_inherited: list[object] = []
 
 
-def noted(call: Any) -> Any:
+class PendingCall(Protocol):
+    """A call of gRPC's that can be taken back."""
+
+    def cancel(self) -> object: ...
+
+
+def noted(call: Call) -> Call:
     """Return a stream or a pending call as it is, and note it: a forked child must keep it alive."""
     _calls.add(call)
     return call
 
 
-def cancel(call: Any) -> None:
+def cancel(call: PendingCall) -> None:
     """Cancel a call. A forked child leaves its parent's alone: a thread that is not here may hold the call's lock."""
     if not any(each is call for each in _inherited):
         call.cancel()
@@ -201,7 +208,7 @@ class ClientSession(Plane):
             self.returns.soon(call)
             raise
 
-    def begin(self, method: Any, request: Any, timeout_s: float) -> Any:
+    def begin(self, method: Any, request: object, timeout_s: float) -> Any:
         """Begin a unary call whose answer is awaited elsewhere; return gRPC's future of it. Raises Unavailable."""
         self._check_process()
         try:

@@ -15,7 +15,6 @@ Sources: CacheBlend (EuroSys '25), DroidSpeak (NSDI '26); asking the suffix, Pro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from kvstore_kernels import Rotation, attend, attend_with_mass, rotation
@@ -24,7 +23,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.planning import Recompute
 from kvstore.seams import Clock, SystemClock
 from kvstore.spec import Exactness
-from kvstore_client.prompt import checked_tokens
+from kvstore_client.prompt import GivenTokens, checked_tokens
 from kvstore_client.recompute.choosing import Choosing
 from kvstore_client.recompute.merged import dense_planes
 from kvstore_client.recompute.result import LayerTime, MergedKV, Recomputed, Timeline
@@ -40,7 +39,7 @@ layer would make the token's geometric mean zero."""
 @torch.inference_mode()
 def recompute(
     runner: ModelRunner,
-    tokens: Any,
+    tokens: GivenTokens,
     runs: Sequence[Run],
     setting: Recompute,
     *,

@@ -7,7 +7,7 @@ rounding of other matmul shapes. Source: HCache (EuroSys '25).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -15,6 +15,7 @@ from kvstore.errors import DataLoss, DeadlineExceeded, InvalidRequest
 from kvstore.keys import Extra
 from kvstore_client.caches import Caches
 from kvstore_client.fetch.fetched import FetchedKV
+from kvstore_client.prompt import GivenTokens
 from kvstore_client.recompute.merged import dense_planes
 from kvstore_client.recompute.runner import ModelRunner, check_runner
 
@@ -58,7 +59,7 @@ def project_into(
 
 
 def fetch_projected(
-    client: Caches, runner: ModelRunner, tokens: Any, step_tokens: int | None, extras: Sequence[Extra],
+    client: Caches, runner: ModelRunner, tokens: GivenTokens, step_tokens: int | None, extras: Sequence[Extra],
     verify: bool,
 ) -> FetchedKV:  # fmt: skip
     """See ``Client.fetch_projected``."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Extra, Tokens
@@ -12,7 +11,7 @@ from kvstore.planning import ANY_TERMS, Recompute, Terms, check_sender
 from kvstore.spec import Exactness, ModelSpec
 from kvstore_client.prompt import GivenTokens, Prompt, preamble_tokens
 from kvstore_client.recompute.runner import ModelRunner
-from kvstore_client.segments.runs import named_segments
+from kvstore_client.segments.runs import GivenRun, named_segments
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class Request:
 
     runner: ModelRunner
     tokens: Tokens
-    segments: Sequence[Any] | None
+    segments: Sequence[GivenRun] | None
     senders: tuple[ModelSpec, ...]
     setting: Recompute | None
     extras: tuple[Extra, ...]
@@ -31,7 +30,7 @@ class Request:
 
     @staticmethod
     def of(
-        runner: ModelRunner, tokens: GivenTokens, segments: Sequence[Any] | None, senders: Sequence[ModelSpec],
+        runner: ModelRunner, tokens: GivenTokens, segments: Sequence[GivenRun] | None, senders: Sequence[ModelSpec],
         setting: Recompute | None, extras: Sequence[Extra], logit_count: int, preamble: GivenTokens = (),
         terms: Terms = ANY_TERMS,
     ) -> Request:  # fmt: skip

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from kvstore_kernels import Rotation, rotate
 
 from kvstore.errors import DataLoss, KVStoreError
+from kvstore_client.arrays import Tensor
 from kvstore_client.fetch.paged import Paged
 from kvstore_client.fetch.transfer import Transfer
 from kvstore_client.recompute.projecting import project_into, projector_of
@@ -115,7 +115,7 @@ def _as_lost() -> Iterator[None]:
 
 def places(
     planes: list[tuple[torch.Tensor, torch.Tensor]], layers: tuple[int, ...], wanted: Sequence[range], *, is_last: bool
-) -> list[tuple[Any, Any]] | Paged:
+) -> list[tuple[Tensor, Tensor]] | Paged:
     """Return the target of a fetch of these layers, which leaves tokens that are not ``wanted`` untouched. ``is_last``:
     tokens behind the last wanted one may be written, because nothing else lands there."""
     chosen = [planes[layer] for layer in layers]

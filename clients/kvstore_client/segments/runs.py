@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Extra, Tokens
@@ -14,6 +14,9 @@ from kvstore_client.lookup.match import SegmentMatch, chunk_matches, missed_chun
 from kvstore_client.lookup.presence import LookupAnswer
 from kvstore_client.prompt import NO_TOKENS, GivenTokens, Prompt, check_preamble, preamble_tokens
 from kvstore_client.segments.known import KnownSegments
+
+GivenRun: TypeAlias = range | tuple[int, int]
+"""A run of a prompt's tokens, as a caller names it: a range, or (start, stop)."""
 
 
 def checked_runs(segments: object, token_count: int) -> list[range]:

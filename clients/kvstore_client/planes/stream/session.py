@@ -24,7 +24,7 @@ from kvstore.wire.data import split_message
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.incoming import opened, read_out
-from kvstore_client.planes.session import ClientSession, translated
+from kvstore_client.planes.session import ClientSession, PendingCall, translated
 from kvstore_client.planes.store import StagingRun, StoreSource
 from kvstore_client.planes.stream.prefix import StreamPrefix
 from kvstore_client.planes.stream.staging import PrivatePool, messages_of, stream_timeout_s
@@ -166,7 +166,7 @@ class StreamSession(ClientSession):
         return partial(_end, self.ended, self._stream, self.channel)
 
 
-def _end(ended: threading.Event, stream: Any, channel: grpc.Channel) -> None:
+def _end(ended: threading.Event, stream: PendingCall, channel: grpc.Channel) -> None:
     ended.set()
     stream.cancel()
     channel.close()
