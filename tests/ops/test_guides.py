@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from kvstore_client import connect
 from kvstore_ops.sidecar import Sidecar
 
 from tests.conftest import EXAMPLES, ROOT
@@ -101,3 +104,35 @@ def test_a_guide_of_commands_runs_as_written(page: str, tmp_path: Path) -> None:
     words = "\n" + "\n".join(line for line in words.splitlines() if not line.startswith("{")) + "\n"  # without the log
     for line in WORDS[page]:
         assert line in words
+
+
+STARTS = {"../README.md": {"nvme"}, "cluster.md": {"nvme", "redis"}, "events.md": {"nvme"}}
+"""Pages that have a reader start a sidecar at its default place, and the tiers that it has then."""
+
+
+@pytest.mark.parametrize("page", STARTS)
+def test_a_sidecar_starts_as_written(page: str, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    for port in ("5557", "5558"):
+        text = text.replace(port, str(free_port()))
+    block = [
+        each for each in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if re.search(r"^kvstore serve", each, re.M)
+    ][-1]
+    script = "\n".join(line.removesuffix(" &") for line in block.splitlines() if re.match("export|kvstore serve", line))
+    environment = {
+        **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(tmp_path),
+        "XDG_RUNTIME_DIR": str(tmp_path), "XDG_STATE_HOME": str(tmp_path), "KVSTORE__ARENA__CAPACITY_BYTES": "32 MiB",
+        "KVSTORE__TIERS__NVME__CAPACITY_BYTES": "64 MiB", "KVSTORE__SERVER__METRICS_PORT": str(free_port()),
+    }  # fmt: skip
+    command = ["bash", "-c", script]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path, start_new_session=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert select.select([process.stdout], [], [], 60.0)[0]
+            assert "ready" in process.stdout.readline()
+            with connect(f"unix://{tmp_path}/kvstore/kvstore.sock") as client:
+                assert {tier.name for tier in client.stats().tiers} == STARTS[page]
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
