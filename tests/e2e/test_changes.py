@@ -19,7 +19,7 @@ from tests.e2e.stored import STEP, Stored, both, chunks_of
 from tests.fakes.redis_server import RedisServer
 from tests.ops.command import Done, run
 from tests.server.raw import eventually
-from tests.specs import random_cache, small_spec, tokens_of
+from tests.specs import random_cache, tokens_of
 
 
 @pytest.fixture(scope="module")
@@ -151,16 +151,6 @@ def test_a_script_that_does_not_say_yes_changes_nothing(client: Client, say: Any
     assert say("evict", "--yes").code == 2  # nothing said: not everything
 
 
-def test_a_command_names_its_own_options(say: Any) -> None:
-    assert "--all" in say("evict", "--yes").err
-    for command in (("pin",), ("unpin",)):
-        assert "--older-than" not in say(*command).err
-    assert "--all" not in say("pin").err
-    assert say("evict", "--older-than", "soon", "--yes").err.startswith("kvstore: --older-than: 'soon'")
-    assert say("pin", "--model", "m", "--for", "soon").err.startswith("kvstore: --for: 'soon'")
-    assert say("ls", "--larger-than", "big").err.startswith("kvstore: --larger-than: 'big'")
-
-
 def test_names_that_are_not_there_change_nothing(say: Any) -> None:
     assert "no model" in say("evict", "--model", "nothing", "--yes").err
     assert "no tier" in say("move", "--all", "--to", "tape", "--yes").err
@@ -284,27 +274,6 @@ def test_a_prompt_is_prefetched(client: Client, say: Any, tmp_path: Path) -> Non
     assert both(say, stored, "prefetch", "--model", stored.name, "--prompt", prompt)[0] == {"in memory already": 3}
     assert client.stats().sessions.lease_count == 0
     assert client.lookup(stored.spec, stored.tokens).chunks[2].tier is Tier.DRAM
-
-
-def test_of_two_models_of_one_name_the_digits_name_one(client: Client, say: Any, tmp_path: Path) -> None:
-    stored = Stored(client, 2)
-    other = small_spec(model_id=stored.name, weights_digest="ab" * 32)
-    client.lookup(other, stored.tokens)  # registers it
-    prompt = stored.prompt(tmp_path)
-    (chunk,) = say("ls", "--digest", stored.digests[0], "--json").json["chunks"]
-    digits = chunk["fingerprint"][:16]
-    for command in ("locate", "prefetch", "plan", "pin", "ls"):
-        done = say(command, "--model", stored.name, "--prompt", prompt)
-        assert done.code == 2
-        assert "several models are called" in done.err
-        assert digits in done.err
-        assert say(command, "--model", digits, "--prompt", prompt).code == 0, command
-    assert say("unpin", "--model", digits, "--prompt", prompt).code == 0
-    assert say("locate", "--digest", stored.digests[1]).code == 0
-    client.store(other, stored.tokens, random_cache(other, len(stored.tokens), 1)).wait(20)
-    both_have = say("locate", "--digest", stored.digests[1])
-    assert (both_have.code, digits in both_have.err) == (2, True)
-    assert say("locate", "--digest", stored.digests[1], "--model", digits).code == 0
 
 
 def test_contexts_are_prefetched_together_and_told_as_one(client: Client, say: Any, tmp_path: Path) -> None:
