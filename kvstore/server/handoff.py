@@ -67,15 +67,18 @@ class Handoff:
 
     async def serve(self, listener: socket.socket, group: asyncio.TaskGroup) -> None:
         """Accept for ever; each connection is a task of ``group``."""
-        loop = asyncio.get_running_loop()
+        loop, failure = asyncio.get_running_loop(), ""
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as error:
                 # No descriptor is left, or the peer went before it was accepted: open sessions go on.
-                _log.warning("cannot accept", extra={"reason": str(error)})
+                if str(error) != failure:  # said once, however long it lasts: the log has a disk
+                    failure = str(error)
+                    _log.warning("cannot accept", extra={"reason": failure})
                 await self._clock.sleep(ACCEPT_PAUSE_S)
                 continue
+            failure = ""
             connection.setblocking(False)
             if self._connection_count >= self._connection_count_max:
                 count = f"{self._connection_count} connections to this socket"

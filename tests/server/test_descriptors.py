@@ -171,6 +171,15 @@ def test_a_device_that_can_have_no_file_more_keeps_what_it_has() -> None:
             assert again.fetch(SPEC, tokens_of(16, 0)).token_count == 16
 
 
+def test_a_server_without_open_files_says_so_once_and_accepts_again(own_sidecar: Sidecar) -> None:
+    with no_more_files(own_sidecar), suppress(OSError), Handoff(own_sidecar.directory) as door:
+        door.socket.settimeout(1.0)  # time for some tries of the server's
+        door.exchange(op="hello", version=1)
+    with connect(own_sidecar.socket_address) as client:
+        assert store(client, 16, 1)[0] is Durability.MEMORY
+    assert log_of(own_sidecar).count("cannot accept") == 1
+
+
 # ---------------------------------------------------------------- descriptors on their way
 
 
