@@ -109,7 +109,7 @@ def test_an_outage_is_gone_without_and_ends_by_itself(nodes: Nodes, one: Client,
     eventually(lambda: get(two, seed) == WHOLE, 10.0)
     eventually(lambda: [tier.state for tier in two.stats().tiers] == ["up"] * 3, 10.0)
     eventually(lambda: places(one, fresh) == [Tier.REDIS] * 4, 20.0)
-    assert two.stats().tier_problem == ""
+    eventually(lambda: two.stats().tier_problem == "", 20.0)  # it took other chunks of that time first
 
 
 def test_while_an_engine_is_full_stores_reach_the_node(one: Client, two: Client, shared: Shared) -> None:
