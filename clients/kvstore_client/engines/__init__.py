@@ -1,1 +1,1 @@
-"""Adapters: one file per engine."""
+"""Adapters of engines: ``vllm`` is a room, ``sglang`` a file; ``transformers`` has files beside it, named after it."""

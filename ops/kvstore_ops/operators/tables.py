@@ -29,7 +29,7 @@ def digests_of(data: bytes) -> list[str]:
     return [data[at : at + DIGEST_BYTES].hex() for at in range(0, len(data), DIGEST_BYTES)]
 
 
-def age_of(stored_seconds: int, now_s: float) -> str:
+def chunk_age(stored_seconds: int, now_s: float) -> str:
     """Return the age of a chunk in words. A chunk without a time was stored before the service started."""
     if not stored_seconds:
         return "before start"
@@ -172,7 +172,7 @@ def render_chunks(
         tiers = " ".join(copy.tier if copy.is_proven else f"{copy.tier}?" for copy in chunk.copies)
         table.add_row(
             chunk.digest.hex()[:DIGITS], model_cell(chunk), str(chunk.token_count), format_bytes(chunk.byte_count),
-            cell(tiers), age_of(chunk.stored_seconds, now_s), held,
+            cell(tiers), chunk_age(chunk.stored_seconds, now_s), held,
         )  # fmt: skip
     count, byte_count = 0, 0
     for each in totals:
@@ -255,7 +255,7 @@ def _detail(detail: admin_pb2.ChunkDetail, now_s: float) -> Table:
         encoding = "" if copy.is_shared else f"{Encoding(copy.encoding).name.lower()}, "
         table.add_row(cell(copy.tier), f"{encoding}{'proven' if copy.is_proven else how}")
     table.add_row("has reached", ", ".join(Durability(each).name for each in detail.levels) or "nothing certain")
-    table.add_row("stored", f"{age_of(chunk.stored_seconds, now_s)}{' ago' if chunk.stored_seconds else ''}")
+    table.add_row("stored", f"{chunk_age(chunk.stored_seconds, now_s)}{' ago' if chunk.stored_seconds else ''}")
     table.add_row("uses", str(chunk.use_count) if chunk.use_count else "not counted without a shared tier")
     table.add_row("held", f"{detail.hold_count} times, {detail.lease_count} of them leases")
     table.add_row("chain above", _chain(detail.ancestor_count, digests_of(detail.ancestors)))
