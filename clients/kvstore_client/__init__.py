@@ -5,10 +5,22 @@
     receipt = client.store(spec, tokens, kv)
     kv = client.fetch(spec, tokens)
 
-A miss is a value. When the sidecar is gone, lookups and fetches miss, stores report that nothing was kept, one
-warning is logged, and the client connects again by itself. Needs no torch.
+A miss is a value, and false where a truth is asked for. When the sidecar is gone, lookups and fetches miss, stores
+report that nothing was kept, one warning is logged, and the client connects again by itself. Every error is a
+``KVStoreError``. Needs no torch.
 """
 
+from kvstore.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    Exhausted,
+    Internal,
+    InvalidRequest,
+    KVStoreError,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+)
 from kvstore.keys import Extra
 from kvstore.planning import Recompute
 from kvstore.spec import (
@@ -49,12 +61,18 @@ __all__ = [
     "ChunkMatch",
     "ChunkState",
     "Client",
+    "DataLoss",
+    "DeadlineExceeded",
     "Durability",
     "EventKind",
     "Exactness",
+    "Exhausted",
     "Extra",
     "FetchedKV",
     "Gate",
+    "Internal",
+    "InvalidRequest",
+    "KVStoreError",
     "LayerKind",
     "LayerSpec",
     "LayerStream",
@@ -64,6 +82,7 @@ __all__ = [
     "ModelSpec",
     "PageHashes",
     "Paged",
+    "PermissionDenied",
     "PrefixAt",
     "Receipt",
     "Recompute",
@@ -72,6 +91,8 @@ __all__ = [
     "StoreWriter",
     "Tier",
     "Transfer",
+    "Unauthenticated",
+    "Unavailable",
     "Watch",
     "connect",
     "connect_async",

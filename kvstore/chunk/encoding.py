@@ -60,15 +60,18 @@ def stored_run(header: ChunkHeader, layout: ChunkLayout, slabs: range) -> StripR
     return replace(run, starts=starts, stops=starts + header.stored.lengths[first:stop])
 
 
-def encode_chunk(header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes]) -> EncodedChunk:
+def encode_chunk(
+    header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes], target: Bytes | None = None
+) -> EncodedChunk:
     """Encode a raw chunk as ``lz4``. ``pieces``: the chunk's arrays in memory: its header, then one per slab.
 
-    Raises: DataLoss when a strip fails its checksum in the header.
+    ``target`` receives it: ``layout.total_bytes`` long, and aligned as its writer needs; by default new memory. Raises:
+    DataLoss when a strip fails its checksum in the header.
     """
     assert header.encoding == "raw"
     assert tuple(piece.size for piece in pieces) == layout.piece_bytes
-    data = np.empty(layout.total_bytes, np.uint8)
-    body = data[layout.header_bytes :]
+    data = np.empty(layout.total_bytes, np.uint8) if target is None else target
+    body = data[layout.header_bytes : layout.total_bytes]
     seeds = strip_seeds(header.storage_key, layout, header.write_id)
     lengths = np.zeros(layout.strip_count, np.uint32)
     checksums: Checksums = np.zeros((layout.strip_count, CHECKSUM_BYTES), np.uint8)

@@ -114,15 +114,16 @@ def status(
     """
     from kvstore_ops import tenants
     from kvstore_ops.door import door_of
-    from kvstore_ops.status import as_dict, render
+    from kvstore_ops.message_fields import as_fields
+    from kvstore_ops.status import render
 
     door = door_of(address, tenant, tls)
     with door.open() as client:
         stats = client.stats()
     others = {} if tenant else tenants.ask(tenants.beside(door))
     if as_json:
-        found = {name: {"problem": each} if isinstance(each, str) else as_dict(each) for name, each in others.items()}
-        print(json.dumps({**as_dict(stats), "tenants": found}, indent=2))
+        found = {name: {"problem": each} if isinstance(each, str) else as_fields(each) for name, each in others.items()}
+        print(json.dumps({**as_fields(stats), "tenants": found}, indent=2))
         return
     Console().print(render(stats))
     if others:

@@ -9,7 +9,6 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
-from google.protobuf.json_format import MessageToDict
 from rich.console import Console, Group
 from rich.table import Column, Table
 from rich.text import Text
@@ -20,6 +19,7 @@ from kvstore.planning.loading.outcome import carried_out, judged
 from kvstore.v1alpha import admin_pb2
 from kvstore.wire.plans import MODES, plan_from_message
 from kvstore_ops.door import door_of
+from kvstore_ops.message_fields import as_fields
 from kvstore_ops.operators.calls import Operator
 from kvstore_ops.operators.harmless import cell, plain
 from kvstore_ops.options import AddressOption, JsonOption, TenantOption, TlsOption
@@ -47,8 +47,7 @@ def plans(
         if not found:
             raise InvalidRequest(f"--number {number}: no plan that is kept has it: kvstore plans --limit 0 lists them")
     if as_json:
-        told = [MessageToDict(each, preserving_proto_field_name=True) for each in found]
-        print(json.dumps(told, indent=2))
+        print(json.dumps([as_fields(each) for each in found], indent=2))
         return
     console = Console()
     if not found:

@@ -1,11 +1,9 @@
-"""``kvstore status``: the sidecar's statistics as a table, or as a dict."""
+"""``kvstore status``: the sidecar's statistics as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-from google.protobuf.json_format import MessageToDict
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -13,21 +11,6 @@ from rich.text import Text
 from kvstore.units import format_bytes
 from kvstore.v1alpha import admin_pb2
 from kvstore_ops.operators.harmless import cell
-
-
-def as_dict(stats: admin_pb2.StatsResponse) -> dict[str, Any]:
-    """Return every field, zeros included, with integers as integers."""
-    fields = MessageToDict(stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    return _numbers(fields)  # type: ignore[no-any-return]  # a dict stays a dict
-
-
-def _numbers(value: Any) -> Any:
-    """Turn numeric strings into integers: protobuf's JSON mapping writes 64-bit integers as strings."""
-    if isinstance(value, dict):
-        return {key: _numbers(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_numbers(each) for each in value]
-    return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
 def render(stats: admin_pb2.StatsResponse) -> Group:

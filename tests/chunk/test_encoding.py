@@ -157,10 +157,13 @@ def test_raw_strips_lie_where_their_lengths_put_them(geometry: Geometry) -> None
     assert placed.slab_offsets.tolist() == [*(slab.offset for slab in layout.slabs), layout.body_bytes]
 
 
-def test_encoding_is_the_same_each_time() -> None:
+def test_encoding_is_the_same_each_time_and_fills_the_memory_it_is_given() -> None:
     raw = raw_chunk(layouts()["mla"], "gaussian")
-    encoded = encode_chunk(raw.header, raw.layout, raw.pieces)
+    target = np.full(raw.layout.total_bytes + 5, POISON, np.uint8)
+    encoded = encode_chunk(raw.header, raw.layout, raw.pieces, target)
+    assert np.shares_memory(encoded.data, target)
     assert (encoded.data == encode_chunk(raw.header, raw.layout, raw.pieces).data).all()
+    assert (target[raw.layout.total_bytes :] == POISON).all()
 
 
 def test_a_chunk_gone_bad_in_memory_is_not_given_a_fresh_checksum() -> None:

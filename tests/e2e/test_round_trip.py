@@ -68,6 +68,22 @@ def test_stored_is_fetched_to_the_bit(client: Client, data: st.DataObject) -> No
         assert_same([pair], kv, [layer], count)
 
 
+def test_a_miss_is_false_and_what_was_stored_can_be_read_in_a_log(client: Client) -> None:
+    spec = small_spec(model_id="truth")
+    tokens = tokens_of(20, 77)
+    assert not client.fetch(spec, tokens)
+    assert len(client.fetch(spec, tokens)) == spec.layer_count
+    receipt = client.store(spec, tokens, random_cache(spec, 20, 77))
+    receipt.wait(20.0)
+    assert repr(receipt) == "Receipt(MEMORY, 20 tokens)"
+    assert client.fetch(spec, tokens)
+    writer = client.start_store(spec, tokens_of(20, 78))
+    refused = writer.commit()
+    refused.wait(20.0)
+    assert repr(refused) == f"Receipt(nothing was kept: {refused.reason})"
+    assert refused.reason
+
+
 def variants() -> dict[str, Any]:
     spec = small_spec()
     layer = LayerSpec(kv_heads=2, k_dim=8, v_dim=8)

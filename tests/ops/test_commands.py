@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvstore_client import connect
 from kvstore_ops.bench.peer import LMCACHE
 from kvstore_ops.bench.peers import MOONCAKE
 from kvstore_ops.cli import _benchmarks
@@ -18,8 +19,10 @@ from kvstore_ops.locate import read_tokens
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
+from kvstore.keys import fingerprint
 from tests.conftest import ROOT, WARM
 from tests.ops.command import run
+from tests.specs import random_cache, small_spec, tokens_of
 
 FIELDS = {"name", "value", "unit", "limit", "ratio", "target", "met", "runs", "spread", "conditions"}
 
@@ -36,6 +39,20 @@ def test_status_of_a_running_sidecar(sidecar: Sidecar) -> None:
     found = json.loads(kvstore("status", "--socket", socket, "--json").stdout)
     assert found["arena"]["capacity_bytes"] == 64 << 20
     assert found["server_pid"] == sidecar.pid
+
+
+def test_json_of_a_message_has_what_scripts_compare(sidecar: Sidecar) -> None:
+    """Fingerprints as all commands write them, and names that are digits as names."""
+    spec = small_spec(model_id="7")
+    with connect(sidecar.address) as client:
+        client.store(spec, tokens_of(40, 1), random_cache(spec, 40, 1)).wait(20)
+    found = json.loads(kvstore("status", "--socket", sidecar.address.removeprefix("unix://"), "--json").stdout)
+    (model,) = (each for each in found["models"] if each["model_id"] == "7")
+    assert model["fingerprint"] == fingerprint(spec, spec.kind).hex()
+    assert isinstance(model["byte_count"], int)
+    assert model["byte_count"] > 0
+    assert found["counters"]["store_committed_chunks"] >= 3
+    assert found["tier_problem"] == ""
 
 
 def test_status_of_nobody_names_the_remedy() -> None:

@@ -18,7 +18,7 @@ _log = logging.getLogger("kvstore.client")
 
 class FetchedKV(LayeredKV):
     """A fetched cache in owned memory: per requested layer (K, V), each [kv_heads, token_count, head_dim], or E,
-    [token_count, hidden_size], where a spec keeps E. A miss has 0 tokens.
+    [token_count, hidden_size], where a spec keeps E. A miss has 0 tokens, and is false: ``if fetched`` asks for tokens.
 
     ``hidden`` maps each requested hidden layer to [token_count, hidden]. ``reason`` says why the prefix ends where it
     does (NONE: the whole prompt was there). ``exactness``: the exactness to store it with.
@@ -29,6 +29,9 @@ class FetchedKV(LayeredKV):
     byte_count: int = 0
     reason: MissReason = MissReason.NONE
     hidden: dict[int, Tensor]
+
+    def __bool__(self) -> bool:
+        return self.token_count > 0
 
 
 def copy_all(prefix: Prefix, target: Target, context: Context) -> int:

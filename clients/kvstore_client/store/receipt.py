@@ -64,6 +64,13 @@ class Receipt:
         self._found: Outcome | None = None
         self._pid = os.getpid()
 
+    def __repr__(self) -> str:
+        if not self.is_done:
+            return "Receipt(in flight)"
+        _, count, reason = self._outcome()
+        told = f"{self._level.name}, {count} tokens" if count else "nothing was kept"
+        return f"Receipt({told}: {reason})" if reason else f"Receipt({told})"
+
     def _outcome(self, timeout: float | None = None) -> tuple[Durability, int, str]:
         if self._is_elsewhere:
             return Durability.NONE, 0, "the process that stored it knows; this is a fork of it"
