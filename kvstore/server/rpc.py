@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
-from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from kvstore.errors import Internal, InvalidRequest, KVStoreError
@@ -34,17 +34,15 @@ message, or in its place the error why it could not be decoded."""
 
 
 def register(
-    server: Any, service: ServiceDescriptor, servicer: object, counters: Counters, counted: Callable[[Any], Any],
-    tracing: Tracing = NO_TRACING,
+    server: Any, service: ServiceDescriptor, servicer: object, counters: Counters,
+    placed: Callable[[MethodDescriptor, Any], Any], tracing: Tracing = NO_TRACING,
 ) -> None:  # fmt: skip
-    """Serve each method of ``service`` by the servicer's method of that name, inside the boundary. ``counted``: makes
-    methods in ``LASTING`` count their calls. With tracing on, each call is a span, except calls in ``ENDLESS``."""
+    """Serve each method of ``service`` by the servicer's method of that name, inside the boundary. ``placed``:
+    makes a method's calls take places. With tracing on, each call is a span, except calls in ``ENDLESS``."""
     handlers = {}
     for method in service.methods:
         request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
-        function = getattr(servicer, method.name)
-        if method.name in LASTING:
-            function = counted(function)
+        function = placed(method, getattr(servicer, method.name))
         if tracing.is_on and method.name not in ENDLESS:
             trace = _traced_stream if method.server_streaming else _traced
             function = trace(function, f"{service.full_name}/{method.name}", tracing)

@@ -27,9 +27,9 @@ from kvstore.server.announcing import Announcer
 from kvstore.server.descriptors import HELLO_COUNT_MAX
 from kvstore.server.handoff import Handoff
 from kvstore.server.kept import kept_files
-from kvstore.server.lasting import CountedHealth, CountedReflection, LastingCalls
 from kvstore.server.operators import AdminService
 from kvstore.server.outbox import IN_FLIGHT_SHARE, Outbox
+from kvstore.server.places import CallPlaces, CountedHealth, CountedReflection
 from kvstore.server.prefills import PrefillService
 from kvstore.server.rpc import register
 from kvstore.server.services import CacheService
@@ -47,6 +47,8 @@ from kvstore.wire.limits import REPLY_BYTES_MAX
 EPOCH_BYTES = 8
 HANDSHAKE_TIMEOUT_MS = 5000
 """Milliseconds that a connection may hold one of the server's descriptors before its HTTP/2 handshake is done."""
+OVER_COUNT = 64
+"""Calls beyond their places that the service refuses by itself, naming the limit; gRPC refuses those beyond without."""
 _log = logging.getLogger("kvstore.server")
 
 
@@ -228,10 +230,10 @@ def _parts(settings: Settings, keys: TenantKeys, world: World, directory: NodeDi
 def _grpc_server(
     controller: Controller, operators: Operators, prefills: PartialPrefills, parts: Parts, world: World
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Return the tenant's own gRPC server and its health service. Connections and calls are limited per tenant. gRPC
-    has room for all calls that may last and, beside them, for as many others."""
+    """Return the tenant's own gRPC server and its health service. Connections and calls are limited per tenant: calls
+    by ``CallPlaces``, whose errors name the limit. gRPC has room for these, and refuses what comes beyond."""
     limits, counters = parts.limits, parts.counters
-    lasting = LastingCalls(limits.call_count_max)
+    places = CallPlaces(limits.call_count_max)
     options = [
         ("grpc.max_receive_message_length", limits.message_bytes_max),
         ("grpc.max_send_message_length", REPLY_BYTES_MAX),
@@ -240,7 +242,7 @@ def _grpc_server(
         ("grpc.max_connection_idle_ms", int(limits.connection_idle_s_max * 1000)),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
     ]
-    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=2 * limits.call_count_max)
+    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=2 * limits.call_count_max + OVER_COUNT)
     cache = cache_pb2.DESCRIPTOR.services_by_name["CacheService"]
     admin = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
     prefill = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"]
@@ -250,12 +252,12 @@ def _grpc_server(
         (admin, AdminService(controller, operators, prefills, world.clock, os.getpid(), reloading)),
         (prefill, PrefillService(controller, prefills, parts.profiles)),
     ):
-        register(server, service, servicer, counters, lasting.counted, world.tracing)
-    health_service = CountedHealth(lasting, counters)
+        register(server, service, servicer, counters, places.placed, world.tracing)
+    health_service = CountedHealth(places.lasting, counters)
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
     own = health_pb2.DESCRIPTOR.services_by_name["Health"]
     named = [each.full_name for each in (cache, admin, prefill, own)]
-    shown = CountedReflection((*named, reflection.SERVICE_NAME), lasting, counters)
+    shown = CountedReflection((*named, reflection.SERVICE_NAME), places.lasting, counters)
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(shown, server)
     return server, health_service
 

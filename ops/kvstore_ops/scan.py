@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -154,11 +156,11 @@ def names_of_tenants(settings: Settings) -> dict[str, str]:
     return {keys.digest.hex(): name for name, keys in read_keys(settings.tenants).items()}
 
 
-def names_of_models(settings: Settings) -> dict[str, str]:
+def names_of_models(socket_directory: Path) -> dict[str, str]:
     """Return the ids of models by the fingerprints of their caches, as far as this node's own sidecar knows them.
     Objects contain only the fingerprints. Empty where no sidecar runs, or it serves another user."""
-    place = settings.server.socket_directory / "kvstore.sock"
-    if not place.exists():
+    place = socket_directory / "kvstore.sock"
+    if not os.path.exists(place):  # also False where its directory is another user's
         return {}
     door = door_of(str(place), "", "")
     told = doors.ask({"": door, **doors.beside(door)}).values()
@@ -184,7 +186,8 @@ def scan(
 ) -> Found:  # fmt: skip
     """Examine every object, and count those that are ``wanted``; with ``delete``, delete these. Objects of a newer
     release and objects that are no chunks are never deleted. Raises InvalidRequest, PermissionDenied, Unavailable."""
-    s3, tenants, models, found = settings_of(settings), names_of_tenants(settings), names_of_models(settings), Found()
+    s3, tenants, found = settings_of(settings), names_of_tenants(settings), Found()
+    models = names_of_models(settings.server.socket_directory)
     ring = ring_of(settings) if verify else None
     for each in _examined(s3, found, ring):
         meant = [one for one in each if one.reason != "gone" and wanted.has(one, now_s)]

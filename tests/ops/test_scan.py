@@ -104,6 +104,19 @@ def test_it_tells_what_is_there_and_what_is_damaged(stand: S3Stand) -> None:
     assert scan(stand, "--json", "--model", "1111")["object_count"] == 3
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_a_sidecar_of_another_user_is_asked_nothing(tmp_path: Path) -> None:
+    """Its directory may not even be entered."""
+    own = tmp_path / "run"
+    own.mkdir(0o700)
+    (own / "kvstore.sock").touch()
+    os.seteuid(65534)
+    try:
+        assert scanning.names_of_models(own) == {}
+    finally:
+        os.seteuid(0)
+
+
 def test_models_that_the_nodes_own_sidecar_knows_are_named(stand: S3Stand, own_sidecar: Sidecar) -> None:
     """Of the others only the fingerprints are known: objects contain no names."""
     spec, place = small_spec(model_id="some/model [bold]"), own_sidecar.directory / "run"

@@ -223,7 +223,8 @@ def namespaces_named(catalog: Catalog, name: str) -> list[int]:
         found = [each for each in models if each.fingerprint.hex().startswith(digits)]
         if len(found) == 1:
             return _ids_of(catalog, found[0].namespaces.values())
-        spaces = [each for each in catalog.spaces.numbered if each.fingerprint.hex().startswith(digits)]
+        numbered = (each for each in catalog.spaces.numbered if each.number != UNNUMBERED)
+        spaces = [each for each in numbered if each.fingerprint.hex().startswith(digits)]
         if not found and len({each.fingerprint for each in spaces}) == 1:
             return _ids_of(catalog, spaces)
     known = [f"{each.spec.model_id} ({each.fingerprint.hex()[:16]})" for each in (found or models)[:NAMED_COUNT_MAX]]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from kvstore.chunk import ChunkHeader, ChunkLayout
+from kvstore.errors import Exhausted
 from kvstore.movement.parked import RETRY_S
+from kvstore.tiers import Buffer
 from tests.fakes import EngineTier, Switch
 from tests.tiers.shared.world import Node, World, run
 
@@ -89,5 +93,37 @@ def test_others_are_answered_while_a_tier_refuses_thousands_of_chunks(roomy_worl
         await storing
         assert seen >= stop
         assert most <= COUNT // 2, "refused in one turn of the loop"
+
+    run([node], scenario)
+
+
+@pytest.mark.parametrize("bad_count", [1, 40])
+def test_chunks_that_are_always_refused_hold_up_no_others(roomy_world: World, bad_count: int) -> None:
+    """They were parked before those that an outage parks, and no chunk comes after these."""
+    bad: set[bytes] = set()
+    is_marking = True
+
+    class Picky(EngineTier):
+        async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> None:
+            if is_marking:
+                bad.add(header.storage_key)
+            if header.storage_key in bad:
+                raise Exhausted("too large for this tier")
+            await super().write(header, layout, pieces)
+
+    node = Node(lambda: Picky(roomy_world.settings), arena_chunks=400, capacity_bytes=64 << 20, region_bytes=4 << 20)
+
+    async def scenario() -> None:
+        nonlocal is_marking
+        await node.keep(*range(1, 1 + bad_count))
+        await node.quiet()
+        is_marking = False
+        roomy_world.switches.turn_on(Switch.AWAY)
+        await node.keep(500, 501, 502)
+        await node.quiet()
+        roomy_world.switches.turn_off()
+        await asyncio.sleep(3 * RETRY_S)
+        await node.quiet()
+        assert len(roomy_world.engine.values) == 3
 
     run([node], scenario)
