@@ -16,8 +16,8 @@ from kvstore.server.rpc import LASTING, Context, abort
 from kvstore.telemetry import Counters
 
 
-class Places:
-    """Places for calls of one tenant. ``with`` these, a call has one."""
+class CallLimit:
+    """The most calls of one kind that a tenant has at once. ``with`` it, a call counts."""
 
     def __init__(self, count_max: int, named: str) -> None:
         """``count_max``: limits.call_count_max. ``named``: what the calls are, and what their caller can do."""
@@ -26,7 +26,7 @@ class Places:
         self._count = 0
 
     def __enter__(self) -> None:
-        """Raises Exhausted when all places are taken."""
+        """Raises Exhausted when there are so many."""
         if self._count >= self._count_max:
             raise Exhausted(f"{self._count} {self._named}, or raise limits.call_count_max")
         self._count += 1
@@ -40,8 +40,8 @@ class CallPlaces:
 
     def __init__(self, count_max: int) -> None:
         """``count_max``: limits.call_count_max."""
-        self.lasting = Places(count_max, "streams that last (watches, partial prefills, health) are open: end some")
-        self._others = Places(count_max, "calls are in progress: make fewer at once")
+        self.lasting = CallLimit(count_max, "streams that last (watches, partial prefills, health) are open: end some")
+        self._others = CallLimit(count_max, "calls are in progress: make fewer at once")
 
     def placed(self, method: MethodDescriptor, function: Any) -> Any:
         """Return a servicer's method whose calls each take a place."""
@@ -50,7 +50,7 @@ class CallPlaces:
         return _placed_stream(function, self.lasting if method.name in LASTING else self._others)
 
 
-def _placed(function: Callable[[Any, Context], Awaitable[Any]], places: Places) -> Any:
+def _placed(function: Callable[[Any, Context], Awaitable[Any]], places: CallLimit) -> Any:
     async def call(request: Any, context: Context) -> Any:
         with places:
             return await function(request, context)
@@ -58,7 +58,7 @@ def _placed(function: Callable[[Any, Context], Awaitable[Any]], places: Places) 
     return call
 
 
-def _placed_stream(function: Callable[[Any, Context], AsyncGenerator[Any]], places: Places) -> Any:
+def _placed_stream(function: Callable[[Any, Context], AsyncGenerator[Any]], places: CallLimit) -> Any:
     async def call(request: Any, context: Context) -> AsyncGenerator[Any]:
         with places:
             async with aclosing(function(request, context)) as responses:
@@ -71,7 +71,7 @@ def _placed_stream(function: Callable[[Any, Context], AsyncGenerator[Any]], plac
 class CountedHealth(health.aio.HealthServicer):  # type: ignore[misc]  # grpcio ships no types
     """The health service, whose watches are counted."""
 
-    def __init__(self, lasting: Places, counters: Counters) -> None:
+    def __init__(self, lasting: CallLimit, counters: Counters) -> None:
         super().__init__()
         self._lasting = lasting
         self._counters = counters
@@ -88,7 +88,7 @@ class CountedHealth(health.aio.HealthServicer):  # type: ignore[misc]  # grpcio 
 class CountedReflection(reflection.aio.ReflectionServicer):  # type: ignore[misc]  # grpcio ships no types
     """The reflection service, whose streams are counted."""
 
-    def __init__(self, names: tuple[str, ...], lasting: Places, counters: Counters) -> None:
+    def __init__(self, names: tuple[str, ...], lasting: CallLimit, counters: Counters) -> None:
         super().__init__(names)
         self._lasting = lasting
         self._counters = counters

@@ -18,6 +18,7 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import prefill_pb2_grpc
 from kvstore.wire import METADATA_SESSION
 from tests.server.raw import Raw, eventually
+from tests.specs import small_spec, tokens_of
 
 MOST = 20
 OVER = threading.Event()
@@ -97,3 +98,28 @@ def test_prefills_that_wait_for_their_callers_are_counted(small: Sidecar) -> Non
         for call in calls:
             call.cancel()
         eventually(lambda: client.stats().sessions.stream_count == 0)
+
+
+def test_calls_that_wait_for_others_leave_places_to_those_that_last(small: Sidecar) -> None:
+    """Commits of stores whose other shard does not come: what comes beyond them is told the limit, and watches are
+    served."""
+    spec = small_spec(model_id="waiting")
+    with Raw(small) as raw:
+        calls = []
+        for number in range(MOST):
+            reserved = raw.reserve(spec, tokens_of(spec.chunk_tokens, number), shards=2)
+            commit = pb.StoreRequest(commit=pb.Commit(reservation_id=reserved.reservation_id))
+            calls.append(raw.cache.Store.future(commit, timeout=60, metadata=((METADATA_SESSION, raw.secret),)))
+
+        def refusal() -> str:
+            try:
+                raw.stats()
+            except grpc.RpcError as error:
+                return str(error.details())
+            return ""
+
+        eventually(lambda: "raise limits.call_count_max" in refusal())
+        watch(raw).cancel()
+        for call in calls:
+            call.cancel()
+        eventually(lambda: refusal() == "")
