@@ -142,13 +142,20 @@ class Loads:
             if row not in self._memory and (loading is None or loading.lost):
                 source = self._source(row)
                 if source is None or (loading is not None and source.name == loading.source.name):
-                    return found, loading.lost if loading is not None else MissReason.UNAVAILABLE
+                    return found, self._why_lost(row, loading)
                 loading = self._start(row, source, room, layers)
                 if loading is None:
                     return found, MissReason.OVERLOADED
                 fresh.append(loading)
             found.append(loading)
         return found, MissReason.NONE
+
+    def _why_lost(self, row: int, loading: Loading | None) -> MissReason:
+        """Return why a chunk cannot be had now. It is not evicted while a tier of the node that does not answer has
+        it, whatever other tiers say."""
+        if loading is None or (loading.lost is MissReason.EVICTED and self._catalog.table.is_resident(row)):
+            return MissReason.UNAVAILABLE
+        return loading.lost
 
     def _source(self, row: int) -> ChunkSource | None:
         """Return the fastest tier that has the chunk and answers; shared tiers come last."""

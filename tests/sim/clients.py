@@ -16,6 +16,7 @@ from tests.sim.life import DEADLINE_S, Life
 from tests.sim.models import (
     KEYS,
     SPECS,
+    STRANGERS,
     VALUE_LAYOUT,
     Chain,
     body,
@@ -95,8 +96,9 @@ class Client:
         except TOLERATED as error:
             outcome = type(error).__name__
         except InvalidRequest as error:
-            self._trace.check(" ended" in error.message, f"{name}: {error}")
-            outcome = "its reservation ended"
+            outcome = self._life.registered_again(error)
+            self._trace.check(bool(outcome) or " ended" in error.message, f"{name}: {error}")
+            outcome = outcome or "its reservation ended"
         except (Internal, DataLoss) as error:
             raise self._trace.fail(f"{name}: {error!r}") from error
         took_s = loop.time() - started_s
@@ -344,6 +346,9 @@ class Client:
         return "a ticket"
 
     async def _register(self) -> str:
+        if self._life.is_crowded:
+            self._controller.register_model(self._chance.choice(STRANGERS))
+            return "a stranger"
         for spec in SPECS:
             self._controller.register_model(spec)
         return "known"

@@ -13,7 +13,8 @@ from kvstore.catalog import NOWHERE, ChunkTable, Copies, MappedCopies
 from kvstore.chunk import Trust
 from kvstore.config import LimitSettings, PolicySettings
 from kvstore.controller import Controller, Parts
-from kvstore.errors import KVStoreError
+from kvstore.errors import UNREGISTERED, Exhausted, InvalidRequest, KVStoreError
+from kvstore.keys import fingerprint
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.seams import EnvelopeKey, EnvelopeRing, FaultPoints, TenantKeys
 from kvstore.simulated import LoopClock, SeededRandom, SimulatedDisk
@@ -23,7 +24,7 @@ from kvstore.telemetry import Counters
 from kvstore.tiers.nvme import Directory, NvmeTier, PlainCopies, PosixIO, Regions
 from tests.sim.cloud import Cloud
 from tests.sim.disk import DIRECTORY, RECORD, ProcessDisk
-from tests.sim.models import SPECS, VALUES
+from tests.sim.models import OWN_SPECS
 from tests.sim.movers import Movers
 from tests.sim.oracle import Oracle
 from tests.sim.trace import SimulationFailure, Trace
@@ -31,6 +32,7 @@ from tests.sim.warm import Processors
 
 KIB = 1024
 DEADLINE_S = 10.0
+CROWDED_EVERY = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +92,7 @@ class Life:
         self.arena = Arena(memory, self.faults, capacity_bytes=setup.arena_bytes, region_bytes=setup.arena_region_bytes)
         limits = LimitSettings(
             leased_bytes_max=setup.arena_bytes, pin_bytes_max=0, reservation_age_s_max=15.0,
-            lease_age_s_max=setup.lease_age_s_max,
+            lease_age_s_max=setup.lease_age_s_max, model_count_max=len(OWN_SPECS) if self.is_crowded else 256,
         )  # fmt: skip
         self.parts = Parts(
             arena=self.arena, policy=LeastRecentlyUsed, limits=limits, clock=LoopClock(), random=SeededRandom(seed),
@@ -103,6 +105,22 @@ class Life:
         self.controller = Controller(self.parts)
         self.tasks: list[asyncio.Task[None]] = []
         self._running: asyncio.Task[None] | None = None
+
+    @property
+    def is_crowded(self) -> bool:
+        """True where strangers' models take the places of models that nothing needs."""
+        return self.seed % CROWDED_EVERY == CROWDED_EVERY - 1
+
+    def registered_again(self, error: InvalidRequest) -> str:
+        """Register a model that was forgotten, as clients do. Return what came of it; "": the error is another one."""
+        if not self.is_crowded or UNREGISTERED not in error.fields:
+            return ""
+        spec = next(each for each in OWN_SPECS if fingerprint(each, each.kind).hex() == error.fields[UNREGISTERED])
+        try:
+            self.controller.register_model(spec)
+        except Exhausted:
+            return "its model was forgotten, and has no place"
+        return "its model was forgotten"
 
     @property
     def table(self) -> ChunkTable:
@@ -145,7 +163,7 @@ class Life:
         for use in self.cloud.uses() if self.cloud is not None else ():
             self.controller.attach_shared(use)
         self.oracle.watch(self)
-        for spec in (*SPECS, VALUES):
+        for spec in OWN_SPECS:
             self.controller.register_model(spec)
         self.oracle.recovered(self)
         self.disk.is_serving = True

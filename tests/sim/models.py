@@ -26,6 +26,9 @@ WIDE = small_spec(
 SPECS = (NARROW, WIDE)
 VALUES = replace(namespace_spec("values"), chunk_tokens=8)
 """12 KiB chunks, one of which is a value that others take the place of."""
+OWN_SPECS = (*SPECS, VALUES)
+STRANGERS = tuple(small_spec(model_id=f"stranger {number}") for number in range(4))
+"""Models of which nothing is stored."""
 KEYS = tuple(f"key {number}" for number in range(4))
 Name = tuple[bytes, bytes]
 """(namespace, chain digest) of a chunk."""

@@ -335,5 +335,5 @@ def name_of(life: Life, row: int) -> Name:
 
 
 def row_of(life: Life, name: Name) -> int | None:
-    space = life.controller.parts.catalog.spaces.get(name[0], Provenance.IN_CONTEXT, Exactness.EXACT)
-    return space.index.get(name[1])
+    space = life.controller.parts.catalog.spaces.find(name[0], Provenance.IN_CONTEXT, Exactness.EXACT)
+    return None if space is None else space.index.get(name[1])

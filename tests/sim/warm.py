@@ -28,12 +28,13 @@ from numpy.typing import NDArray
 from kvstore.chunk import slab_parts
 from kvstore.controller import FetchResult
 from kvstore.handoff.messages import LookedUp, Question
+from kvstore.keys import presence_salt
 from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes, Mapping
 from kvstore.server.handoff import _chain as chain_of
 from kvstore.server.render import render_fetch
 from kvstore.simulated import BytearrayMemory, LoopClock
-from kvstore.spec import Exactness
+from kvstore.spec import Exactness, Provenance
 from kvstore.v1 import cache_pb2 as pb
 from tests.presence.shown import words_of
 from tests.sim.models import Chain, body
@@ -167,8 +168,8 @@ class WarmReader:
             return None
         life, chain = self._life, self._chance.choice(self._chains)
         name = name_of(chain)
-        space = life.controller.parts.catalog.model(name.fingerprint).namespace(None, Exactness.EXACT)
-        found = presence.look_up([LookedUpChain(space.salt, chain.digests, chain.spec.chunk_tokens)])
+        salt = presence_salt(name.fingerprint, Provenance.IN_CONTEXT, Exactness.EXACT)
+        found = presence.look_up([LookedUpChain(salt, chain.digests, chain.spec.chunk_tokens)])
         if found is None:
             return None
         wanted = Wanted.of(chain.spec, None, None, (), False)

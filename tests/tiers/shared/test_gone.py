@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from kvstore.errors import DataLoss
 from kvstore.spec import MissReason
-from tests.tiers.shared.world import Wide, run
+from tests.tiers.shared.world import Wide, World, run
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,37 @@ def test_an_object_that_goes_while_it_is_read_is_no_damage(tmp_path: Path, reaso
         assert await node.fetch(1) == (1, MissReason.NONE)
 
     run([node, other], scenario)
+
+
+def test_what_a_device_that_does_not_answer_has_is_not_called_evicted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has dropped it, and another chunk of the same fetch is still on its way."""
+
+    async def scenario() -> None:
+        node = world.one
+        await node.give(1, 2)
+        node.forget_memory()
+        monkeypatch.setattr(node.device.tier, "stalled_s", lambda: 60.0)
+        opened, going = node.shared[0].open, asyncio.Event()
+        gone = node.key(1, 2)
+
+        async def opened_late(name: Any, ahead: Sequence[Any] = ()) -> Any:
+            if name.storage_key == gone:
+                return None
+            await going.wait()
+            return await opened(name, ahead)
+
+        node.shared[0].open = opened_late
+        session = node.controller.open_session()
+        first = await node.controller.fetch_wide(session, node.query(1, 2))
+        assert first.hit_count == 2
+        await asyncio.sleep(0.01)
+        assert first.chunks[1].loading.lost is MissReason.EVICTED
+        again = await node.controller.fetch_wide(session, node.query(1, 2))
+        assert (again.hit_count, again.reason) == (1, MissReason.UNAVAILABLE)
+        going.set()
+        await asyncio.sleep(0.01)
+        await node.controller.close_session(session)
+
+    world.run(scenario)
