@@ -9,13 +9,13 @@ CALLS = "clients/kvstore_client/planes/session.py"
 CONTEXT = "clients/kvstore_client/context.py"
 CONNECTION = "clients/kvstore_client/connection.py"
 FEED = "clients/kvstore_client/lookup/feed.py"
-PREFIX = "clients/kvstore_client/planes/shared_memory/prefix.py"
 PRESENCE = "kvstore/presence.py"
 RETURNS = "clients/kvstore_client/planes/returns.py"
 SESSION = "clients/kvstore_client/planes/shared_memory/mapped.py"
 STORING = "clients/kvstore_client/store/store.py"
 TRANSFER = "clients/kvstore_client/fetch/transfer.py"
 WATCHING = "clients/kvstore_client/lookup/watch.py"
+INCOMING = "clients/kvstore_client/planes/incoming.py"
 WRITER = "clients/kvstore_client/store/writer.py"
 T_ASYNC = "tests/e2e/test_async.py"
 T_BACK = "tests/e2e/test_given_back.py"
@@ -92,8 +92,8 @@ MUTANTS = [
     ),
     Mutant(
         "stream-that-is-dropped",
-        PREFIX,
-        "    __del__ = close  # a stream that nobody iterates, a fetch that failed half way\n",
+        INCOMING,
+        "    __del__ = end_soon\n",
         "",
         "the lease of a stream that nobody iterates lasts as long as the session",
         (f"{DROPPED}[local-not_iterated]",),
@@ -172,7 +172,7 @@ MUTANTS = [
     ),
     Mutant(
         "stream-that-nobody-ends",
-        "clients/kvstore_client/planes/incoming.py",
+        INCOMING,
         '    while hasattr(call, "_consume_next_event") and call._state.due:\n',
         "    while False:\n",
         "each fetch by a call leaves 18 KB behind in the engine's process",

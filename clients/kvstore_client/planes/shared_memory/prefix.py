@@ -46,11 +46,9 @@ def _hold(extents: Sequence[Bytes], layout: ChunkLayout) -> bool:
 
 class MappedPrefix(ResidentPrefix):
     """A leased prefix in mapped memory; some of its chunks may still be on their way there. ``close`` ends the stream,
-    which gives the lease back."""
+    which gives the lease back. So does dropping it: the stream goes with it."""
 
     is_leased = True
-    _is_closed = True
-    """True once nothing is left to close: also before there is a stream."""
 
     def __init__(
         self, session: MappedMemory, wanted: Wanted, response: pb.FetchResponse, digests: list[bytes], stream: Incoming,
@@ -58,7 +56,6 @@ class MappedPrefix(ResidentPrefix):
     ) -> None:  # fmt: skip
         super().__init__(session, wanted, exactness, Tier(response.tier), MissReason(response.reason))
         self._stream = stream
-        self._is_closed = False
         self._arriving: dict[int, pb.ResidentChunk] = {}
         self.tails, self.tail_lengths = response.tails, response.tail_lengths
         self._digests = digests
@@ -262,9 +259,4 @@ class MappedPrefix(ResidentPrefix):
 
     def close(self) -> None:
         """Give the lease back, without waiting for chunks on their way. Idempotent."""
-        if self._is_closed:
-            return
         self._stream.end_soon()
-        self._is_closed = True
-
-    __del__ = close  # a stream that nobody iterates, a fetch that failed half way

@@ -23,10 +23,8 @@ _log = logging.getLogger("kvstore.client")
 
 
 class StreamedChunks:
-    """Chunks on their way, and where they end. ``close`` ends the stream, and the lease with it."""
-
-    _is_closed = True
-    """True once nothing is left to close: also before there is a stream."""
+    """Chunks on their way, and where they end. ``close`` ends the stream, and the lease with it; so does
+    dropping them."""
 
     def __init__(
         self, session: ClientSession, wanted: Wanted, head: pb.FetchResponse, digests: list[bytes], stream: Incoming,
@@ -35,7 +33,6 @@ class StreamedChunks:
         self.exactness = exactness
         self._session = session  # keeps the session alive as long as its last prefix
         self._stream = stream
-        self._is_closed = False
         self.wanted = wanted
         self.tier = Tier(head.tier)
         self.reason = MissReason(head.reason)
@@ -129,8 +126,4 @@ class StreamedChunks:
 
     def close(self) -> None:
         """End the stream, and the lease with it. Idempotent."""
-        if not self._is_closed:
-            self._stream.end_soon()
-            self._is_closed = True
-
-    __del__ = close  # a stream that nobody iterates, a fetch that failed half way
+        self._stream.end_soon()
