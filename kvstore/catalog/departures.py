@@ -1,4 +1,4 @@
-"""Why chunks are not here any more, in all namespaces of a catalog."""
+"""Remembers why chunks are not here any more, in all namespaces of a catalog."""
 
 from __future__ import annotations
 

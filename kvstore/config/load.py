@@ -30,7 +30,7 @@ FLAGS = types.MappingProxyType(
 )
 """Flags of ``kvstore serve`` that are not named as their setting."""
 KINDS = types.MappingProxyType({bool: "true or false", Path: "a path", str: "a text: write it in quotes"})
-"""What a value of a type is called in an error; other types are whole numbers."""
+"""The words for a value of a type in an error; other types are whole numbers."""
 
 
 class SettingSources(NamedTuple):

@@ -18,6 +18,17 @@ DESCRIPTORS_MAX = 253
 """Descriptors in one packet: the kernel's limit."""
 
 
+def open_socket() -> socket.socket:
+    """Return a socket for the hand-off, not connected yet. Raises Unavailable where this process may open no more
+    files."""
+    try:
+        return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    except OSError as error:
+        raise Unavailable(
+            f"this process gets no socket ({error.strerror}): raise its limit on open files (ulimit -n)"
+        ) from error
+
+
 def peer_uid(connection: socket.socket) -> int:
     """Return the uid of the process at the other end, from the kernel."""
     size = struct.calcsize("3i")

@@ -1,4 +1,4 @@
-"""How far a chain goes beyond the node, as far as shared tiers were asked."""
+"""Finds how far a chain goes beyond the node, as far as shared tiers were asked."""
 
 from __future__ import annotations
 

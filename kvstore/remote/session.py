@@ -19,7 +19,7 @@ from kvstore.handoff.messages import (
     Welcome,
 )
 from kvstore.handoff.packets import encode
-from kvstore.handoff.passing import Said, check_descriptors, expected, receive
+from kvstore.handoff.passing import Said, check_descriptors, expected, open_socket, receive
 from kvstore.remote.inbox import SESSION_MESSAGES, Inbox
 from kvstore.seams.mapping import SharedMap, closing_all
 from kvstore.wire import METADATA_SESSION
@@ -55,12 +55,7 @@ class SidecarSession:
     async def open(path: Path) -> tuple[SidecarSession, Welcome, list[int]]:
         """Open a session. Return it, the sidecar's welcome and the descriptors in it. Raises the sidecar's refusal, or
         Unavailable."""
-        try:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        except OSError as error:
-            raise Unavailable(
-                f"the remote plane gets no socket ({error.strerror}): raise its limit on open files (ulimit -n)"
-            ) from error
+        connection = open_socket()
         connection.setblocking(False)
         session = SidecarSession(connection)
         try:

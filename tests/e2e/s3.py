@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kvstore_ops.sidecar import Sidecar
 
+from tests.fakes.s3_server import S3Server
+
 PREFIX = "tests/e2e"
+
+
+@contextmanager
+def bucket_server() -> Iterator[S3Server]:
+    """Yield an S3 server whose bucket has nothing under ``PREFIX``, before and afterwards."""
+    server = S3Server()
+    server.drop(PREFIX)
+    try:
+        yield server
+    finally:
+        server.drop(PREFIX)
+        server.stop()
 
 
 class BucketSidecar(Sidecar):

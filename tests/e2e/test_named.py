@@ -1,4 +1,4 @@
-"""How operators name what they mean: options, and models of one name."""
+"""Operators name what they mean: by options, and by digits where models have one name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client gives back: a call that the sidecar did not take is made again."""
+"""A client makes a call again that gives something back and that the sidecar did not take."""
 
 from __future__ import annotations
 

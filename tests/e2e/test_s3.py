@@ -20,7 +20,7 @@ import pytest
 from kvstore_client import Client, connect
 
 from kvstore.spec import MissReason, Tier
-from tests.e2e.s3 import PREFIX, BucketSidecar
+from tests.e2e.s3 import PREFIX, BucketSidecar, bucket_server
 from tests.e2e.test_nvme import same
 from tests.fakes import Switch
 from tests.fakes.s3_proxy import S3Proxy
@@ -46,13 +46,8 @@ class Nodes(NamedTuple):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
-    server = S3Server()
-    server.drop(PREFIX)
-    try:
+    with bucket_server() as server:
         yield server
-    finally:
-        server.drop(PREFIX)
-        server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from kvstore_client import connect
 
 from kvstore.spec import MissReason
-from tests.e2e.s3 import PREFIX, BucketSidecar
+from tests.e2e.s3 import BucketSidecar, bucket_server
 from tests.fakes.s3_server import S3Server
 from tests.server.raw import eventually
 from tests.specs import random_cache, small_spec, tokens_of
@@ -21,13 +21,8 @@ SPEC = small_spec(chunk_tokens=STEP)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
-    server = S3Server()
-    server.drop(PREFIX)
-    try:
+    with bucket_server() as server:
         yield server
-    finally:
-        server.drop(PREFIX)
-        server.stop()
 
 
 def test_what_a_spent_bucket_may_have_is_unavailable_and_the_status_names_the_setting(server: S3Server) -> None:

@@ -45,7 +45,7 @@ def stand(tmp_path: Path) -> Iterator[S3Stand]:
 def scan(
     stand: S3Stand, *arguments: str, key_file: Path | None = None, place: Path | None = None, **more: str
 ) -> Any:  # fmt: skip
-    """What the command prints; its error's message where it fails. ``place``: of a sidecar's sockets."""
+    """Return what the command prints; its error's message where it fails. ``place``: of a sidecar's sockets."""
     own = {"BUCKET": stand.server.bucket, "PREFIX": stand.settings.prefix, "ENDPOINT_URL": stand.server.url, **more}
     environment = {f"KVSTORE__TIERS__S3__{name}": value for name, value in own.items()}
     if key_file is not None:
@@ -118,7 +118,7 @@ def test_a_sidecar_of_another_user_is_asked_nothing(tmp_path: Path) -> None:
 
 
 def test_models_that_the_nodes_own_sidecar_knows_are_named(stand: S3Stand, own_sidecar: Sidecar) -> None:
-    """Of the others only the fingerprints are known: objects contain no names."""
+    """The others are known by their fingerprints only: objects contain no names."""
     spec, place = small_spec(model_id="some/model [bold]"), own_sidecar.directory / "run"
     names = [fingerprint(spec, CacheKind.KV), fingerprint(spec, CacheKind.E, 1), MODELS["other"]]
 
@@ -257,7 +257,7 @@ def test_what_is_sealed_with_another_key_is_never_called_undamaged(stand: S3Stan
 def test_without_the_package_that_opens_a_copy_it_says_what_to_install(
     stand: S3Stand, own: bool, tmp_path: Path
 ) -> None:
-    """What could not be opened with it either is counted, as ever."""
+    """Copies that could not be opened with it either are counted, as ever."""
     sealed_chunks(stand, "aead", OWN if own else OTHERS)
     blocked = tmp_path / "blocked" / "cryptography"
     blocked.mkdir(parents=True)

@@ -42,7 +42,7 @@ def watch(raw: Raw) -> Any:
 
 
 def health(raw: Raw) -> Any:
-    stub = health_pb2_grpc.HealthStub(raw.channel)  # type: ignore[no-untyped-call]
+    stub = health_pb2_grpc.HealthStub(raw.channel)  # type: ignore[no-untyped-call]  # generated
     call = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
     next(call)
     return call
@@ -55,7 +55,7 @@ def silent(*first: Any) -> Iterator[Any]:
 
 
 def reflection(raw: Raw) -> Any:
-    stub = reflection_pb2_grpc.ServerReflectionStub(raw.channel)  # type: ignore[no-untyped-call]
+    stub = reflection_pb2_grpc.ServerReflectionStub(raw.channel)  # type: ignore[no-untyped-call]  # generated
     call = stub.ServerReflectionInfo(silent(reflection_pb2.ServerReflectionRequest(list_services="")), timeout=60)
     assert next(call).list_services_response.service
     return call
@@ -88,7 +88,7 @@ def is_taken(held: Held, raw: Raw) -> bool:
 def test_prefills_that_wait_for_their_callers_are_counted(small: Sidecar) -> None:
     """Their first messages do not come."""
     with Raw(small) as raw, connect(small.address) as client:
-        stub = prefill_pb2_grpc.PrefillServiceStub(raw.channel)  # type: ignore[no-untyped-call]
+        stub = prefill_pb2_grpc.PrefillServiceStub(raw.channel)  # type: ignore[no-untyped-call]  # generated
         metadata = ((METADATA_SESSION, raw.secret),)
         calls = [stub.PartialPrefill(silent(), timeout=60, metadata=metadata) for _ in range(MOST)]
         eventually(lambda: client.stats().sessions.stream_count == MOST)

@@ -1,4 +1,4 @@
-"""What the remote plane remembers of a tenant's sidecar."""
+"""The remote plane remembers little of a tenant's sidecar."""
 
 from __future__ import annotations
 

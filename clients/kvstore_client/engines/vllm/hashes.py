@@ -32,7 +32,7 @@ from kvstore_client.prompt import PageHashes
 ALGORITHM = "sha256_cbor"
 DEFAULT_SEED = "vllm-none-hash"
 Hashed: TypeAlias = "int | str | bytes | Sequence[Hashed] | None"
-"""What a hash is made of."""
+"""The parts that a hash is made of."""
 
 
 def _head(major: int, number: int) -> bytes:

@@ -132,13 +132,13 @@ class ModelConfig(Protocol):
 
 
 class ParallelConfig(Protocol):
-    """How many ranks share the model."""
+    """The number of ranks that share the model."""
 
     tensor_parallel_size: int
 
 
 class LoadConfig(Protocol):
-    """How the weights are read. ``load_format``: a word, or an enum of words."""
+    """The way in which the weights are read. ``load_format``: a word, or an enum of words."""
 
     load_format: object
 

@@ -35,7 +35,7 @@ from kvstore.handoff.messages import (
     StagingQuestion,
     Welcome,
 )
-from kvstore.handoff.passing import Said, check_descriptors, expected, receive, send
+from kvstore.handoff.passing import Said, check_descriptors, expected, open_socket, receive, send
 from kvstore.seams import Deadline, SystemClock
 from kvstore.seams.mapping import Bytes, SharedMap, closing_all
 from kvstore.seams.scheduler import start_thread
@@ -54,8 +54,9 @@ _CHANNEL_OPTIONS = (
     ("SingleThreadedUnaryStream", 1),
 )
 
-CALL_FILLS_MAX = 100
-"""Runs of one call, of 37 bytes at most each: so many fit into the smallest limits.message_bytes_max, 4 KiB."""
+CALL_FILLS_MAX = 64
+"""Runs of one call, of 37 bytes at most each: so many fit into the smallest limits.message_bytes_max, 4 KiB, and the
+sidecar begins them at once: where it refuses a call, it reads none of them."""
 _clock = SystemClock()
 _live: weakref.WeakSet[MappedMemory] = weakref.WeakSet()
 
@@ -107,12 +108,7 @@ class MappedMemory(ClientSession):
     @staticmethod
     def _connect(socket_path: Path, timeout_s: float) -> socket.socket:
         path = socket_path.with_name("data.sock")
-        try:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        except OSError as error:
-            raise Unavailable(
-                f"this process gets no socket ({error.strerror}): raise its limit on open files (ulimit -n)"
-            ) from error
+        connection = open_socket()
         connection.settimeout(timeout_s)
         try:
             connection.connect(str(path))
