@@ -34,7 +34,7 @@ class Copies:
 
     A copy that a scan found is *unproven* until it was read and written anew: it may be torn, or may not survive the
     next crash. A scan may find several copies of a chunk: the others are kept as ``spares``, each with the mark of its
-    own write.
+    own write. A promise may rest on any of them, so a spare outlasts a copy that fails its check.
 
     Cost: 8 bytes per row of the table, and what the policy takes.
     """
@@ -98,11 +98,13 @@ class Copies:
         self.spares.setdefault(row, []).append(Spare(residency, mark, is_proven))
 
     def take(self, row: int, reason: MissReason) -> list[Residency]:
-        """Remove a chunk from this tier's column and policy. Return the places of its copies, which the caller must
-        have the tier free."""
-        found = [self.residency(row), *(spare.residency for spare in self.spares.pop(row, ()))]
-        self.column[row] = NOWHERE
-        self.policy.removed(row, reason)
+        """Remove a chunk from this tier's column and policy, and its spares. Return the places of all of them, which
+        the caller must have the tier free."""
+        found = [spare.residency for spare in self.spares.pop(row, ())]
+        if row in self:
+            found.append(self.residency(row))
+            self.column[row] = NOWHERE
+            self.policy.removed(row, reason)
         return found
 
     def used(self, keys: Sequence[bytes], chain: Sequence[int]) -> None:

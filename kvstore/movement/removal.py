@@ -31,23 +31,38 @@ class Removal:
 
     def _fastest_left(self, copies: Copies, row: int, reason: MissReason) -> None:
         """Update the catalog after the fastest copy left: readers find a slower copy, or the chunk is gone."""
-        fastest = self._table.fastest(row)
-        if fastest is not None:
+        fastest = self._table.fastest(row) or self._spared(row)
+        if fastest is copies:
+            self._catalog.show(row)
+        elif fastest is not None:
             self._catalog.moved(row, fastest.kind)
         elif self._catalog.is_visible(row):
             self._catalog.withdraw(row, reason, copies.kind)
         else:
             self._catalog.forget_ghost(row)
 
+    def _spared(self, row: int) -> Copies | None:
+        """Make a spare the copy of a chunk that no tier has any more. Return its tier's copies; None: it has none."""
+        for copies in self._table.copies:
+            if spares := copies.spares.pop(row, None):
+                spare = spares.pop()
+                self._table.write_marks[row] = spare.mark
+                copies.put(row, spare.residency, is_proven=spare.is_proven)
+                copies.policy.stored(row, self._table.digests[row], *self._catalog.worth(row))
+                if spares:
+                    copies.spares[row] = spares
+                return copies
+        return None
+
     def remove(self, row: int, reason: MissReason, *, erase: bool = False) -> None:
         """Give up every copy of a chunk."""
         for copies in reversed(self._table.copies):  # the slowest first: watchers hear that it left, not that it moved
-            if row in copies:
+            if row in copies or row in copies.spares:
                 self.drop(copies, row, reason, erase=erase)
 
     async def quarantine(self, copies: Copies, row: int, residency: Residency) -> None:
-        """Give up a copy that failed its check. Another tier's copy takes its place, or a spare copy in the same
-        tier."""
+        """Give up a copy that failed its check. Another tier's copy takes its place, or a spare copy. Spares stay until
+        the chunk has been written anew and beyond: what was promised of the chunk may rest on one of them."""
         if copies.residency(row) != residency:
             return  # another reader met it first: a copy is given up once
         self._counters.add("quarantined_chunks")
@@ -56,22 +71,12 @@ class Removal:
             extra={"tier": copies.tier.name, "digest": self._table.digests[row].hex()},
         )
         was_fastest = self._table.fastest(row) is copies
-        spares = copies.spares.pop(row, [])
+        spares = copies.spares.pop(row, None)
         copies.take(row, MissReason.CORRUPT)
-        if spares and not self._table.is_resident(row):
-            spare = spares.pop()
-            self._table.write_marks[row] = spare.mark
-            copies.put(row, spare.residency, is_proven=spare.is_proven)
-            copies.policy.stored(row, self._table.digests[row], *self._catalog.worth(row))
-            if spares:
-                copies.spares[row] = spares
-            self._catalog.show(row)
-        else:  # another tier's certain copy is written anew, rather than replaced by a spare that a crash left
-            if spares:
-                erase = self._catalog.space_of(row).may_be_replaced
-                copies.tier.remove([spare.residency for spare in spares], erase=erase)
-            if was_fastest:
-                self._fastest_left(copies, row, MissReason.CORRUPT)
+        if spares:
+            copies.spares[row] = spares
+        if was_fastest:
+            self._fastest_left(copies, row, MissReason.CORRUPT)
         try:
             await copies.tier.quarantine(residency)
         except KVStoreError as error:

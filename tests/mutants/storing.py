@@ -199,4 +199,12 @@ MUTANTS = [
         "a fetch that nobody heard of holds its chunks until its session ends",
         ("tests/server/test_abandoned.py::test_a_fetch_that_is_cancelled_before_its_reply_leaves_no_lease",),
     ),
+    Mutant(
+        "spare-goes-with-the-copy",
+        "kvstore/movement/removal.py",
+        "        if spares:\n            copies.spares[row] = spares\n        if was_fastest:\n",
+        "        if spares:\n            copies.tier.remove([spares[0].residency])\n        if was_fastest:\n",
+        "what was acknowledged is nowhere on the device until the chunk is written anew",
+        ("tests/tiers/nvme/test_erasures.py::test_memory_gives_way_to_a_second_copy",),
+    ),
 ]

@@ -14,7 +14,7 @@ import pytest
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import SystemClock, SystemDisk, WorkerThreads
 from kvstore.simulated import SimulatedDisk
-from kvstore.spec import Durability
+from kvstore.spec import Durability, MissReason
 from kvstore.tiers.nvme import erasures, newest
 from kvstore.tiers.nvme.slots import RegionFile
 from kvstore.tiers.nvme.sync import GroupSync
@@ -60,8 +60,9 @@ def test_of_a_value_that_lies_twice_nothing_is_left_once_it_is_replaced() -> Non
     service.run(scenario)
 
 
-def test_a_second_copy_is_erased_when_the_first_fails_its_check() -> None:
-    """The value is in memory, and is written anew from there."""
+def test_a_second_copy_outlasts_the_first_and_is_erased_with_the_value() -> None:
+    """The value is in memory, and is written anew from there; until it is, the second copy is all that the device
+    has."""
     service = ValueService()
 
     async def scenario() -> None:
@@ -69,8 +70,48 @@ def test_a_second_copy_is_erased_when_the_first_fails_its_check() -> None:
         row, (name, offset) = service.row(), service.place_of()
         service.disk.flip(service.nvme.regions._directory / name, offset + service.layout.header_bytes)
         assert not await service.look(row)
-        assert not service.device.spares
+        assert len(service.device.spares[row]) == 1
         await newer(service)
+        assert not service.device.spares
+
+    service.run(scenario)
+
+
+def test_a_crash_before_the_first_copy_is_written_anew_finds_the_second() -> None:
+    service = ValueService()
+
+    async def scenario() -> None:
+        await twice(service)
+        row, (name, offset) = service.row(), service.place_of()
+        service.disk.flip(service.nvme.regions._directory / name, offset + service.layout.header_bytes)
+        held_up(service, "write", after=False)
+        assert not await service.look(row)
+        await service.nvme.tidy()  # what is to be erased is
+        await service.restart(kill=True)
+        assert await service.get() == OLD
+        service.balance()
+
+    service.run(scenario)
+
+
+def test_memory_gives_way_to_a_second_copy() -> None:
+    """The chunk leaves memory before it was written anew."""
+    service = ValueService()
+
+    async def scenario() -> None:
+        await twice(service)
+        row, (name, offset) = service.row(), service.place_of()
+        service.disk.flip(service.nvme.regions._directory / name, offset + service.layout.header_bytes)
+        go_on = held_up(service, "write", after=False)
+        assert not await service.look(row)
+        service.controller.parts.movement.removal.drop(service.mapped, row, MissReason.EVICTED)
+        assert row in service.device
+        assert not service.device.spares
+        assert await service.get() == OLD
+        go_on()
+        service.evict()
+        assert await service.get() is None
+        service.balance()
 
     service.run(scenario)
 
