@@ -17,7 +17,7 @@ from kvstore.v1alpha import admin_pb2
 from kvstore_client.arrays import Buffer, Layer, Tensor
 from kvstore_client.context import Context
 from kvstore_client.fetch import calls as fetches
-from kvstore_client.fetch import ticket as tickets
+from kvstore_client.fetch import held as tickets
 from kvstore_client.fetch.fetched import FetchedKV
 from kvstore_client.fetch.paged import Paged
 from kvstore_client.fetch.stream import LayerStream

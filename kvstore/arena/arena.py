@@ -28,7 +28,11 @@ class Arena:
     goes on with the regions that it has.
     """
 
-    def __init__(self, memory: Memory, faults: FaultPoints, *, capacity_bytes: int, region_bytes: int) -> None:
+    def __init__(
+        self, memory: Memory, faults: FaultPoints, *, capacity_bytes: int, region_bytes: int, first_generation: int = 1
+    ) -> None:  # fmt: skip
+        """``first_generation``: drawn at each start, so that nobody takes a place that an earlier start named for one
+        of this start."""
         self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
         self.region_bytes = min(region_bytes, self.capacity_bytes)
         self._memory = memory
@@ -38,7 +42,7 @@ class Arena:
         self.generations_bytes = -(-slot_count * 8 // PAGE_BYTES) * PAGE_BYTES
         self.generations = memory.read_only_to_others("kvstore-generations", self.generations_bytes)
         self._values: NDArray[np.uint64] = self.generations.bytes.view(np.uint64)
-        self._values[:slot_count] = 1
+        self._values[:slot_count] = first_generation
         self._slots = list(range(slot_count - 1, -1, -1))
         self._is_refused = False
         self.used_bytes = 0

@@ -24,6 +24,7 @@ from kvstore.controller.values import (
     LookupResult,
     ModelCount,
     ReserveRequest,
+    Resident,
     Settled,
     Stats,
     StoreResult,
@@ -279,6 +280,14 @@ class Controller:
         """Give leases back. Ids that are not this session's are ignored: they were released or revoked before."""
         self.parts.leases.release(session, lease_ids)
 
+    def places(self, ticket: bytes) -> tuple[Resident, ...]:
+        """See ``Fetches.places``."""
+        return self.fetches.places(ticket)
+
+    def copied(self, ticket: bytes) -> None:
+        """See ``Fetches.copied``."""
+        self.fetches.copied(ticket)
+
     def release_ticket(self, ticket: bytes) -> None:
         """End a ticket. An unknown ticket is no error: it ended before."""
         self.tickets.release(ticket)
@@ -354,29 +363,18 @@ class Controller:
         parts, sessions = self.parts, list(self.sessions)
         arena, spaces, movement = parts.arena, parts.catalog.spaces, parts.movement
         return Stats(
-            capacity_bytes=arena.capacity_bytes,
-            prefaulted_bytes=arena.prefaulted_bytes,
-            used_bytes=arena.used_bytes,
-            leased_bytes=parts.leases.byte_count,
-            pinned_bytes=parts.pins.byte_count,
+            capacity_bytes=arena.capacity_bytes, prefaulted_bytes=arena.prefaulted_bytes, used_bytes=arena.used_bytes,
+            leased_bytes=parts.leases.byte_count, pinned_bytes=parts.pins.byte_count,
             reserved_bytes=self.reservations.reserved_bytes,
-            region_count=len(arena.regions),
-            chunk_count=arena.chunk_count,
-            session_count=len(sessions),
+            region_count=len(arena.regions), chunk_count=arena.chunk_count, session_count=len(sessions),
             reservation_count=sum(len(self.reservations.of(session)) for session in sessions),
-            ticket_count=len(self.tickets), ticket_bytes=self.tickets.held_bytes,
-            lease_count=len(parts.leases),
+            ticket_count=len(self.tickets), ticket_bytes=self.tickets.held_bytes, lease_count=len(parts.leases),
             stream_count=sum(session.stream_count for session in sessions),
-            watcher_count=len(spaces.events.watchers),
-            staging_bytes=self.sessions.staging_bytes,
+            watcher_count=len(spaces.events.watchers), staging_bytes=self.sessions.staging_bytes,
             models=tuple(ModelCount.of(each, parts.served) for each in parts.catalog.models.values()),
-            loading_bytes=movement.loading_bytes,
-            backlog_count=movement.backlog_count,
-            tiers=movement.statistics(),
-            tier_problem="; ".join(parts.problems),
-            counters=parts.counters.snapshot(),
-            rates=parts.meters.tiers,
-            forgotten=parts.served.forgotten,
+            loading_bytes=movement.loading_bytes, backlog_count=movement.backlog_count,
+            tiers=movement.statistics(), tier_problem="; ".join(parts.problems),
+            counters=parts.counters.snapshot(), rates=parts.meters.tiers, forgotten=parts.served.forgotten,
         )  # fmt: skip
 
     async def sweep(self, interval_s: float) -> None:

@@ -18,6 +18,7 @@ must be the tenant's, or the server's own.
     > {"op": "presence"}
     < {"op": "presence", "bytes": n, "token_count_max": n, "tail_tokens_max": n}   + [presence table]
     > {"op": "looked_up", COUNTER: n, ...}                        done without a call, to be counted; never answered
+    > {"op": "redeemed", "ticket": "<32 hex>"}                    its chunks were copied without a call; never answered
     < {"op": "error", "status": "RESOURCE_EXHAUSTED", "message": "..."}   instead of any answer
 
 ``messages`` has these packets as values with the limits of their fields, ``packets`` converts between the two, and

@@ -85,7 +85,15 @@ def _is_version(value: object) -> bool:
 
 def _is_name(value: object) -> bool:
     """True for 32 bytes in lower-case hexadecimal digits."""
-    return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
+    return _is_hexadecimal(value, 64)
+
+
+def _is_ticket(value: object) -> bool:
+    return _is_hexadecimal(value, 32)
+
+
+def _is_hexadecimal(value: object, digit_count: int) -> bool:
+    return isinstance(value, str) and len(value) == digit_count and set(value) <= set("0123456789abcdef")
 
 
 _VERSION = f"{PROTOCOL_VERSION}: this server speaks hand-off version {PROTOCOL_VERSION}; use a client of its release"
@@ -96,6 +104,7 @@ FetchedBytes = Annotated[int, number(FETCHED_BYTES_MAX)]
 ByteCount = Annotated[int, number(wire="bytes")]
 Version = Annotated[int, Shape(PROTOCOL_VERSION, _VERSION, _is_version)]
 Secret = Annotated[str, Shape(64, "64 hexadecimal digits", _is_name)]
+Ticket = Annotated[str, Shape(32, "32 hexadecimal digits", _is_ticket)]
 Offers = Annotated[tuple[str, ...], rows(8, "short texts", lambda value: _is_text(value, 32))]
 RegionRows = Annotated[tuple[tuple[int, int], ...], rows(REGIONS_MAX, "pairs of numbers", _is_region)]
 """(index, bytes) of each region; their descriptors travel in the same order."""
@@ -162,6 +171,14 @@ class LookedUp:
     """Chains that were fetched. Sent to a server that offers "uses": it evicts used chunks last."""
     used_amounts: AmountRows = ()
     """For each chain in ``used``: the number of its fetches, and the tokens that they brought."""
+
+
+@dataclass(frozen=True, slots=True)
+class Redeemed:
+    """Says that a reader has copied the chunks of a ticket from their places. It is never answered."""
+
+    op: ClassVar[str] = "redeemed"
+    ticket: Ticket
 
 
 # ------------------------------------------------------------ from the server
@@ -244,5 +261,5 @@ class Refusal:
         return from_status(self.status, self.message)
 
 
-Question = Hello | RegionsQuestion | StagingQuestion | StagingClose | PresenceQuestion | LookedUp
+Question = Hello | RegionsQuestion | StagingQuestion | StagingClose | PresenceQuestion | LookedUp | Redeemed
 Answer = Welcome | RegionsAnswer | StagingAnswer | Done | PresenceAnswer | Refusal

@@ -26,6 +26,7 @@ from kvstore.handoff.messages import (
     PresenceAnswer,
     PresenceQuestion,
     Question,
+    Redeemed,
     Refusal,
     RegionsAnswer,
     RegionsQuestion,
@@ -138,8 +139,8 @@ class Handoff:
             await asyncio.sleep(0)  # a peer that always has another question holds up nobody
             try:
                 question = decode_question(packet)
-                if isinstance(question, LookedUp):
-                    self._count(question)
+                if isinstance(question, LookedUp | Redeemed):
+                    self._note(question)
                     continue
                 answer, descriptors = self._answer(session, connection, question)
             except (NoPacket, Unread):
@@ -201,15 +202,22 @@ class Handoff:
                 return answer, [table.descriptor]
         raise InvalidRequest(f"{question.op} is no question of an open session")
 
+    def _note(self, done: LookedUp | Redeemed) -> None:
+        """Take note of what a client did without a call."""
+        try:
+            if isinstance(done, Redeemed):
+                self._controller.copied(bytes.fromhex(done.ticket))
+            else:
+                self._count(done)
+        except KVStoreError as error:  # not answered: the client would take a refusal for the next question's answer
+            _log.warning("uses were not counted", extra={"reason": error.message})
+
     def _count(self, done: LookedUp) -> None:
         counts = asdict(done)
         used, amounts = counts.pop("used"), counts.pop("used_amounts")
         for name, count in counts.items():
             self._controller.count(name, count)
-        try:
-            self._controller.used(map(_chain, used, amounts if len(amounts) == len(used) else repeat((0, 0))))
-        except KVStoreError as error:  # not answered: the client would take a refusal for the next question's answer
-            _log.warning("uses were not counted", extra={"reason": error.message})
+        self._controller.used(map(_chain, used, amounts if len(amounts) == len(used) else repeat((0, 0))))
 
 
 def _chain(used: tuple[str, int, int, str], amounts: tuple[int, int]) -> UsedChain:

@@ -16,6 +16,7 @@ from kvstore.controller import (
     Located,
     LookupResult,
     ReserveRequest,
+    Resident,
     Settled,
     StoreResult,
     Tail,
@@ -118,7 +119,9 @@ def _lengths(bits: int) -> bytes:
     return bits.to_bytes(-(-bits.bit_length() // 8), "little")
 
 
-def render_lookup(result: LookupResult, segments: Sequence[LookupResult] = ()) -> pb.LookupResponse:
+def render_lookup(
+    result: LookupResult, segments: Sequence[LookupResult] = (), places: Iterable[Resident] = ()
+) -> pb.LookupResponse:
     """Render a lookup. Rare fields are set only where they have a value: setting an empty field costs time, too."""
     response = pb.LookupResponse(hit_count=result.hit_count, runs=_runs(result))
     if result.tails:
@@ -131,6 +134,8 @@ def render_lookup(result: LookupResult, segments: Sequence[LookupResult] = ()) -
         response.segments.extend(pb.SegmentFound(hit_count=each.hit_count, runs=_runs(each)) for each in segments)
     if result.tail_found:
         response.tail_found = result.tail_found
+    if places:
+        response.places.extend(map(_resident, places))
     return response
 
 
@@ -171,22 +176,26 @@ async def render_fetch(result: FetchResult, pauses: Pauses) -> pb.FetchResponse:
         tail_lengths=_lengths(result.tail_lengths),
     )
     for number, chunk in enumerate(result.chunks, start=1):
-        placement = chunk.placement
-        response.chunks.add(
-            index=chunk.chain_index,
-            part=chunk.part,
-            token_count=chunk.token_count,
-            extents=[
-                pb.Extent(region=extent.region, offset=extent.offset, byte_count=extent.byte_count)
-                for extent in placement.extents
-            ],
-            generation_slot=placement.slot,
-            generation=placement.generation,
-            is_arriving=chunk.loading is not None,
-        )
+        response.chunks.append(_resident(chunk))
         if number % RENDER_BATCH == 0:
             await pauses.between()
     return response
+
+
+def _resident(chunk: Resident) -> pb.ResidentChunk:
+    placement = chunk.placement
+    return pb.ResidentChunk(
+        index=chunk.chain_index,
+        part=chunk.part,
+        token_count=chunk.token_count,
+        extents=[
+            pb.Extent(region=extent.region, offset=extent.offset, byte_count=extent.byte_count)
+            for extent in placement.extents
+        ],
+        generation_slot=placement.slot,
+        generation=placement.generation,
+        is_arriving=chunk.loading is not None,
+    )
 
 
 def render_arrivals(arrivals: Iterable[Arrival]) -> pb.FetchResponse:

@@ -61,7 +61,8 @@ class CacheService:
             stored = await self._controller.first_stored(query, tail_digests)
         # Last: if the call were cancelled after this, nobody would release the ticket.
         result = await self._controller.lookup_wide(query, readers, deadline)
-        return render.render_lookup(result._replace(tail_found=stored) if stored else result, found)
+        places = self._controller.places(result.ticket) if request.with_places and result.ticket else ()
+        return render.render_lookup(result._replace(tail_found=stored) if stored else result, found, places)
 
     async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:
         """Return the places of chains. Those on other nodes and in shared tiers are hints."""

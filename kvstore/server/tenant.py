@@ -206,6 +206,7 @@ def _parts(settings: Settings, keys: TenantKeys, world: World, directory: NodeDi
     arena = Arena(
         world.memory, world.faults, capacity_bytes=settings.arena.capacity_bytes,
         region_bytes=settings.arena.region_bytes,
+        first_generation=1 + int.from_bytes(world.random.bytes(7), "little"),
     )  # fmt: skip
     return Parts(
         arena=arena,

@@ -242,18 +242,20 @@ class ChainQuery(_message.Message):
     def __init__(self, fingerprint: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., hidden_layers: _Optional[_Iterable[int]] = ..., exactness: _Optional[_Union[Exactness, str]] = ..., hidden_only: _Optional[bool] = ..., provenance: _Optional[_Union[Provenance, str]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("query", "hold", "readers", "segments", "tail_digests")
+    __slots__ = ("query", "hold", "readers", "segments", "tail_digests", "with_places")
     QUERY_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
     READERS_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     TAIL_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    WITH_PLACES_FIELD_NUMBER: _ClassVar[int]
     query: ChainQuery
     hold: bool
     readers: int
     segments: _containers.RepeatedCompositeFieldContainer[ChainQuery]
     tail_digests: bytes
-    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., hold: _Optional[bool] = ..., readers: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[ChainQuery, _Mapping]]] = ..., tail_digests: _Optional[bytes] = ...) -> None: ...
+    with_places: bool
+    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., hold: _Optional[bool] = ..., readers: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[ChainQuery, _Mapping]]] = ..., tail_digests: _Optional[bytes] = ..., with_places: _Optional[bool] = ...) -> None: ...
 
 class ChunkRun(_message.Message):
     __slots__ = ("count", "state", "tier", "encoding", "reason")
@@ -278,18 +280,20 @@ class PartialTail(_message.Message):
     def __init__(self, token_count: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class HeldPrefix(_message.Message):
-    __slots__ = ("ticket", "spec", "digests", "exactness", "token_count")
+    __slots__ = ("ticket", "spec", "digests", "exactness", "token_count", "places")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     EXACTNESS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
     ticket: bytes
     spec: ModelSpec
     digests: bytes
     exactness: Exactness
     token_count: int
-    def __init__(self, ticket: _Optional[bytes] = ..., spec: _Optional[_Union[ModelSpec, _Mapping]] = ..., digests: _Optional[bytes] = ..., exactness: _Optional[_Union[Exactness, str]] = ..., token_count: _Optional[int] = ...) -> None: ...
+    places: _containers.RepeatedCompositeFieldContainer[ResidentChunk]
+    def __init__(self, ticket: _Optional[bytes] = ..., spec: _Optional[_Union[ModelSpec, _Mapping]] = ..., digests: _Optional[bytes] = ..., exactness: _Optional[_Union[Exactness, str]] = ..., token_count: _Optional[int] = ..., places: _Optional[_Iterable[_Union[ResidentChunk, _Mapping]]] = ...) -> None: ...
 
 class SharedStore(_message.Message):
     __slots__ = ("ticket", "spec", "digests", "exactness", "token_count", "hidden_layers", "shards")
@@ -318,7 +322,7 @@ class SegmentFound(_message.Message):
     def __init__(self, hit_count: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[ChunkRun, _Mapping]]] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("hit_count", "runs", "tails", "ticket", "ticket_seconds", "segments", "tail_lengths", "tail_found")
+    __slots__ = ("hit_count", "runs", "tails", "ticket", "ticket_seconds", "segments", "tail_lengths", "tail_found", "places")
     HIT_COUNT_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     TAILS_FIELD_NUMBER: _ClassVar[int]
@@ -327,6 +331,7 @@ class LookupResponse(_message.Message):
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     TAIL_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     TAIL_FOUND_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
     hit_count: int
     runs: _containers.RepeatedCompositeFieldContainer[ChunkRun]
     tails: _containers.RepeatedCompositeFieldContainer[PartialTail]
@@ -335,7 +340,8 @@ class LookupResponse(_message.Message):
     segments: _containers.RepeatedCompositeFieldContainer[SegmentFound]
     tail_lengths: bytes
     tail_found: int
-    def __init__(self, hit_count: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[ChunkRun, _Mapping]]] = ..., tails: _Optional[_Iterable[_Union[PartialTail, _Mapping]]] = ..., ticket: _Optional[bytes] = ..., ticket_seconds: _Optional[float] = ..., segments: _Optional[_Iterable[_Union[SegmentFound, _Mapping]]] = ..., tail_lengths: _Optional[bytes] = ..., tail_found: _Optional[int] = ...) -> None: ...
+    places: _containers.RepeatedCompositeFieldContainer[ResidentChunk]
+    def __init__(self, hit_count: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[ChunkRun, _Mapping]]] = ..., tails: _Optional[_Iterable[_Union[PartialTail, _Mapping]]] = ..., ticket: _Optional[bytes] = ..., ticket_seconds: _Optional[float] = ..., segments: _Optional[_Iterable[_Union[SegmentFound, _Mapping]]] = ..., tail_lengths: _Optional[bytes] = ..., tail_found: _Optional[int] = ..., places: _Optional[_Iterable[_Union[ResidentChunk, _Mapping]]] = ...) -> None: ...
 
 class LocateRequest(_message.Message):
     __slots__ = ("queries",)

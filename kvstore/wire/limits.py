@@ -101,6 +101,7 @@ _REQUESTS: Mapping[str, Limit] = {
 _HANDED_ON: Mapping[str, Limit] = {
     "HeldPrefix.ticket": Limit(size=64),
     "HeldPrefix.digests": _digests(CHAIN_CHUNKS_MAX),
+    "HeldPrefix.places": Limit(count=PARTS_MAX),
     "SharedStore.ticket": Limit(size=64),
     "SharedStore.digests": _digests(CHAIN_CHUNKS_MAX),
     "SharedStore.hidden_layers": Limit(count=LAYERS_MAX),
@@ -121,6 +122,7 @@ _REPLIES: Mapping[str, Limit] = {
     "LookupResponse.tail_lengths": Limit(size=LENGTHS_BYTES),
     "LookupResponse.ticket": Limit(size=64),
     "LookupResponse.segments": Limit(count=SEGMENTS_MAX),
+    "LookupResponse.places": Limit(count=PARTS_MAX),
     "ResidentChunk.extents": Limit(count=1 << 20),
     "Arrival.slabs": Limit(size=LAYERS_MAX // 8),
     "FetchResponse.chunks": Limit(count=PARTS_MAX),

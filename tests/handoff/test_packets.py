@@ -19,6 +19,7 @@ from kvstore.handoff.messages import (
     PresenceAnswer,
     PresenceQuestion,
     Question,
+    Redeemed,
     Refusal,
     RegionsAnswer,
     RegionsQuestion,
@@ -49,6 +50,7 @@ QUESTION_PACKETS: list[tuple[Question, str]] = [
     (StagingClose(9), '{"op": "staging_close", "staging_id": 9}'),
     (PresenceQuestion(), '{"op": "presence"}'),
     (LookedUp(lookup_calls=2, fetch_calls=1), '{"op": "looked_up", "lookup_calls": 2, "fetch_calls": 1}'),
+    (Redeemed("a9" * 16), '{"op": "redeemed", "ticket": "' + "a9" * 16 + '"}'),
 ]
 WELCOME = Welcome(7, SECRET, 42, 4096, ((0, 8192), (1, 4096)), ("presence",))
 ANSWER_PACKETS: list[tuple[Answer, str]] = [
@@ -71,7 +73,7 @@ NUMBERS = [
     (kind, place)
     for kind in QUESTIONS.values()
     for place in PLACES[kind]
-    if kind is not Hello and kind is not LookedUp
+    if kind not in (Hello, LookedUp, Redeemed)
 ]  # fmt: skip
 
 
@@ -117,6 +119,13 @@ def test_a_number_beyond_its_limit_is_refused_by_name(kind: type[Question], plac
             decode_question(said(wrong))
         assert len(caught.value.message) < 200
         assert not isinstance(caught.value, NoPacket), "the session goes on"
+
+
+@pytest.mark.parametrize("wrong", [0, None, ["a9" * 16], "a9" * 15, "A9" * 16, "a9" * 17, "zz" * 16, "x" * 60_000])
+def test_what_is_no_ticket_is_refused_by_name(wrong: object) -> None:
+    with pytest.raises(InvalidRequest, match="ticket") as caught:
+        decode_question(json.dumps({"op": "redeemed", "ticket": wrong}).encode())
+    assert len(caught.value.message) < 200
 
 
 @pytest.mark.parametrize("wrong", [0, 2, "1", True, 1.0, None, [1], "x" * 60_000])

@@ -12,6 +12,7 @@ T_THREADS = "tests/e2e/test_failing_threads.py"
 GIVEN = "clients/kvstore_client/fetch/given.py"
 OVERLAP = "clients/kvstore_client/overlap.py"
 PREFIX = "clients/kvstore_client/planes/shared_memory/prefix.py"
+READING = "clients/kvstore_client/planes/shared_memory/reading.py"
 RESIDENT = "clients/kvstore_client/planes/shared_memory/resident.py"
 T_WARM = "tests/e2e/test_warm.py"
 PRESENCE = "kvstore/presence.py"
@@ -99,9 +100,9 @@ MUTANTS = [
     ),
     Mutant(
         "fetched-another-chunk",
-        PREFIX,
-        "        if header.chain_digest != digests[entry.index] or header.fingerprint",
-        "        if header.fingerprint",
+        READING,
+        "    if header.chain_digest != digest or header.fingerprint",
+        "    if header.fingerprint",
         "another chunk of the model is handed out where the sidecar names a wrong place",
         (f"{T_FAILURES}::test_a_confused_answer_is_a_miss",),
     ),
@@ -331,26 +332,25 @@ MUTANTS = [
     ),
     Mutant(
         "header-of-another-model",
-        "clients/kvstore_client/planes/shared_memory/prefix.py",
-        "        if header.chain_digest != digests[entry.index] or header.fingerprint !="
-        " fingerprint(spec, kind, layer):\n",
-        "        if header.chain_digest != digests[entry.index]:\n",
+        READING,
+        "    if header.chain_digest != digest or header.fingerprint != fingerprint(wanted.spec, kind, layer):\n",
+        "    if header.chain_digest != digest:\n",
         "another model's cache of the same words is handed out",
         ("tests/e2e/test_headers.py::test_another_models_chunk_of_the_same_tokens_is_a_miss",),
     ),
     Mutant(
         "header-of-another-exactness",
-        "clients/kvstore_client/planes/shared_memory/prefix.py",
-        "        if header.exactness is not self.exactness:\n",
-        "        if False:\n",
+        READING,
+        "    if header.exactness is not exactness:\n",
+        "    if False:\n",
         "what is derived is handed out as exact",
         ("tests/e2e/test_headers.py::test_a_derived_chunk_in_an_exact_ones_place_is_a_miss",),
     ),
     Mutant(
         "extents-of-another-size",
-        "clients/kvstore_client/planes/shared_memory/prefix.py",
-        "        if not _hold(extents, layout):\n",
-        "        if False:\n",
+        READING,
+        "    if not _hold(extents, layout):\n",
+        "    if False:\n",
         "slabs are read from memory that is another chunk's",
         ("tests/e2e/test_headers.py::test_extents_that_do_not_hold_a_chunk_are_a_miss",),
     ),

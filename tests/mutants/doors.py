@@ -112,7 +112,7 @@ MUTANTS = [
     Mutant(
         "secret-of-any-kind",
         "kvstore/handoff/messages.py",
-        "len(value) == 64 and set(value)",
+        "len(value) == digit_count and set(value)",
         "set(value)",
         "an answer that is none is taken for a session",
         (f"{T_PACKETS}::test_an_answer_that_no_server_gives_is_none",),

@@ -6,9 +6,9 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
-from kvstore.controller import FetchResult, Fill, ReserveRequest, Session, StoreResult
+from kvstore.controller import FetchResult, Fill, ReserveRequest, Resident, Session, StoreResult
 from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, Internal, InvalidRequest, KVStoreError, Unavailable
-from kvstore.spec import Durability, Exactness, MissReason, StoreState
+from kvstore.spec import Durability, Exactness, MissReason, StoreState, Tier
 from tests.presence.shown import answer, is_the_same
 from tests.sim.judge import Judge
 from tests.sim.knowledge import Knowledge
@@ -46,7 +46,7 @@ class Client:
         self.warm = WarmReader(life, random.Random(f"{life.seed} {name}"))
         self.session: Session = self._controller.open_session()
         self._leases: list[tuple[int, Chain, FetchResult]] = []
-        self._tickets: list[bytes] = []
+        self._tickets: list[tuple[bytes, Chain, tuple[Resident, ...]]] = []
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Until told to stop; then give everything back."""
@@ -336,14 +336,24 @@ class Client:
     async def _hold(self, chain: Chain) -> str:
         result = self._controller.lookup(chain.query(), readers=1)
         if result.ticket:
-            self._tickets.append(result.ticket)
+            self._tickets.append((result.ticket, chain, self._controller.places(result.ticket)))
         return str(result.hit_count)
 
     async def _let_go(self) -> str:
         if not self._tickets:
             return "nothing"
-        self._controller.release_ticket(self._tickets.pop())
-        return "a ticket"
+        ticket, chain, places = self._tickets.pop()
+        if not places:
+            self._controller.release_ticket(ticket)
+            return "a ticket"
+        is_open = self._controller.tickets.find(ticket) is not None
+        found = FetchResult(0, len(places), Tier.DRAM, MissReason.NONE, places, ())
+        whole = sum(
+            self._judge.check_bytes(self.session, chain, found, position, None, is_lost=not is_open)
+            for position in range(len(places))
+        )
+        self._controller.copied(ticket)
+        return f"a ticket, {whole} at their places"
 
     async def _register(self) -> str:
         if self._life.is_crowded:

@@ -60,7 +60,7 @@ class Judge:
         name, layout = chain.name(chunk.chain_index, layer), chain.layout(chunk.chain_index, layer)
         place = chunk.placement.slot, chunk.placement.generation
         if not self.is_here(chunk):
-            revoked = result.lease_id not in self._life.parts.leases.of(session)
+            revoked = result.lease_id and result.lease_id not in self._life.parts.leases.of(session)
             known = is_lost or revoked or place in self._life.oracle.gone
             self._trace.check(known, f"{told(name)} went from under its lease")
             return False

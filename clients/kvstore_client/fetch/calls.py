@@ -8,10 +8,11 @@ from functools import partial
 from kvstore.spec import MissReason
 from kvstore_client.context import Context
 from kvstore_client.fetch.fetched import FetchedKV, gathered
+from kvstore_client.fetch.held import open_held
 from kvstore_client.fetch.open import NoPrefix, open_resident
 from kvstore_client.fetch.stream import LayerStream
 from kvstore_client.fetch.target import Into, Places, given_places
-from kvstore_client.fetch.ticket import TicketFields, open_held
+from kvstore_client.fetch.ticket import TicketFields
 from kvstore_client.fetch.transfer import Transfer
 from kvstore_client.fetch.wanted import Heads, Wanted
 from kvstore_client.planes.prefix import Prefix

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterable
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import DIGEST_BYTES
@@ -10,21 +10,18 @@ from kvstore.spec import ModelSpec
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_from_message, spec_to_message
 from kvstore.wire.bounds import decode
-from kvstore_client.context import Context
-from kvstore_client.fetch.open import open_prefix
-from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.planes.prefix import Prefix
-from kvstore_client.planes.session import ClientSession
 from kvstore_client.prompt import EXACTNESSES
-from kvstore_client.store.writer import COMMIT_S_MAX
 
 TICKET_BYTES = 16
 
 
-def pack_ticket(ticket: bytes, spec: ModelSpec, digests: list[bytes], exactness: int, token_count: int) -> bytes:
+def pack_ticket(
+    ticket: bytes, spec: ModelSpec, digests: list[bytes], exactness: int, token_count: int,
+    places: Iterable[pb.ResidentChunk] = (),
+) -> bytes:  # fmt: skip
     """Return all that another process needs to fetch by this ticket, as one run of bytes."""
     return pb.HeldPrefix(
-        ticket=ticket, spec=spec_to_message(spec), digests=b"".join(digests), token_count=token_count,
+        ticket=ticket, spec=spec_to_message(spec), digests=b"".join(digests), token_count=token_count, places=places,
         exactness=exactness,  # type: ignore[arg-type]  # the wire's number
     ).SerializeToString()  # fmt: skip
 
@@ -52,25 +49,5 @@ class TicketFields:
         if self.exactness not in EXACTNESSES:
             raise InvalidRequest("ticket must be the bytes that a match with hold=True carries")
         self.is_store = pb.SharedStore.FromString(ticket).shards > 0
+        self.places = message.places
         self.token_count = int(message.token_count)
-
-
-def open_held(session: ClientSession, wanted: Wanted, name: bytes, held: TicketFields, timeout_s: float) -> Prefix:
-    """Open the prefix that a ticket holds. A store that was committed meanwhile is opened like any other prefix."""
-    if held.is_store:
-        try:
-            return open_prefix(session, wanted, name, held.digests, held.exactness, COMMIT_S_MAX, held.ticket)
-        except InvalidRequest:
-            return open_prefix(session, wanted, name, held.digests, held.exactness, timeout_s)
-    return open_prefix(session, wanted, name, held.digests, held.exactness, timeout_s, held.ticket)
-
-
-def release(context: Context, ticket: bytes | None) -> None:
-    """Release what a ticket holds. ``ticket``: the match's, or the sidecar's own; unknown tickets are ignored."""
-    if not ticket:
-        return
-    identity = ticket if len(ticket) == TICKET_BYTES else TicketFields(ticket).ticket
-    with context.or_miss():
-        session = context.connection.session()
-        request = pb.ReleaseRequest(tickets=[identity])
-        session.give_back(partial(session.call, session.cache.Release, request, context.timeout_s))

@@ -8,7 +8,8 @@ from kvstore.errors import Exhausted
 from kvstore.spec import MissReason
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.context import Context
-from kvstore_client.fetch.ticket import pack_ticket, release
+from kvstore_client.fetch.held import release
+from kvstore_client.fetch.ticket import pack_ticket
 from kvstore_client.lookup.match import Match, chunk_matches, missed_chunks
 from kvstore_client.lookup.presence import LookupAnswer
 from kvstore_client.lookup.tails import first_held, longest_tail, peeked_tail
@@ -63,7 +64,7 @@ def with_tail(
     """Return the tokens found, and a ticket for all of them where there are ``readers``. Beyond the whole chunks, they
     include the partial chunk behind these where a stored one matches the prompt. Releases the ticket that the new one
     replaces, and both when it raises."""
-    hits, ticket = found.hit_count, found.ticket
+    hits, ticket, places = found.hit_count, found.ticket, found.places
     prefix = min(hits * prompt.spec.chunk_tokens, prompt.token_count)
     digests, longer = prompt.digests[:hits], None
     try:
@@ -80,12 +81,12 @@ def with_tail(
     if tail and longer:
         if longer.hit_count > hits:
             release(context, ticket)
-            ticket, digests = longer.ticket, [*digests, tail[1]]
+            ticket, digests, places = longer.ticket, [*digests, tail[1]], longer.places
         else:
             release(context, longer.ticket)
             tail = None
     prefix += tail[0] if tail else 0
-    return prefix, pack_ticket(ticket, prompt.spec, digests, prompt.exactness, prefix) if ticket else None
+    return prefix, pack_ticket(ticket, prompt.spec, digests, prompt.exactness, prefix, places) if ticket else None
 
 
 def _ask(
@@ -100,6 +101,9 @@ def _ask(
             return seen
     query = prompt.query(name, digests)
     queries = [each.query(name, each.digests) for each in segments]
-    request = pb.LookupRequest(query=query, hold=readers > 0, readers=readers, segments=queries)
+    request = pb.LookupRequest(
+        query=query, hold=readers > 0, readers=readers, segments=queries,
+        with_places=readers > 0 and session.maps_chunks,
+    )  # fmt: skip
     reply: pb.LookupResponse = session.call(session.cache.Lookup, request, context.timeout_s)
     return reply

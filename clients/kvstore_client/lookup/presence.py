@@ -78,6 +78,7 @@ class LookupAnswer(NamedTuple):
     tail_lengths: bytes = b""
     ticket: bytes = b""
     segments: Sequence[LookupAnswer] = ()
+    places: Sequence[pb.ResidentChunk] = ()
 
 
 class Chain(NamedTuple):

@@ -20,6 +20,7 @@ from kvstore.v1alpha import admin_pb2 as admin_pb
 from kvstore.v1alpha import admin_pb2_grpc, prefill_pb2_grpc
 from kvstore.wire import spec_to_message, unpack_fields
 from kvstore_client.copying import Copier
+from kvstore_client.fetch.ticket import TicketFields
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.lookup.presence import ChainName, LookupAnswer, Presence
 from kvstore_client.planes.prefix import Prefix
@@ -69,6 +70,8 @@ class Plane(Protocol):
 
     staging: StagingMemory
     """The memory where strips are gathered, as long as the session lives."""
+    maps_chunks = False
+    """True when the session copies chunks from where they lie."""
 
     def open_prefix(
         self, wanted: Wanted, request: pb.FetchRequest, digests: list[bytes], timeout_s: float, exactness: Exactness
@@ -80,6 +83,11 @@ class Plane(Protocol):
     ) -> Prefix | None:
         """Open the prefix that a lookup has just shown (``seen``), without a call and without a lease. None where only
         a call will do."""
+        return None
+
+    def open_placed(self, wanted: Wanted, held: TicketFields) -> Prefix | None:
+        """Open the prefix of a ticket that names the places of its chunks, without a call. None where only a call will
+        do."""
         return None
 
     def upload(self, source: StoreSource, copier: Copier, timeout_s: float) -> Upload:

@@ -19,6 +19,8 @@ from kvstore.spec import MissReason, Tier
 TOLD_CHUNKS_MAX = 4096
 """Chunks that count as used from one packet of a client. The packet is only a hint, and walking more chunks would keep
 other requests waiting."""
+PLACES_MAX = 256
+"""Chunks of a ticket whose places are told. With more of them their copies take so long that a call is nothing."""
 COUNTED_CHUNKS_MAX = 1 << 20
 """Chunks of one chain in one packet that are counted: a client may say any number, and counters have 64 bits."""
 
@@ -100,14 +102,43 @@ class Fetches:
         chunks = tuple(self._residents(chains, loadings))
         byte_count = sum(chunk.placement.byte_count for chunk in chunks)
         lease = self._parts.leases.grant(session, tuple(row for chain in chains for row in chain), byte_count)
-        for chain in chains:
-            self._movement.used(chain)
-        self._note(spaces[0], chains[0])
-        self._count(spaces, count, loadings)
-        self._parts.counters.add("fetch_bytes", lease.byte_count)
+        self._account(spaces, chains, loadings, byte_count)
         slowest = max((each.source for each in loadings.values()), key=lambda source: source.rank, default=None)
         tier = slowest.kind if slowest else self._movement.memory.kind
         return FetchResult(lease.lease_id, count, tier, reason, chunks, tails, lengths)
+
+    def places(self, ticket_id: bytes) -> tuple[Resident, ...]:
+        """Return where the chunks of a ticket lie; nothing unless all of them are in memory, and few. A reader that
+        maps them copies them without a call, and then says that it ``copied`` them."""
+        ticket = self._tickets.find(ticket_id)
+        if ticket is None or ticket.query.hidden_layers or len(ticket.rows) != len(ticket.query.digests):
+            return ()
+        if len(ticket.rows) > PLACES_MAX or not self._movement.are_in_memory(ticket.rows):
+            return ()
+        return tuple(self._residents([ticket.rows], {}))
+
+    def copied(self, ticket_id: bytes) -> None:
+        """Count a reader that copied a ticket's chunks from their ``places``. A ticket that has ended counts no more:
+        the chunks may have left since."""
+        ticket = self._tickets.find(ticket_id)
+        if ticket is None:
+            return
+        spaces = namespaces_of(self._catalog, ticket.query)
+        if self._catalog.walk(spaces, ticket.query.digests).chains == [list(ticket.rows)]:
+            self._parts.counters.add("fetch_calls")
+            self._account(spaces, [ticket.rows], {}, ticket.byte_count)
+        self._tickets.redeemed(ticket_id)
+
+    def _account(
+        self, spaces: Sequence[Namespace], chains: Sequence[Sequence[int]], loadings: Mapping[int, Loading],
+        byte_count: int,
+    ) -> None:  # fmt: skip
+        """Count a fetch of these chains, one per part: for what leaves memory first, and for operators."""
+        for chain in chains:
+            self._movement.used(chain)
+        self._note(spaces[0], chains[0])
+        self._count(spaces, len(chains[0]), loadings)
+        self._parts.counters.add("fetch_bytes", byte_count)
 
     def _note(self, space: Namespace, chain: Sequence[int]) -> None:
         """Count a fetched prefix in the accounts. All of its chunks but the last are full."""
@@ -167,7 +198,7 @@ class Fetches:
         loadings = {row: loading for row, loading in zip(brought, found, strict=False) if loading is not None}
         return [chain[:whole] for chain in walk.chains], loadings, reason or walk.reason
 
-    def _residents(self, chains: list[list[int]], loadings: dict[int, Loading]) -> Iterator[Resident]:
+    def _residents(self, chains: Sequence[Sequence[int]], loadings: Mapping[int, Loading]) -> Iterator[Resident]:
         table = self._catalog.table
         for part, chain in enumerate(chains):
             for index, row in enumerate(chain):

@@ -65,6 +65,10 @@ class Tickets:
         self._parts.counters.add("tickets_issued")
         return ticket
 
+    def find(self, ticket_id: bytes) -> Ticket | None:
+        """Return an open ticket; None for one that has ended, or never was."""
+        return self._open.get(ticket_id)
+
     def query(self, ticket_id: bytes) -> ChainQuery:
         """Return the query of the ticket. Raises InvalidRequest for a ticket that expired, was used up or released, or
         never was."""
@@ -81,8 +85,8 @@ class Tickets:
         return ticket_id in self._open
 
     def redeemed(self, ticket_id: bytes) -> None:
-        """Note that one reader holds the chunks by a lease of its own. The last reader ends the ticket. After any other
-        the ticket's time starts anew: a reader that came proves that the others will come."""
+        """Note that one reader holds the chunks by a lease of its own, or has copied them. The last reader ends the
+        ticket. After any other the ticket's time starts anew: a reader that came proves that the others will come."""
         ticket = self._open[ticket_id]
         self._parts.counters.add("tickets_redeemed")
         ticket.readers_left -= 1

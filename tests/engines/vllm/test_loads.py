@@ -17,6 +17,7 @@ from kvstore_client.engines.vllm.pages import PagesOfModel
 from kvstore_client.engines.vllm.scheduler import SchedulerSide
 from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.worker import WorkerSide
+from kvstore_client.planes.shared_memory.session import MappedSession
 from kvstore_ops.sidecar import Sidecar
 
 from tests.engines.vllm.engine import (
@@ -125,6 +126,13 @@ def test_an_engine_that_only_stores_forgets_the_blocks_of_before_it_was_preempte
     engine.close()
 
 
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tickets name no places, so that loads take calls, which fail where the ticket or the sidecar is gone."""
+    monkeypatch.setattr(MappedSession, "maps_chunks", False)
+
+
+@pytest.mark.usefixtures("called")
 @pytest.mark.parametrize("load", ["async", "layerwise"])
 def test_a_load_that_fails_is_told_and_not_tried_again(sidecar: Sidecar, load: str) -> None:
     tokens = tokens_of(42, 8 if load == "async" else 9)
@@ -151,6 +159,7 @@ def test_a_load_that_fails_is_told_and_not_tried_again(sidecar: Sidecar, load: s
     engine.close()
 
 
+@pytest.mark.usefixtures("called")
 def test_what_is_computed_over_a_failed_load_is_not_kept(sidecar: Sidecar) -> None:
     engine = Engine(sidecar.address, load="layerwise")
     tokens = tokens_of(90, 11)
@@ -328,6 +337,23 @@ def test_ranks_keep_their_heads_together_or_not_at_all(sidecar: Sidecar) -> None
         client.close()
 
 
+def test_a_load_from_places_outlasts_its_sidecar(own_sidecar: Sidecar) -> None:
+    """The ticket says where the chunks lie, and the engine still maps that memory."""
+    tokens = tokens_of(42, 17)
+    engine = Engine(own_sidecar.address)
+    engine.keep(request("a", tokens), blocks_of(42))
+    asked, blocks = request("b", tokens), blocks_of(42, 20)
+    assert engine.admit(asked, blocks) == 40
+    os.kill(own_sidecar.pid, signal.SIGSTOP)
+    engine.worker.begin(engine.scheduler.step(scheduled("b", blocks, 40, 2)))
+    assert engine.landed() == {"b"}
+    own_sidecar.stop(kill=True)
+    assert engine.worker.failed_blocks() == set()
+    assert all(torch.equal(page[blocks[:10]], page[blocks_of(42)[:10]]) for page in engine.pages)
+    engine.close()
+
+
+@pytest.mark.usefixtures("called")
 @pytest.mark.parametrize("load", ["async", "layerwise"])
 def test_a_sidecar_that_dies_under_a_load_fails_it(own_sidecar: Sidecar, load: str) -> None:
     tokens = tokens_of(42, 16)

@@ -94,8 +94,9 @@ class MappedMemory(ClientSession):
             raise
         self._bound_sends()
         self._is_told = "uses" in welcome.offers
+        self._say = partial(_send_now, self._socket)
         if "presence" in welcome.offers:
-            self.presence = Presence(partial(_send_now, self._socket), partial(_is_open, self._socket))
+            self.presence = Presence(self._say, partial(_is_open, self._socket))
             self.presence.ask()
         self.channel = grpc.insecure_channel(f"unix:{socket_path}", _CHANNEL_OPTIONS)
         self.cache = cache_pb2_grpc.CacheServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import accumulate
 
 import grpc
 
-from kvstore.chunk import ChunkLayout, layout_of, parse_header
 from kvstore.errors import DataLoss, KVStoreError
-from kvstore.keys import fingerprint
 from kvstore.seams import FaultPoints
 from kvstore.seams.fence import fence
-from kvstore.seams.memory import Bytes
-from kvstore.spec import CacheKind, Exactness, MissReason, Tier
+from kvstore.spec import Exactness, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
@@ -25,6 +21,7 @@ from kvstore_client.planes.prefix import Target, land, nothing
 from kvstore_client.planes.shared_memory.chunk import Chunk
 from kvstore_client.planes.shared_memory.landing import MappedLanding
 from kvstore_client.planes.shared_memory.mapped import MappedMemory
+from kvstore_client.planes.shared_memory.reading import layout_at, read_chunk
 from kvstore_client.planes.shared_memory.resident import ResidentPrefix
 
 _log = logging.getLogger("kvstore.client")
@@ -36,12 +33,6 @@ def _bits(number: int) -> Iterator[int]:
         low = number & -number
         yield low.bit_length() - 1
         number ^= low
-
-
-def _hold(extents: Sequence[Bytes], layout: ChunkLayout) -> bool:
-    """Return True when extents are as long as a chunk, and end between its pieces: no slab is cut in two."""
-    ends = list(accumulate(extent.size for extent in extents))
-    return ends[-1:] == [layout.total_bytes] and (len(ends) == 1 or set(ends) <= set(accumulate(layout.piece_bytes)))
 
 
 class MappedPrefix(ResidentPrefix):
@@ -84,11 +75,11 @@ class MappedPrefix(ResidentPrefix):
     def _read(self, entry: pb.ResidentChunk) -> Chunk | None:
         """Read a chunk's header. None for a wrong one: the prefix then ends before this chunk."""
         try:
-            return self._chunk(entry, self._digests)
+            return read_chunk(self.session, self.wanted, entry, self._digests[entry.index], self.exactness)
         except DataLoss:
             pass  # the header of a store in flight may be written just now
         try:
-            return self._chunk(entry, self._digests)
+            return read_chunk(self.session, self.wanted, entry, self._digests[entry.index], self.exactness)
         except DataLoss as error:
             fence()
             if not self._is_current(entry.generation_slot, entry.generation):
@@ -193,40 +184,9 @@ class MappedPrefix(ResidentPrefix):
         missing: Counter[tuple[int, int]] = Counter()
         for number, entry in self._awaited():
             landed = self._landed[number][1] if number in self._landed else 0
-            slab_count = len(self._layout(entry).slabs)
+            slab_count = len(layout_at(self.wanted, entry).slabs)
             missing.update((entry.part, slab) for slab in _bits(~landed & (1 << slab_count) - 1))
         return missing
-
-    def _named(self, entry: pb.ResidentChunk) -> tuple[CacheKind, int | None]:
-        """Return the kind of cache of a part, and its layer where it is hidden states."""
-        layer = None if entry.part == 0 else self.wanted.hidden_layers[entry.part - 1]
-        return self.wanted.spec.kind if layer is None else CacheKind.E, layer
-
-    def _layout(self, entry: pb.ResidentChunk) -> ChunkLayout:
-        kind, layer = self._named(entry)
-        return layout_of(self.wanted.spec, kind, entry.token_count, layer)
-
-    def _chunk(self, entry: pb.ResidentChunk, digests: list[bytes]) -> Chunk:
-        spec, layout = self.wanted.spec, self._layout(entry)
-        kind, layer = self._named(entry)
-        extents = [
-            self.session.region(each.region)[each.offset : each.offset + each.byte_count] for each in entry.extents
-        ]
-        if not _hold(extents, layout):
-            raise DataLoss("the extents do not hold a chunk of this model", reason="extents")
-        header = parse_header(extents[0][: layout.header_bytes].tobytes(), layout)
-        if header.encoding != "raw":
-            raise DataLoss("memory holds raw chunks only", reason="encoding")
-        if header.chain_digest != digests[entry.index] or header.fingerprint != fingerprint(spec, kind, layer):
-            raise DataLoss("the extents hold another chunk than the one asked for", reason="header")
-        if header.exactness is not self.exactness:
-            raise DataLoss(f"the extents hold a chunk that is {header.exactness}", reason="exactness")
-        start = entry.index * spec.chunk_tokens
-        home = None
-        if len(entry.extents) == 1:
-            extent = entry.extents[0]
-            home = (self.session.region(extent.region), extent.region, extent.offset)
-        return Chunk(entry.part, start, layout, extents, entry.generation_slot, entry.generation, header, home)
 
     # ------------------------------------------------------------ copies
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from kvstore.handoff.messages import Redeemed
 from kvstore.spec import Exactness
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.copying import Copier
+from kvstore_client.fetch.ticket import TicketFields
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.lookup.presence import ChainName, LookupAnswer
 from kvstore_client.planes.incoming import opened
 from kvstore_client.planes.shared_memory.chunk import Chunk
 from kvstore_client.planes.shared_memory.mapped import MappedMemory
+from kvstore_client.planes.shared_memory.placed import PlacedPrefix, placed_prefix
 from kvstore_client.planes.shared_memory.prefix import MappedPrefix
 from kvstore_client.planes.shared_memory.store import StagedUpload
 from kvstore_client.planes.shared_memory.warm import WarmPrefix, warm_prefix
@@ -21,6 +24,8 @@ from kvstore_client.planes.store import StoreSource
 
 class MappedSession(MappedMemory):
     """A session whose chunks lie in memory that both processes map."""
+
+    maps_chunks = True
 
     def open_prefix(
         self, wanted: Wanted, request: pb.FetchRequest, digests: list[bytes], timeout_s: float, exactness: Exactness
@@ -54,6 +59,10 @@ class MappedSession(MappedMemory):
             token_count = chunks[-1].token_start + chunks[-1].layout.token_count
             self.presence.use(name, digests[hits - 1], token_count)
             self.presence.count(fetch_calls=1, fetch_hit_chunks=hits, fetch_miss_chunks=misses, fetch_bytes=byte_count)
+
+    def open_placed(self, wanted: Wanted, held: TicketFields) -> PlacedPrefix | None:
+        """Open the prefix of a ticket from its places. The sidecar is told when it has been copied."""
+        return placed_prefix(self, wanted, held, partial(self._say, Redeemed(held.ticket.hex())))
 
     def upload(self, source: StoreSource, copier: Copier, timeout_s: float) -> StagedUpload:
         """Return an upload by staging, which the sidecar reads."""

@@ -1,0 +1,101 @@
+"""Fetches by tickets that name the places of their chunks: without a call.
+
+The ticket holds the chunks where the lookup found them, so a process that maps the sidecar's memory copies them from
+there, and then says that it has redeemed the ticket. A place is believed only as far as it can be checked here: the
+chunk's header lies there, and its generation is unchanged after the copy. Generations begin at a number that the
+sidecar draws at its start, so that the places of an earlier start are not believed. Where a check fails, a call
+decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvstore.errors import DataLoss, Unavailable
+from kvstore.seams import FaultPoints
+from kvstore.spec import Exactness, MissReason, Tier
+from kvstore_client.copying import Copier
+from kvstore_client.fetch.ticket import TICKET_BYTES, TicketFields
+from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.planes.prefix import Target
+from kvstore_client.planes.shared_memory.chunk import Chunk
+from kvstore_client.planes.shared_memory.landing import MappedLanding
+from kvstore_client.planes.shared_memory.mapped import MappedMemory
+from kvstore_client.planes.shared_memory.reading import read_chunk
+from kvstore_client.planes.shared_memory.resident import ResidentPrefix
+from kvstore_client.prompt import EXACTNESSES
+
+
+class PlacedPrefix(ResidentPrefix):
+    """A prefix that a ticket holds in memory. ``close`` redeems the ticket; so does dropping the prefix."""
+
+    is_leased = True
+    is_provisional = False
+    tails, tail_lengths = (), b""
+    _on_closed: Callable[[], object] | None = None
+
+    def __init__(self, session: MappedMemory, wanted: Wanted, chunks: list[Chunk], exactness: Exactness) -> None:
+        super().__init__(session, wanted, exactness, Tier.DRAM, MissReason.NONE)
+        self.chunks = chunks
+        last = chunks[-1]
+        self._stop = last.token_start + last.layout.token_count
+        self.token_count = self.settle(set())
+
+    def redeem_with(self, on_closed: Callable[[], object]) -> None:
+        """Have ``close`` redeem the ticket."""
+        self._on_closed = on_closed
+
+    def landing(
+        self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], on_copied: Callable[[], None]
+    ) -> MappedLanding:
+        """Copy all of it, layer by layer."""
+        return MappedLanding(self, target, copier, faults, bad, on_copied)
+
+    def advance(self) -> bool:
+        """Return False: all of it was there from the beginning."""
+        return False
+
+    def arrived(self, part: int, slab: int) -> list[Chunk]:
+        """Return nothing: all of it was there from the beginning."""
+        return []
+
+    def received(self) -> PlacedPrefix:
+        """Return itself."""
+        return self
+
+    def cancel(self) -> None:
+        """Do nothing: nothing is on its way."""
+
+    abandon = cancel
+
+    def close(self) -> None:
+        """Redeem the ticket. Idempotent. From destructors, too."""
+        on_closed, self._on_closed = self._on_closed, None
+        if on_closed is not None:
+            on_closed()
+
+    __del__ = close
+
+
+def placed_prefix(
+    session: MappedMemory, wanted: Wanted, held: TicketFields, on_closed: Callable[[], object]
+) -> PlacedPrefix | None:
+    """Return the prefix that lies at a ticket's places. None where a call is needed: they are not the chain's, or not
+    all of it lies there any more. ``on_closed`` redeems the ticket."""
+    places, exactness = held.places, EXACTNESSES[held.exactness]
+    if len(places) != len(held.digests) or len(held.ticket) != TICKET_BYTES:
+        return None
+    if any(entry.index != number or entry.part or entry.is_arriving for number, entry in enumerate(places)):
+        return None
+    try:
+        chunks = [
+            read_chunk(session, wanted, entry, digest, exactness)
+            for entry, digest in zip(places, held.digests, strict=True)
+        ]
+    except (DataLoss, Unavailable):
+        return None
+    prefix = PlacedPrefix(session, wanted, chunks, exactness)
+    if prefix.token_count != held.token_count:
+        return None
+    prefix.redeem_with(on_closed)
+    return prefix

@@ -1,0 +1,185 @@
+"""A ticket names the places of its chunks, and who maps them fetches by it without a call: the right bytes, or a call
+that decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from kvstore_client import Client, Durability, connect
+from kvstore_client.fetch.held import TicketFields
+from kvstore_client.planes.shared_memory import placed
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.controller.fetches.fetch import PLACES_MAX
+from kvstore.errors import DataLoss, InvalidRequest
+from kvstore.v1 import cache_pb2 as pb
+from tests.server.raw import eventually
+from tests.specs import bits, random_cache, small_spec, tokens_of
+
+SPEC = small_spec()
+COUNT = 56
+"""Three whole chunks, and a partial one."""
+
+
+@pytest.fixture(scope="module")
+def sidecar() -> Iterator[Sidecar]:
+    with Sidecar("--capacity", "8 MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def client(sidecar: Sidecar) -> Iterator[Client]:
+    with connect(sidecar.address, timeout_s=5.0) as connected:
+        yield connected
+
+
+def held(client: Client, seed: int, readers: int = 1, count: int = COUNT) -> tuple[bytes, list]:
+    """Store a context, and return a ticket for all of it, and its cache."""
+    tokens, cache = tokens_of(count, seed), random_cache(SPEC, count, seed)
+    client.store(SPEC, tokens, cache).wait(10)
+    match = client.lookup(SPEC, tokens, hold=True, readers=readers)
+    assert match.ticket is not None
+    assert match.prefix_token_count == count
+    return match.ticket, cache
+
+
+def fetched(client: Client, ticket: bytes, **options: object) -> list:
+    transfer = client.start_fetch(ticket, **options)
+    transfer.wait(10)
+    return [transfer.wait_layer(layer) for layer in transfer.layers]
+
+
+def same(found: list, cache: list) -> bool:
+    return all(
+        (bits(a) == bits(b)).all()
+        for got, want in zip(found, cache, strict=True)
+        for a, b in zip(got, want, strict=True)
+    )
+
+
+def streams(client: Client) -> int:
+    """The number of Fetch calls that this client's sidecar has answered."""
+    return client.stats().counters["fetch_calls"]
+
+
+class NoCall:
+    """Fails a client's Fetch calls."""
+
+    def __init__(self, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+        session = client.connect_now()
+
+        def refuse(*_: object, **__: object) -> None:
+            raise AssertionError("a call")
+
+        monkeypatch.setattr(session, "open_prefix", refuse)
+
+
+def test_it_needs_no_call_and_counts_as_a_fetch(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticket, cache = held(client, 1, readers=2)
+    before = client.stats().counters
+    NoCall(client, monkeypatch)
+    assert same(fetched(client, ticket, verify=True), cache)
+    assert same(fetched(client, ticket, heads=(1, 2)), [tuple(each[1:2] for each in pair) for pair in cache])
+    eventually(lambda: not client.stats().sessions.ticket_count)
+    after = client.stats().counters
+    for name, count in {"fetch_calls": 2, "fetch_hit_chunks": 8, "tickets_redeemed": 2, "fetch_miss_chunks": 0}.items():
+        assert after[name] - before[name] == count, name
+    assert after["fetch_bytes"] > before["fetch_bytes"]
+
+
+def test_a_chunk_that_left_takes_a_call_that_says_so(sidecar: Sidecar, client: Client) -> None:
+    ticket, _ = held(client, 2)
+    client.release_ticket(ticket)
+    with connect(sidecar.address) as other:
+        for seed in range(50, 54):  # memory has room for one of them
+            other.store(SPEC, tokens_of(500 * 16, seed), random_cache(SPEC, 500 * 16, seed)).wait(20)
+    with pytest.raises(InvalidRequest, match="released"):
+        fetched(client, ticket)
+
+
+def test_a_chunk_that_leaves_under_the_copy_is_a_loss(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticket, _ = held(client, 3)
+    monkeypatch.setattr(placed.PlacedPrefix, "_is_current", lambda self, slot, generation: not self._on_closed)
+    with pytest.raises(DataLoss, match="lost while layer 0"):
+        fetched(client, ticket)
+
+
+def test_another_chunk_at_the_place_is_not_taken(client: Client) -> None:
+    """Tickets travel through other hands: their places are believed only as far as they can be checked."""
+    (one, cache), (two, _) = held(client, 4), held(client, 5)
+    message, other = pb.HeldPrefix.FromString(one), TicketFields(two)
+    wrong = []
+    for change in range(7):
+        ticket = pb.HeldPrefix.FromString(one)
+        place = ticket.places[1]
+        if change == 0:
+            place.CopyFrom(other.places[1])
+        elif change == 1:
+            place.generation += 1
+        elif change == 2:
+            place.generation_slot = 1 << 31
+        elif change == 3:
+            place.extents[0].offset += 4096
+        elif change == 4:
+            place.extents[0].region = 99
+        elif change == 5:
+            place.index = 2
+        else:
+            place.token_count = 7
+        wrong.append(ticket)
+    wrong.append(pb.HeldPrefix.FromString(one))
+    del wrong[-1].places[2:]
+    for ticket in wrong:
+        assert placed.placed_prefix(*_asked(client, ticket)) is None
+    assert placed.placed_prefix(*_asked(client, message)) is not None
+    assert same(fetched(client, wrong[0].SerializeToString()), cache), "the call decides"
+    client.release_ticket(two)
+
+
+def _asked(client: Client, ticket: pb.HeldPrefix) -> tuple:
+    from kvstore_client.fetch.wanted import Wanted
+
+    fields = TicketFields(ticket.SerializeToString())
+    return client.connect_now(), Wanted.of(fields.spec, None, None, (), False), fields, lambda: None
+
+
+def test_places_of_an_earlier_start_are_not_believed() -> None:
+    """The same chunks lie at the same places after a restart, under other generations."""
+    with Sidecar("--capacity", "8 MiB", nvme="64 MiB") as sidecar, connect(sidecar.address) as client:
+        tokens, cache = tokens_of(COUNT, 6), random_cache(SPEC, COUNT, 6)
+        assert client.store(SPEC, tokens, cache).wait(10) is Durability.LOCAL
+        old = client.lookup(SPEC, tokens, hold=True).ticket
+        assert len(TicketFields(old).places) == 4
+        sidecar.stop(kill=True)
+        sidecar.start()
+        assert same(client.fetch(SPEC, tokens), cache)
+        new = client.lookup(SPEC, tokens, hold=True).ticket
+        ours, theirs = TicketFields(new).places, TicketFields(old).places
+        assert {each.generation for each in ours}.isdisjoint(each.generation for each in theirs)
+        with pytest.raises(InvalidRequest):
+            fetched(client, old)
+        assert same(fetched(client, new), cache)
+
+
+def test_a_reader_that_is_dropped_redeems(client: Client) -> None:
+    ticket, _ = held(client, 7)
+    transfer = client.start_fetch(ticket)
+    del transfer
+    eventually(lambda: not client.stats().sessions.ticket_count)
+
+
+def test_many_chunks_take_a_call() -> None:
+    with Sidecar("--capacity", "8 MiB") as sidecar, connect(sidecar.address) as client:
+        ticket, cache = held(client, 8, count=16 * (PLACES_MAX + 1))
+        assert not TicketFields(ticket).places
+        assert same(fetched(client, ticket), cache)
+
+
+def test_a_sidecar_that_names_no_places_is_called(client: Client) -> None:
+    ticket, cache = held(client, 9)
+    message = pb.HeldPrefix.FromString(ticket)
+    message.ClearField("places")
+    before = streams(client)
+    assert same(fetched(client, message.SerializeToString()), cache)
+    assert streams(client) == before + 1

@@ -1,0 +1,68 @@
+"""Fetches by tickets that name places, without a call."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+PLACED = "clients/kvstore_client/planes/shared_memory/placed.py"
+FETCH = "kvstore/controller/fetches/fetch.py"
+TEST = "tests/e2e/test_placed.py"
+
+MUTANTS = (
+    Mutant(
+        "place-of-an-earlier-start",
+        "kvstore/server/tenant.py",
+        '        first_generation=1 + int.from_bytes(world.random.bytes(7), "little"),\n',
+        "        first_generation=1,\n",
+        "after a restart a chunk is copied while it leaves, for another chunk's generation is watched",
+        (f"{TEST}::test_places_of_an_earlier_start_are_not_believed",),
+    ),
+    Mutant(
+        "place-is-believed",
+        PLACED,
+        "    if prefix.token_count != held.token_count:\n        return None\n",
+        "",
+        "a chunk that left is copied, and the ticket is not asked again",
+        (f"{TEST}::test_another_chunk_at_the_place_is_not_taken",),
+    ),
+    Mutant(
+        "place-of-another-number",
+        PLACED,
+        "    if any(entry.index != number or entry.part",
+        "    if any(entry.part",
+        "a chunk is put at another chunk's tokens",
+        (f"{TEST}::test_another_chunk_at_the_place_is_not_taken",),
+    ),
+    Mutant(
+        "places-of-some",
+        PLACED,
+        "    if len(places) != len(held.digests) or len(held.ticket)",
+        "    if len(held.ticket)",
+        "a part of the chain is taken for all of it",
+        (f"{TEST}::test_another_chunk_at_the_place_is_not_taken",),
+    ),
+    Mutant(
+        "place-is-not-redeemed",
+        PLACED,
+        "        if on_closed is not None:\n            on_closed()\n",
+        "        pass\n",
+        "the chunks of every ticket stay in memory until it is too old",
+        (f"{TEST}::test_it_needs_no_call_and_counts_as_a_fetch",),
+    ),
+    Mutant(
+        "copied-counts-for-nothing",
+        FETCH,
+        "            self._account(spaces, [ticket.rows], {}, ticket.byte_count)\n",
+        "            pass\n",
+        "what workers fetch by tickets all the time is evicted as unused",
+        (f"{TEST}::test_it_needs_no_call_and_counts_as_a_fetch",),
+    ),
+    Mutant(
+        "places-of-a-device",
+        FETCH,
+        "not self._movement.are_in_memory(ticket.rows)",
+        "False",
+        "a lookup fails where a chunk is not in memory",
+        ("tests/e2e/test_transfers.py::test_two_ranks_redeem_what_a_scheduler_holds[local-device]",),
+    ),
+)
