@@ -9,15 +9,6 @@ from dataclasses import replace
 import pytest
 
 from kvstore.planning.loading import BusyTime, BusyTimes, Operations, Prefill, Prefills
-from kvstore.planning.loading.papers import (
-    Device,
-    Group,
-    cacheblend_device,
-    cacheblend_ratio,
-    cacheblend_ttft_s,
-    droidspeak_group,
-    droidspeak_ttft_s,
-)
 from kvstore.spec import ModelSpec
 
 MIB = 1 << 20
@@ -205,28 +196,3 @@ def test_noise_of_a_tenth_moves_predictions_by_less() -> None:
         model = model.observed(Prefill(new, context, seconds * draw.uniform(0.9, 1.1)))
     expected = 0.01 + 1e-4 * 2048 + 1e-8 * 2048 * (2048 + 1024)
     assert model.rate.seconds(2048, 2048) == pytest.approx(expected, rel=0.1)
-
-
-# ------------------------------------------------------------ what was published
-
-
-def test_cacheblend_has_the_figures_of_its_paper() -> None:
-    """7B: 16 ms a layer, 3 ms for 15 %: r is 80 %. 70B: 4 ms against 7 ms for 15 %: r stays 15 %."""
-    assert cacheblend_ratio(0.003 / 0.15, 0.016) == pytest.approx(0.80)
-    assert cacheblend_ratio(0.007 / 0.15, 0.004) == 0.15
-    devices = [Device("memory", 0.001, 10.0), Device("nvme", 0.004, 2.0), Device("disk", 0.016, 1.0)]
-    assert cacheblend_device(devices, 0.007 / 0.15) == devices[1]
-    assert cacheblend_device(devices, 0.001) is None
-    assert cacheblend_ttft_s(0.02, 0.016, 32, 0.0) == pytest.approx(0.02 + 31 * 0.016)
-
-
-def test_droidspeak_has_the_timeline_of_its_paper() -> None:
-    """One unit per layer: 30 layers of which 17 are computed: all loaded and then computed 47, what is reused alone 30,
-    side by side 17."""
-    group = Group(17, 0.95)
-    assert 30 + group.computed_layers == 47
-    assert (30 - group.computed_layers) + group.computed_layers == 30
-    assert droidspeak_ttft_s(group, 30, 1.0, 1.0) == 17
-    groups = [Group(5, 0.8), group, Group(25, 0.99)]
-    assert droidspeak_group(groups, 20.0, 30, 1.0, 1.0) == group
-    assert droidspeak_group(groups, 16.0, 30, 1.0, 1.0) is None

@@ -8,8 +8,6 @@ Frozen values and pure functions, as all of planning: client, service, command, 
 tokens, and both give a confidence. ``savings`` gives the compute time that fetched tokens saved. ``operations`` counts
 the arithmetic of a spec's layers. ``facts`` holds the inputs of a plan, ``timeline`` the times of one candidate,
 ``candidates`` lists the candidates, ``planner`` chooses, ``outcome`` compares a plan with what it took.
-``papers`` has the controllers that were published, unchanged, to be measured against. ``simulator`` runs requests
-over tiers of any speed in virtual time.
 
 Never slower: a way other than plain prefill is chosen only when its own 90th percentile is below prefill's mean.
 Runs are planned, not chunks: a plan of 512 chunks takes less than a millisecond.

@@ -23,10 +23,10 @@ from kvstore.planning.loading import (
     Way,
     plan_loading,
 )
-from kvstore.planning.loading.simulator import play
 from kvstore.spec import Tier
 from kvstore_ops.fleet.hardware import Hardware
 from kvstore_ops.fleet.nodes import Line, Node, Room
+from kvstore_ops.fleet.playout import play
 from kvstore_ops.fleet.trace import TracedRequest
 
 WAYS = frozenset({Way.PREFILL, Way.LOAD, Way.FIRST})
