@@ -1,4 +1,4 @@
-"""Builds a tenant's tiers below memory, on real disks and networks."""
+"""Builds a tenant's tiers below memory, on real disks and networks, and the directory of nodes."""
 
 from __future__ import annotations
 
@@ -10,26 +10,30 @@ from typing import Generic, TypeVar
 from blake3 import blake3
 
 from kvstore.chunk import Trust
-from kvstore.config import NvmeSettings, Settings
+from kvstore.config import NvmeSettings, RedisAddress, Settings
 from kvstore.config.machine import CAPACITY_FILE
 from kvstore.directory import NodeDirectory
 from kvstore.errors import Unavailable
 from kvstore.seams import Clock, Disk, FaultPoints, MoverProcesses, OwnThreads, Workers, WorkerThreads
 from kvstore.seams.scheduler import MOVER_NICE
 from kvstore.server.descriptors import Need
-from kvstore.server.redis import build_redis, needs_of_redis, open_directory
-from kvstore.server.s3 import build_s3, needs_of_s3
 from kvstore.server.trust import trust_of
 from kvstore.server.world import TierOwner, World
 from kvstore.spec import encoding_of
-from kvstore.tiers import LocalTier, SharedUse
+from kvstore.tiers import LocalTier, SharedUse, UploadClaims, WritePolicy
 from kvstore.tiers.nvme import Directory, NvmeTier, PlainCopies, PosixIO, Regions
+from kvstore.tiers.redis.embedded import EmbeddedServer
+from kvstore.tiers.s3 import Lanes, S3Tier
 
 COPY_ON_WRITE = ("btrfs", "zfs", "bcachefs")
 KEEPER_COUNT = 4
 REGION_FILES_BESIDES = 32
 """Region files beyond twice the capacity's. The first files of each chunk size are small, and double in size up to
 ``region_bytes``. Twice, because a file holds whole chunks only, which may fill just half of it."""
+ASKER_COUNT = 16
+"""Lookups that wait for a bucket at once."""
+CLAIM_FILES = 4
+"""Connections to the Redis in which uploads to S3 are claimed."""
 Built = TypeVar("Built", covariant=True)
 _log = logging.getLogger("kvstore.nvme")
 
@@ -86,13 +90,94 @@ def _needs_of_nvme(settings: Settings) -> list[Need]:
     return [Need(files, "tiers.nvme.region_bytes", nvme.region_bytes, "one for each region file: raise it")]
 
 
+def _build_redis(settings: Settings, world: World, owner: TierOwner) -> SharedUse | None:
+    """Build the tier; see ``Builder``. It is built even if its server cannot be reached, because the server may come
+    later. Each tenant has an embedded server of its own. Raises Unavailable where that cannot be started."""
+    redis = settings.tiers.redis
+    if not redis.is_on:
+        return None
+    from kvstore.tiers.redis.reads import JOB_BYTES_MAX  # redis-py costs memory and time: only where it is used
+    from kvstore.tiers.redis.tier import RedisTier
+
+    trust = trust_of("redis", redis.envelope, owner)
+    own = None
+    if redis.embedded:
+        own = EmbeddedServer(
+            settings.server.state_directory / "redis" / (owner.name or "default"), redis.embedded_bytes
+        )
+        own.start()
+    tier = RedisTier(
+        redis, clock=world.clock, own=own, trust=trust,
+        readers=world.movers.lane("redis-read", redis.reader_count, nice=MOVER_NICE),
+        writers=world.movers.lane("redis-write", redis.writer_count, nice=MOVER_NICE),
+    )  # fmt: skip
+    tier.begin()
+    write = WritePolicy(redis.write)
+    return SharedUse(tier=tier, lookup_s_max=redis.lookup_s_max, write=write, piece_bytes_max=JOB_BYTES_MAX)
+
+
+def _open_directory(settings: Settings, world: World, owner: str) -> NodeDirectory | None:
+    """Return the directory in which nodes tell each other what they have; None where they share no Redis. Does not
+    connect yet."""
+    redis = settings.tiers.redis
+    if not redis.url:
+        return None
+    from kvstore.tiers.redis.commands import Commands
+    from kvstore.tiers.redis.topology import topology_of
+
+    servers = Commands(topology_of(redis, RedisAddress.of(redis.url), redis.control_count))
+    return NodeDirectory(servers, settings.server.node, redis.prefix, owner, world.clock, world.random)
+
+
+def _needs_of_redis(settings: Settings) -> list[Need]:
+    """Return the open files that the tier's connections need."""
+    redis = settings.tiers.redis
+    if not redis.is_on:
+        return []
+    return [Need(2 * redis.control_count + 4, "tiers.redis.control_count", redis.control_count, "one each: lower it")]
+
+
+def _build_s3(settings: Settings, world: World, owner: TierOwner) -> SharedUse | None:
+    """Build the tier; see ``Builder``. It is built even if the bucket cannot be reached, because that may change."""
+    s3 = settings.tiers.s3
+    if not s3.bucket:
+        return None
+    trust = trust_of("s3", s3.envelope, owner)
+    lanes = Lanes(
+        readers=world.movers.lane("s3-read", s3.reader_count, nice=MOVER_NICE),
+        writers=world.movers.lane("s3-write", s3.writer_count, nice=MOVER_NICE),
+        askers=world.movers.lane("s3-ask", ASKER_COUNT, nice=MOVER_NICE),
+        near=WorkerThreads(1, "s3-near", nice=MOVER_NICE),
+    )
+    account = settings.server.state_directory / "s3" / (owner.name or "default")
+    tier = S3Tier(s3, lanes, world.clock, trust, _claims(settings, world), account)
+    tier.prepare()
+    return SharedUse(tier=tier, lookup_s_max=s3.lookup_s_max, write=WritePolicy(s3.write))
+
+
+def _claims(settings: Settings, world: World) -> UploadClaims | None:
+    """Return the claims of uploads in the Redis that nodes share; None where they share none."""
+    if not settings.tiers.redis.url:
+        return None
+    from kvstore.tiers.redis.claims import RedisClaims  # redis-py costs memory and time: only where it is used
+
+    return RedisClaims(settings.tiers.redis, "s3", world.clock)
+
+
+def _needs_of_s3(settings: Settings) -> list[Need]:
+    """Return the open files that the tier's connections need."""
+    s3 = settings.tiers.s3
+    files = s3.reader_count + s3.writer_count + ASKER_COUNT + CLAIM_FILES
+    return [Need(files, "tiers.s3.reader_count", s3.reader_count, "one each: lower it")] if s3.bucket else []
+
+
 TIERS = Tiers(
     local=(Builder("nvme", "tiers.nvme.directory", _build_nvme, _needs_of_nvme),),
     shared=(
-        Builder("redis", "tiers.redis.url", build_redis, needs_of_redis),
-        Builder("s3", "tiers.s3.bucket", build_s3, needs_of_s3),
+        Builder("redis", "tiers.redis.url", _build_redis, _needs_of_redis),
+        Builder("s3", "tiers.s3.bucket", _build_s3, _needs_of_s3),
     ),
-    directory=open_directory,
+    directory=_open_directory,
 )
 """The builders that ``kvstore serve`` uses."""
 
