@@ -101,6 +101,13 @@ class ComputeRate:
         return confidence_of(self.sample_count, self.caution)
 
 
+def saved_seconds(token_count: float, rate: ComputeRate) -> float:
+    """Return the seconds that computing a fetched prefix of ``token_count`` tokens would have taken; 0 while no prefill
+    of the model was measured. The cost per forward pass is left out: the tokens behind the prefix need a pass in any
+    case. The time of the fetch is not subtracted."""
+    return replace(rate, pass_s=0.0).seconds(token_count)
+
+
 @dataclass(frozen=True)
 class Prefills:
     """The last prefills of one model in one engine, oldest first. ``pair_share``: c2 / c1 by the operation count of the
