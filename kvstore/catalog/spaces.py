@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstore.catalog.departures import DEPARTURE_COUNT_MAX, Departures
 from kvstore.catalog.events import Event, Events
-from kvstore.catalog.namespace import UNNUMBERED, Namespace, SpaceKey
+from kvstore.catalog.namespace import DEPARTURE_COUNT_MAX, UNNUMBERED, Departures, Namespace, SpaceKey
 from kvstore.catalog.table import ROOT_ROW, SPACE_COUNT_MAX, ChunkTable
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import ROOT_DIGEST, fingerprint

@@ -105,7 +105,7 @@ def test_reasons_are_kept_of_so_many_chunks_in_all_namespaces_together(
     catalog: Catalog, space: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each namespace kept as many for itself: memory times the number of namespaces, which clients make."""
-    monkeypatch.setattr("kvstore.catalog.departures.DEPARTURE_COUNT_MAX", 4)
+    monkeypatch.setattr("kvstore.catalog.namespace.DEPARTURE_COUNT_MAX", 4)
     spaces = [space, *(catalog.models[space.fingerprint].namespace(layer, Exactness.EXACT) for layer in (0, 1))]
     for name in "abc":
         for each in spaces:

@@ -204,7 +204,7 @@ def test_who_still_has_a_forgotten_model_takes_nothing_from_the_one_that_came_ba
 
 def test_reasons_go_with_their_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are counted over all namespaces: those of one that is forgotten must not be looked for in it later."""
-    monkeypatch.setattr("kvstore.catalog.departures.DEPARTURE_COUNT_MAX", 2)
+    monkeypatch.setattr("kvstore.catalog.namespace.DEPARTURE_COUNT_MAX", 2)
     catalog = shelved_catalog()
     old = space_of(register(catalog, 0))
     catalog.depart(old, digest("a"), MissReason.EVICTED)

@@ -24,7 +24,7 @@ RAW, LZ4 = Encoding.RAW << 56, Encoding.LZ4 << 56
 
 
 def test_a_reason_that_is_too_long_ago_is_not_shown_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.catalog.departures.DEPARTURE_COUNT_MAX", 3)
+    monkeypatch.setattr("kvstore.catalog.namespace.DEPARTURE_COUNT_MAX", 3)
     catalog = shelved_catalog()
     space = catalog.register(small_spec()).namespace(None, Exactness.EXACT)
     for number in range(8):
