@@ -18,10 +18,28 @@ import torch
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import RopeSpec
-from kvstore_kernels.scratch import Scratch
 
 KINDS = ("default", "linear", "llama3", "yarn")
 BLOCK_ELEMENTS = 1 << 20
+
+
+class Scratch(threading.local):
+    """Memory that each thread keeps for the CPU path: one run of bytes, as large as the largest request. Touching fresh
+    memory costs as much as the work that is done in it."""
+
+    def __init__(self) -> None:
+        self._run = torch.empty(0, dtype=torch.uint8)
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a tensor of any content. It is the caller's until this thread's next call. On a device it is fresh,
+        because the allocators there keep memory themselves."""
+        if device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=device)
+        count = math.prod(shape)
+        if len(self._run) < count * dtype.itemsize:
+            with torch.inference_mode(False):  # else only calls in inference mode could write to it
+                self._run = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
+        return self._run[: count * dtype.itemsize].view(dtype).view(shape)
 
 
 @dataclass(frozen=True, eq=False)
