@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from kvstore.chunk import ChunkLayout
 from kvstore.config import S3Settings
 from kvstore.seams.memory import Bytes
 from kvstore.tiers.pace import limit_s
@@ -147,3 +150,21 @@ async def _first_byte(place: dict[str, str], client: Any) -> None:
     answer = await client.get_object(Range="bytes=0-0", **place)
     async with answer["Body"] as body:
         await body.read()
+
+
+@dataclass(eq=False, slots=True)
+class RawGuesses:
+    """Guesses whether a chunk is raw: then its slabs are read with its header. A wrong guess costs a request. Models
+    have encodings of their own, so each layout's last chunk tells; before it, the last of any. ``is_raw``: before all.
+    """
+
+    is_raw: bool
+    _by_layout: WeakKeyDictionary[ChunkLayout, bool] = field(default_factory=WeakKeyDictionary)
+
+    def of(self, layout: ChunkLayout) -> bool:
+        """Return True when the next chunk with this layout is probably raw."""
+        return self._by_layout.get(layout, self.is_raw)
+
+    def saw(self, layout: ChunkLayout, *, is_raw: bool) -> None:
+        """Count an opened chunk."""
+        self.is_raw = self._by_layout[layout] = is_raw

@@ -39,9 +39,8 @@ from kvstore.tiers.contract import (
 from kvstore.tiers.pace import Pace, Timed, grace_s, timed
 from kvstore.tiers.s3.allowance import Allowance
 from kvstore.tiers.s3.bucket import BucketPresence
-from kvstore.tiers.s3.guesses import RawGuesses
 from kvstore.tiers.s3.judging import Finding, Judgement, judge
-from kvstore.tiers.s3.looking import ask_for_bucket, look, probe_objects
+from kvstore.tiers.s3.looking import RawGuesses, ask_for_bucket, look, probe_objects
 from kvstore.tiers.s3.objects import warm_up
 from kvstore.tiers.s3.reading import S3Chunk
 from kvstore.tiers.s3.writing import (
