@@ -12,7 +12,7 @@ from kvstore.errors import InvalidRequest
 from kvstore_client.arrays import Tensor
 from kvstore_client.begin import connect
 from kvstore_client.client import Client
-from kvstore_client.engines.vllm.identity import Adapters, geometry_of, spec_of
+from kvstore_client.engines.vllm.identity import Adapters, geometry_of, spec_of, worker_rank
 from kvstore_client.engines.vllm.naming import check_algorithm
 from kvstore_client.engines.vllm.objects import CacheConfig, EngineRequest, RequestBlocks, ScheduledStep, WorkersReport
 from kvstore_client.engines.vllm.pages import CPU, PagesOfModel, Writer
@@ -126,7 +126,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         writer = _cpu_writer(self._config, self._geometry.block_tokens) if backend == CPU else None
         tensors = [kv_caches[name] for name in names]
         ranks = self._geometry.ranks
-        rank = _rank() if ranks > 1 else 0
+        rank = worker_rank() if ranks > 1 else 0
         pages = PagesOfModel(spec, tensors, self._geometry.block_tokens, backend, writer, rank=rank, ranks=ranks)
         self._worker = WorkerSide(
             self._connect(), pages, self._geometry.block_tokens, is_layerwise=self._settings.load == "layerwise",
@@ -174,12 +174,6 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
-
-
-def _rank() -> int:
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
-    return int(get_tensor_model_parallel_rank())
 
 
 def _cpu_writer(config: Any, block_tokens: int) -> Writer:

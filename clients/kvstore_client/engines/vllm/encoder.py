@@ -23,7 +23,7 @@ from kvstore.spec import ModelSpec
 from kvstore_client.arrays import Tensor
 from kvstore_client.begin import connect
 from kvstore_client.engines.vllm.embeddings import Fetching, Keeping
-from kvstore_client.engines.vllm.identity import engine_identity
+from kvstore_client.engines.vllm.identity import engine_identity, worker_rank
 from kvstore_client.engines.vllm.objects import EngineConfig, EngineRequest, ScheduledStep
 from kvstore_client.engines.vllm.settings import EncoderSettings
 from kvstore_client.engines.vllm.versions import ENCODER, check_interface, check_version
@@ -97,7 +97,7 @@ class KVStoreECConnector(ECConnectorBase):  # type: ignore[misc]  # vLLM is not 
 
     def save_caches(self, encoder_cache: dict[str, Tensor], mm_hash: str, **kwargs: object) -> None:
         spec = self._items().spec
-        is_first = self._ranks == 1 or _rank() == 0  # all ranks have the same embeddings
+        is_first = self._ranks == 1 or worker_rank() == 0  # all ranks have the same embeddings
         if self._keeping is not None and self.is_producer and spec is not None and is_first:
             self._keeping.keep(spec, mm_hash, encoder_cache[mm_hash])
 
@@ -142,9 +142,3 @@ def _device() -> str:
 
     kind = str(current_platform.device_type)
     return f"{kind}:{current_platform.current_device()}" if current_platform.is_cuda_alike() else kind
-
-
-def _rank() -> int:
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
-    return int(get_tensor_model_parallel_rank())

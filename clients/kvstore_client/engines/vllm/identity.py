@@ -305,3 +305,10 @@ def _stamp(path: Path) -> tuple[str, int, int, int]:
     back."""
     found = path.stat()
     return str(path), found.st_ctime_ns, found.st_ino, found.st_size
+
+
+def worker_rank() -> int:
+    """Return this worker's rank among those that share a model's tensors."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
