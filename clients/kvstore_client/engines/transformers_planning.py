@@ -21,7 +21,7 @@ from kvstore_client.loading.call import Asked, PrefillCall
 from kvstore_client.loading.patience import result_in_time
 from kvstore_client.loading.planner import ENGINE_WAYS
 from kvstore_client.loading.probe import probe
-from kvstore_client.lookup.match import Match, chunk_matches, missed_chunks
+from kvstore_client.lookup.match import Match, chunk_matches, unknown_chunks
 from kvstore_client.prompt import Prompt
 
 
@@ -143,7 +143,7 @@ class PromptPlan:
         found = result_in_time(look, left_s, lambda _: None)
         if found is None:
             self._client.planner.given_up()
-            return Match(0, missed_chunks(self._spec.chunk_tokens, 0, most_tokens, MissReason.UNAVAILABLE))
+            return Match(0, unknown_chunks(self._spec.chunk_tokens, 0, most_tokens))
         return found
 
     def opened(self, tokens: Tokens, into: list[Any], left_s: float) -> LayerStream | None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.errors import Exhausted
-from kvstore.spec import MissReason
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.context import Context
 from kvstore_client.fetch.held import release
 from kvstore_client.fetch.ticket import pack_ticket
-from kvstore_client.lookup.match import Match, chunk_matches, missed_chunks
+from kvstore_client.lookup.match import Match, chunk_matches, unknown_chunks
 from kvstore_client.lookup.presence import LookupAnswer
 from kvstore_client.lookup.tails import first_held, longest_tail, peeked_tail
 from kvstore_client.prompt import Prompt
@@ -44,7 +43,7 @@ def look_up(
         return Match(0, ())
     with context.or_miss():
         return _look_up(context, prompt, readers, cut, known)
-    chunks = missed_chunks(prompt.spec.chunk_tokens, 0, prompt.token_count, MissReason.UNAVAILABLE)
+    chunks = unknown_chunks(prompt.spec.chunk_tokens, 0, prompt.token_count)
     return Match(0, chunks, segments=matched(cut, (), 0, known))
 
 

@@ -77,9 +77,9 @@ def chunk_matches(runs: Iterable[pb.ChunkRun | StateRun], step: int, start: int,
     return tuple(chunks)
 
 
-def missed_chunks(step: int, start: int, stop: int, reason: MissReason) -> tuple[ChunkMatch, ...]:
-    """Return the matches of the tokens ``start .. stop`` when none of their chunks is stored."""
-    gone = (ChunkState.MISS, Tier.NONE, Encoding.NONE, reason)
+def unknown_chunks(step: int, start: int, stop: int) -> tuple[ChunkMatch, ...]:
+    """Return the matches of the tokens ``start .. stop`` when no sidecar says what it has of them: all are misses."""
+    gone = (ChunkState.MISS, Tier.NONE, Encoding.NONE, MissReason.UNAVAILABLE)
     return tuple(ChunkMatch(first, min(first + step, stop), *gone) for first in range(start, stop, step))
 
 

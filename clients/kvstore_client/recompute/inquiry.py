@@ -13,7 +13,7 @@ from kvstore.spec import ChunkState, Exactness, MissReason, ModelSpec
 from kvstore_client.caches import Caches
 from kvstore_client.loading.call import Asked, PrefillCall
 from kvstore_client.loading.planner import ENGINE_WAYS
-from kvstore_client.lookup.match import Match, chunk_matches, missed_chunks, stored_places
+from kvstore_client.lookup.match import Match, chunk_matches, stored_places, unknown_chunks
 from kvstore_client.prompt import Prompt
 from kvstore_client.recompute.request import Request
 
@@ -108,7 +108,7 @@ def _by_call(client: Caches, request: Request, held: Held) -> _Own | None:
             match = replace(match, prefix_token_count=(first + count) * step)
         return _Own(match, plan, first * step)
     assert miss.why, "what did not return has missed"
-    return _Own(Match(0, missed_chunks(step, 0, prompt.token_count, MissReason.UNAVAILABLE)))
+    return _Own(Match(0, unknown_chunks(step, 0, prompt.token_count)))
 
 
 def _ways(spec: ModelSpec) -> frozenset[Way]:

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Extra, Tokens
-from kvstore.spec import Exactness, MissReason
+from kvstore.spec import Exactness
 from kvstore.v1 import cache_pb2 as pb
-from kvstore_client.lookup.match import SegmentMatch, chunk_matches, missed_chunks
+from kvstore_client.lookup.match import SegmentMatch, chunk_matches, unknown_chunks
 from kvstore_client.lookup.presence import LookupAnswer
 from kvstore_client.prompt import NO_TOKENS, GivenTokens, Prompt, check_preamble, preamble_tokens
 from kvstore_client.segments.known import KnownSegments
@@ -91,7 +91,7 @@ def matched(
             chunks = chunk_matches(found[number].runs, step, start, stop)
             standalone = min(found[number].hit_count * step, stop - start)
         else:
-            chunks, standalone = missed_chunks(step, start, stop, MissReason.UNAVAILABLE), 0
+            chunks, standalone = unknown_chunks(step, start, stop), 0
         matches.append(SegmentMatch(start, stop, standalone, shared, chunks))
         if matches[-1].is_whole:
             known.learn(prompt)
