@@ -11,6 +11,10 @@ reach no further.
 - ``prefills``  plans of the chunks worth loading, and the results of these plans
 - ``profiles``  what clients measured of lossy reuse, kept for the tenant's others
 - ``stores``    reserve, fill, commit, join
+- ``locating``  the nodes and tiers that have a prompt's prefix
+- ``pins``      chunks that an operator keeps in place
+- ``benefit``   what engines did not compute thanks to the cache
+- ``traced``    the controller that is used where tracing is on
 - ``operators`` operators' requests, behind a front of their own
 - ``values``    arguments and results of the requests
 """

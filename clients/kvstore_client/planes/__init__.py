@@ -4,5 +4,6 @@
 - ``stream``         another host: the same calls, the bytes in messages
 
 ``place`` finds the plane of an address, ``session`` is common to both planes, ``returns`` gives leases and tickets back
-beside the caller. No other package knows which plane it uses.
+beside the caller. ``prefix`` and ``store`` say what both planes do with a fetch and with a store, ``incoming`` reads a
+call's stream of messages. No other package knows which plane it uses.
 """

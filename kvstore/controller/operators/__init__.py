@@ -9,7 +9,9 @@ snapshot: each chunk is told as it was in its turn.
 - ``listing``    the entries of selected chunks, and their totals
 - ``showing``    all that is known of one chunk
 - ``changes``    evict, pin, move, bring and verify; each with a dry run
-- ``heartbeats``  reports of a request that waits
+- ``drains``     the service takes no more stores, and writes what waits
+- ``looks``      a change reads a copy again, and gives a stalled tier up
+- ``heartbeats`` reports of a request that waits
 - ``turns``      the time that a request may keep the loop
 - ``values``     arguments and results of the requests
 """

@@ -6,6 +6,7 @@ second, however many readers there are; it renders nothing. The page names no re
 styles come from files of this room alone.
 
 - ``listener``  requests, their bounds, and the readers' rights
+- ``site``      the paths, and the answer to each
 - ``history``   the last hour, in rings
 - ``facts``     the page's content, as JSON
 - ``page.*``    the page itself

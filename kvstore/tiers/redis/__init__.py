@@ -12,6 +12,10 @@ there whole or not at all, and a replacement during a read is a miss, never a mi
     ``commands``  for the directory of nodes
     ``errands``   background work in batches
     ``claims``    nodes' claims on chunks that they are about to write to S3
+    ``chunk``     an opened chunk; ``reads``: its reads, given to byte movers in turns
+    ``embedded``  a server that the sidecar runs itself
+    ``replies``   refusals as typed errors; ``packed``: commands of many words
+    ``access``    what a byte mover needs to reach a server
 
 Invariants: every call ends, by a timeout of its connection or a bound of its own. A server's words and bytes are
 believed only as far as header and checksums confirm them. No reply is read that is longer than the expected length.

@@ -6,4 +6,7 @@
 - ``tables``    replies as tables, or as JSON
 - ``reading``   the commands that change nothing
 - ``changing``  the commands that change something, each with a dry run
+- ``chains``    prompts, or digests of last chunks, turned into chains of chunks
+- ``draining``  ``kvstore drain --service``, one tenant after the other
+- ``warming``   ``kvstore warm``
 """
