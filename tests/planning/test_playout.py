@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
-from kvstore_ops.bench.plan import cacheblend_ratio
+from kvstore_ops.fleet.papers import (
+    Device,
+    Group,
+    cacheblend_device,
+    cacheblend_ratio,
+    cacheblend_ttft_s,
+    droidspeak_group,
+    droidspeak_ttft_s,
+)
 from kvstore_ops.fleet.playout import play
 
 from kvstore.planning.loading import (
@@ -165,19 +173,36 @@ def test_meeting_in_the_middle_beats_both_ends_where_they_are_alike() -> None:
     assert ours.ttft_s <= 1.1 * ideal_s + chunk_s
 
 
+# ------------------------------------------------------------ what was published
+
+
 def test_cacheblend_has_the_figures_of_its_paper() -> None:
     """7B: 16 ms a layer, 3 ms for 15 %: r is 80 %. 70B: 4 ms against 7 ms for 15 %: r stays 15 %."""
     assert cacheblend_ratio(0.003 / 0.15, 0.016) == pytest.approx(0.80)
     assert cacheblend_ratio(0.007 / 0.15, 0.004) == 0.15
+    devices = [Device("memory", 0.001, 10.0), Device("nvme", 0.004, 2.0), Device("disk", 0.016, 1.0)]
+    assert cacheblend_device(devices, 0.007 / 0.15) == devices[1]
+    assert cacheblend_device(devices, 0.001) is None
+    assert cacheblend_ttft_s(0.02, 0.016, 32, 0.0) == pytest.approx(0.02 + 31 * 0.016)
+
+
+def test_droidspeak_has_the_timeline_of_its_paper() -> None:
+    """One unit per layer: 30 layers of which 17 are computed: all loaded and then computed 47, what is reused alone 30,
+    side by side 17."""
+    group = Group(17, 0.95)
+    assert 30 + group.computed_layers == 47
+    assert (30 - group.computed_layers) + group.computed_layers == 30
+    assert droidspeak_ttft_s(group, 30, 1.0, 1.0) == 17
+    groups = [Group(5, 0.8), group, Group(25, 0.99)]
+    assert droidspeak_group(groups, 20.0, 30, 1.0, 1.0) == group
+    assert droidspeak_group(groups, 16.0, 30, 1.0, 1.0) is None
 
 
 def test_ours_is_never_beaten_by_the_papers_controller() -> None:
-    """CacheBlend's first layer is computed for all tokens and loads nothing. Then each layer's share is computed while
-    the next layer loads. What it computes again is taken to be right."""
+    """What it computes again is taken to be right."""
     for rate in RATES:
         truth, simulation = world(rate, step=0), Simulation()
         layers, stored = truth.layer_count, CHUNKS * UNIT
         prefill_s, load_s = truth.compute.seconds(stored) / layers, stored * TOKEN_BYTES / rate / layers
-        behind_s = (layers - 1) * max(load_s, cacheblend_ratio(prefill_s, load_s) * prefill_s)
-        theirs_s = prefill_s + behind_s + truth.compute.seconds(UNIT, stored)
+        theirs_s = cacheblend_ttft_s(prefill_s, load_s, layers, truth.compute.seconds(UNIT, stored))
         assert requests(simulation, truth, 6)[-1].ttft_s <= 1.05 * theirs_s, rate

@@ -24,6 +24,7 @@ from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.model_1b import prompts
 from kvstore_ops.bench.plan_cost import COST_S_MAX, RUNS, plan_cost_s
 from kvstore_ops.bench.result import Result, note, quartiles, show
+from kvstore_ops.fleet.papers import cacheblend_ratio
 from kvstore_ops.pretrained import MODEL_ID, Absent, pretrained
 
 RATES = {
@@ -43,16 +44,6 @@ BEST_MAX, PREFILL_MAX, ERROR_MAX = 1.05, 1.03, 0.15
 CONFIDENCE = 0.95
 WAYS = ("plain", "again", "load", "papers", "ours")
 DOWN_S, STORE_S = 20.0, 60.0
-RATIO_LEAST = 0.15
-"""CacheBlend's r*: its authors saw quality fall below this share of recomputed tokens."""
-
-
-def cacheblend_ratio(layer_prefill_s: float, layer_load_s: float) -> float:
-    """Return the share of tokens that CacheBlend computes again: as many as it can while a layer loads. Both times are
-    of one layer of the whole context.
-
-    Source: CacheBlend (EuroSys '25), the loading controller. It never falls back to a plain prefill."""
-    return min(1.0, max(RATIO_LEAST, layer_load_s / layer_prefill_s))
 
 
 @dataclass
