@@ -21,7 +21,7 @@ class ParkedChunks:
         self._due_s = float("-inf")
         self._probe: int | None = None
         self.is_away = False
-        """True when the tier did not answer for the last chunk that it was given."""
+        """True when the tier did not answer for the last chunk that it was given, or takes no writes."""
         self.is_back = False
         """True when the tier has the chunk that was tried for all, until ``take_all``."""
 

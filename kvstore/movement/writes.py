@@ -13,7 +13,7 @@ from itertools import count
 from kvstore.arena import Placement
 from kvstore.catalog import Catalog, MappedCopies, RowIdentity
 from kvstore.chunk import parse_header
-from kvstore.errors import DataLoss, DeadlineExceeded, KVStoreError, Unavailable
+from kvstore.errors import DataLoss, DeadlineExceeded, KVStoreError, PermissionDenied, Unavailable
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.parked import ParkedChunks
 from kvstore.movement.queue import MoveQueue, Priority, Waiting
@@ -32,8 +32,9 @@ BATCH_LANE_COUNT = 2
 ROWS_AT_ONCE = 256
 LANE_AT_ONCE = 64
 """Chunks of a lane between two pauses: a tier that is away refuses each at once, and other requests would wait."""
-AWAY = (DeadlineExceeded, Unavailable)
-"""Errors of a tier that does not answer. Any other one refuses a chunk, perhaps that one alone."""
+AWAY = (DeadlineExceeded, PermissionDenied, Unavailable)
+"""Errors of a tier that does not answer, or that this node may not write to. Any other one refuses a chunk, perhaps
+that one alone."""
 LEFT_S_MAX = 20.0
 """A chunk that another node claims to write for more seconds than this is written here, too: longer than any claim."""
 SOON_S, LATER_S = 0.1, 2.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.chunk import ChunkHeader, ChunkLayout
-from kvstore.errors import Exhausted
+from kvstore.errors import Exhausted, PermissionDenied
 from kvstore.movement.parked import RETRY_S
 from kvstore.tiers import Buffer
 from tests.fakes import EngineTier, Switch
@@ -93,6 +93,36 @@ def test_others_are_answered_while_a_tier_refuses_thousands_of_chunks(roomy_worl
         await storing
         assert seen >= stop
         assert most <= COUNT // 2, "refused in one turn of the loop"
+
+    run([node], scenario)
+
+
+def test_a_tier_that_this_node_may_not_write_to_is_sent_one_chunk_for_all(roomy_world: World) -> None:
+    """Each is sent whole before it is refused, and in a bucket each is billed. The right may be given later."""
+    sent, may_write = 0, False
+
+    class ReadOnly(EngineTier):
+        async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> None:
+            nonlocal sent
+            sent += 1
+            if not may_write:
+                raise PermissionDenied("the bucket does not take writes from this node")
+            await super().write(header, layout, pieces)
+
+    node = Node(lambda: ReadOnly(roomy_world.settings), arena_chunks=400, capacity_bytes=64 << 20, region_bytes=4 << 20)
+
+    async def scenario() -> None:
+        nonlocal sent, may_write
+        await node.keep(*range(1, 101))
+        await node.quiet()
+        assert sent == 100, "each was new"
+        sent = 0
+        await asyncio.sleep(10 * RETRY_S)
+        assert 5 <= sent <= 15, "one is sent for all"
+        may_write = True
+        await asyncio.sleep(RETRY_S + 5.0)
+        await node.quiet()
+        assert len(roomy_world.engine.values) == 100, "all of them went once it took one"
 
     run([node], scenario)
 
