@@ -274,7 +274,9 @@ def scan(
         bool, typer.Option("--delete", help="Delete what is named; says what it would, without --yes.")
     ] = False,
     tenant: Annotated[str, typer.Option(help="Only this tenant's: its name, or its digest's first digits.")] = "",
-    model: Annotated[str, typer.Option(help="Only this model's: the first digits, as the table has them.")] = "",
+    model: Annotated[
+        str, typer.Option(help="Only this model's: its id, where a sidecar here knows it, or its first digits.")
+    ] = "",
     older_than: Annotated[str, typer.Option("--older-than", help="Only what was written before, like '30 d'.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run/--yes", help="Whether --delete only says what it would.")] = True,
     as_json: JsonOption = False,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console, Group
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
@@ -37,11 +37,11 @@ DIGITS_MIN = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The selection of objects to count or delete: the first digits of a tenant's digest and of a model's fingerprint.
-    Empty: all."""
+    """The selection of objects to count or delete: the first digits of a tenant's digest, and of the fingerprints of a
+    model's caches. Empty: all."""
 
     tenant: str = ""
-    model: str = ""
+    models: tuple[str, ...] = ()
     older_than_s: float = 0.0
 
     def has(self, found: Examined, now_s: float) -> bool:
@@ -49,32 +49,55 @@ class Wanted:
         only its age can select it."""
         if now_s - found.listed.modified_s < self.older_than_s:
             return False
-        if not (self.tenant or self.model):
+        if not (self.tenant or self.models):
             return True
         if found.header is None:
             return False
         is_tenant = found.header.tenant_digest.hex().startswith(self.tenant)
-        return is_tenant and found.header.fingerprint.hex().startswith(self.model)
+        return is_tenant and (not self.models or found.header.fingerprint.hex().startswith(self.models))
 
 
 def wanted_of(settings: Settings, tenant: str, model: str, older_than_s: float, *, is_for_deletion: bool) -> Wanted:
     """Return the selection that an operator means. ``tenant``: a name of the settings, which means that tenant and no
-    other, or the first digits of a digest. A deletion takes no fewer than ``DIGITS_MIN`` digits: fewer may be another
-    tenant's, too. Raises InvalidRequest."""
+    other, or the first digits of a digest. ``model``: the id, or its last part, of a model that this node's sidecar
+    knows, or the first digits of a fingerprint. A deletion takes no fewer than ``DIGITS_MIN`` digits: fewer may be
+    another's, too. Raises InvalidRequest."""
     exact = {name: digest for digest, name in names_of_tenants(settings).items()}.get(tenant)
     least = DIGITS_MIN if is_for_deletion else 1
     if tenant and exact is None:
         _check_digits("--tenant", tenant, least, "no tenant of the settings has this name")
-    if model:
-        _check_digits("--model", model, least, "a model is named by its fingerprint")
-    return Wanted(tenant=exact or tenant.lower(), model=model.lower(), older_than_s=older_than_s)
+    caches = caches_of(names_of_models(settings.server.socket_directory), model) if model else ()
+    if model and not caches:
+        why = "objects have no names of models, and no sidecar of this node knows one that is called so"
+        _check_digits("--model", model, least, why, ", or kvstore models on a node that serves it")
+        caches = (model.lower(),)
+    return Wanted(tenant=exact or tenant.lower(), models=caches, older_than_s=older_than_s)
 
 
-def _check_digits(option: str, digits: str, least: int, why: str) -> None:
+def _check_digits(option: str, digits: str, least: int, why: str, more: str = "") -> None:
     if len(digits) < least or not set(digits.lower()) <= set("0123456789abcdef"):
         raise InvalidRequest(
-            f"{option} {digits}: {why}; give at least {least} hexadecimal digits, as kvstore scan shows them"
+            f"{option} {digits}: {why}; give at least {least} hexadecimal digits, as kvstore scan shows them{more}"
         )
+
+
+class KnownModel(NamedTuple):
+    """A model that this node's sidecar knows. ``fingerprint``: of the model itself, in digits: it tells two models of
+    one id apart."""
+
+    model_id: str
+    fingerprint: str
+
+
+def caches_of(models: Mapping[str, KnownModel], name: str) -> tuple[str, ...]:
+    """Return the fingerprints of the caches of the model whose id, or the id's last part, is ``name``; empty where none
+    of ``models`` (by the fingerprints of their caches) is called so. Raises InvalidRequest where several are."""
+    found = {each for each in models.values() if each.model_id == name}
+    found = found or {each for each in models.values() if each.model_id.rpartition("/")[2] == name}
+    if len(found) > 1:
+        known = ", ".join(sorted(f"{each.model_id} ({each.fingerprint[:16]})" for each in found))
+        raise InvalidRequest(f"--model {name}: several models are called so: say the digits of one: {known}")
+    return tuple(digits for digits, each in models.items() if each in found)
 
 
 @dataclass
@@ -118,8 +141,8 @@ class Found:
     deleted_count: int = 0
     deleted_bytes: int = 0
 
-    def add(self, found: Examined, tenants: dict[str, str], models: dict[str, str]) -> None:
-        """Count one object. ``tenants``, ``models``: names by digests."""
+    def add(self, found: Examined, tenants: dict[str, str], models: dict[str, KnownModel]) -> None:
+        """Count one object. ``tenants``: names by digests; ``models``: by the fingerprints of their caches."""
         self.object_count += 1
         self.byte_count += found.listed.byte_count
         self.unread_count += found.is_too_large
@@ -132,7 +155,8 @@ class Found:
             digest = found.header.tenant_digest.hex()
             whole, kind = found.header.fingerprint.hex(), str(found.header.kind)
             tenant, model = tenants.get(digest, digest), whole[:MODEL_DIGITS]
-            self.rows.setdefault((tenant, model, kind), Row(tenant, model, kind, models.get(whole, ""))).add(found)
+            model_id = models[whole].model_id if whole in models else ""
+            self.rows.setdefault((tenant, model, kind), Row(tenant, model, kind, model_id)).add(found)
 
     @property
     def is_all_checked(self) -> bool:
@@ -156,21 +180,22 @@ def names_of_tenants(settings: Settings) -> dict[str, str]:
     return {keys.digest.hex(): name for name, keys in read_keys(settings.tenants).items()}
 
 
-def names_of_models(socket_directory: Path) -> dict[str, str]:
-    """Return the ids of models by the fingerprints of their caches, as far as this node's own sidecar knows them.
-    Objects contain only the fingerprints. Empty where no sidecar runs, or it serves another user."""
+def names_of_models(socket_directory: Path) -> dict[str, KnownModel]:
+    """Return models by the fingerprints of their caches, as far as this node's own sidecar knows them. Objects contain
+    only the fingerprints. Empty where no sidecar runs, or it serves another user."""
     place = socket_directory / "kvstore.sock"
     if not os.path.exists(place):  # also False where its directory is another user's
         return {}
     door = door_of(str(place), "", "")
     told = doors.ask({"": door, **doors.beside(door)}).values()
-    names: dict[str, str] = {}
+    names: dict[str, KnownModel] = {}
     for model in (each for stats in told if not isinstance(stats, str) for each in stats.models):
-        names[model.fingerprint.hex()] = model.model_id
+        known = KnownModel(model.model_id, model.fingerprint.hex())
+        names[known.fingerprint] = known
         if model.spec.layers:
             spec = spec_from_message(model.spec)
             for layer in range(spec.layer_count):
-                names[fingerprint(spec, CacheKind.E, layer).hex()] = model.model_id
+                names[fingerprint(spec, CacheKind.E, layer).hex()] = known
     return names
 
 

@@ -135,7 +135,26 @@ def test_models_that_the_nodes_own_sidecar_knows_are_named(stand: S3Stand, own_s
     }  # fmt: skip
     shown = scan(stand, place=place).replace("\n", "")
     assert shown.count("[bold]") == 2
+    for name in (spec.model_id, "model [bold]"):
+        assert scan(stand, "--json", "--model", name, place=place)["object_count"] == 2
+    assert scan(stand, "--json", "--model", names[0].hex()[:8], place=place)["object_count"] == 1
+    assert scan(stand, "--json", "--delete", "--model", spec.model_id, "--yes", place=place)["deleted_count"] == 2
     assert {row["model_id"] for row in scan(stand, "--json")["rows"]} == {""}, "no sidecar runs there"
+    said = scan(stand, "--model", spec.model_id)
+    assert all(word in said for word in ("no names of models", "at least 1 hexadecimal", "kvstore models"))
+
+
+def test_a_name_of_several_models_selects_none_of_them() -> None:
+    """Two of one id, as with another cache dtype; and two of one last part. Each has a cache of E, too."""
+    one, two, other = (
+        scanning.KnownModel(name, digit * 64) for name, digit in (("a/m", "1"), ("a/m", "2"), ("b/m", "3"))
+    )
+    models = {each.fingerprint: each for each in (one, two, other)} | {"e" * 64: other}
+    assert scanning.caches_of(models, "b/m") == ("3" * 64, "e" * 64)
+    assert scanning.caches_of(models, "nothing") == ()
+    for name, digits in (("a/m", "1" * 16), ("m", "3" * 16)):
+        with pytest.raises(InvalidRequest, match=digits):
+            scanning.caches_of(models, name)
 
 
 def test_it_deletes_what_it_was_told_to_and_nothing_else(stand: S3Stand) -> None:
