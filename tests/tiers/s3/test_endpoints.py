@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from kvstore.errors import DeadlineExceeded, PermissionDenied, Unavailable
 from kvstore.tiers.s3.connection import RetryBudget
+from kvstore.tiers.s3.objects import READ_S_MAX
 from tests.contracts.chunks import LARGE, chunk
 from tests.contracts.shared.s3_stand import S3Stand, tier_of
 from tests.contracts.shared.stands import TIMEOUT_S, found, write
@@ -140,5 +143,52 @@ def test_a_probe_ends_in_time_and_a_cut_body_is_read_again(stand: S3Stand) -> No
             await found(stand.tier, chunk(1, LARGE))
         stand.switches.turn_off()
         assert await found(stand.tier, chunk(1, LARGE))
+
+    stand.run(scenario)
+
+
+def test_a_body_that_ceases_in_the_middle_is_given_up(stand: S3Stand) -> None:
+    """Nothing more comes, and the connection stays: as an open chunk is read, and as one is opened."""
+    what = chunk(1, LARGE)
+
+    async def scenario() -> None:
+        await write(stand.tier, what)
+        stored = await stand.tier.open(what.name)
+        assert stored is not None
+        target = [np.empty(slab.byte_count, np.uint8) for slab in LARGE.slabs]
+        stand.switches.stall_at = 4000
+        async with asyncio.timeout(READ_S_MAX):
+            with pytest.raises(Unavailable, match=r"ReadTimeoutError.*tiers\.s3\.endpoint_url"):
+                await stored.read(range(len(target)), target)
+            with pytest.raises(Unavailable, match=r"ReadTimeoutError.*tiers\.s3\.endpoint_url"):
+                await stand.tier.open(what.name)
+        assert stand.tier.stalled_s() == 0.0
+        stand.switches.turn_off()
+        assert await found(stand.tier, what)
+
+    stand.run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [
+        (403, "SignatureDoesNotMatch", "secret key"),
+        (403, "InvalidAccessKeyId", "tiers.s3.credentials_file"),
+        (403, "RequestTimeTooSkewed", "clock"),
+        (400, "AuthorizationHeaderMalformed", "tiers.s3.region"),
+    ],
+)
+def test_a_lookup_is_told_what_to_set_although_its_answers_have_no_words(
+    stand: S3Stand, status: int, code: str, words: str
+) -> None:
+    """To a HEAD a wrong key and a clock that is wrong look like what is not there, which no node would be told of."""
+
+    async def scenario() -> None:
+        await write(stand.tier, chunk(1))
+        stand.switches.refusals = [(status, code)] * 8
+        with pytest.raises(Unavailable, match=words):
+            await stand.tier.probe([chunk(1).header.storage_key], READ_S_MAX)
+        stand.switches.refusals = []
+        assert list(await stand.tier.probe([chunk(1).header.storage_key], READ_S_MAX)) == [True]
 
     stand.run(scenario)
