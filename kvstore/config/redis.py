@@ -130,7 +130,8 @@ class RedisSettings:
     username: str = ""
     """The ACL user."""
     password_file: str = ""
-    """A file with the password, read at each connect: it can be changed while the service runs."""
+    """A file with the password, read at each connect: it can be changed while the service runs, and come after its
+    start."""
     sentinel_username: str = ""
     """The ACL user at the Sentinels of `redis+sentinel://`."""
     sentinel_password_file: str = ""

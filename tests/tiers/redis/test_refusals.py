@@ -78,6 +78,20 @@ async def test_passwords_are_asked_for_by_their_setting_and_may_change(tmp_path:
             assert await got(tier, chunk(1))
 
 
+async def test_a_password_file_may_come_later_and_is_named_until_then(tmp_path: Path) -> None:
+    """As one that another service of the machine puts there: the node goes on without the server, as without any."""
+    file = tmp_path / "password"
+    with RedisServer("--requirepass", "right") as engine:
+        async with redis_tier(engine.url, password_file=str(file)) as tier:
+            tier.begin()
+            await until(lambda: tier.statistics().state == "failing")
+            assert tier.statistics().reason.startswith(f"tiers.redis.password_file = {file}")
+            file.write_text("right")
+            await until(lambda: tier.statistics().state == "up")
+            await put(tier, chunk(1))
+            assert await got(tier, chunk(1))
+
+
 async def test_users_without_the_right_are_told_which_setting() -> None:
     with RedisServer() as engine:
         engine.client().execute_command("ACL", "SETUSER", "reader", "on", ">pw", "~*", "+@read", "+ping")
