@@ -87,7 +87,7 @@ def test_a_held_child_keeps_its_parents(client: Client, say: Any) -> None:
     stored = Stored(client, 3)
     assert say("pin", "--digest", stored.digests[2]).code == 0
     words, done = both(say, stored, "evict", "--digest", stored.digests[0], "--yes")
-    assert words == {"held": 3}  # the pin holds what it hangs on
+    assert words == {"held by a pin": 3}  # it holds what it hangs on
     assert done.code == 10
     assert say("unpin", "--digest", stored.digests[2]).code == 0
     assert stored.hit_count == 3 * STEP
@@ -154,6 +154,9 @@ def test_a_script_that_does_not_say_yes_changes_nothing(client: Client, say: Any
 def test_names_that_are_not_there_change_nothing(say: Any) -> None:
     assert "no model" in say("evict", "--model", "nothing", "--yes").err
     assert "no tier" in say("move", "--all", "--to", "tape", "--yes").err
+    for command in (["move", "--all", "--to", "tape"], ["drain", "--tier", "tape"], ["evict", "--model", "nothing"]):
+        done = say(*command)
+        assert (done.code, "--yes" in done.err) == (2, False), "asking for more than a right name comes later"
     assert "kvstore scan" in say("evict", "--all", "--tier", "redis", "--yes").err
     assert say("drain", "--tier", "memory", "--yes").code == 2
 
@@ -183,7 +186,7 @@ def test_a_pin_outlives_its_command_and_ends_by_a_word(client: Client, say: Any)
     assert [found[each]["is_pinned"] for each in stored.digests] == [True, True, False]
     assert client.stats().arena.pinned_bytes == 2 * found[stored.digests[0]]["byte_count"]
     assert both(say, stored, "evict", "--model", stored.name, "--yes")[0] == {
-        "removed": 1, "held": 2, "no longer durable": 1,
+        "removed": 1, "held by a pin": 2, "no longer durable": 1,
     }  # fmt: skip
     assert both(say, stored, "unpin", "--model", stored.name)[0] == {"unpinned": 1}
     assert client.stats().arena.pinned_bytes == 0

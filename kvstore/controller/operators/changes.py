@@ -37,7 +37,7 @@ WORDS = {
 }
 DURABLE = "no longer durable"
 """Removed chunks that had been acknowledged as surviving the service. They count a second time, beside "removed"."""
-FREED, HELD = "given up by faster tiers", "held"
+FREED, BY_A_PIN = "given up by faster tiers", "held by a pin"
 STAYS = "has nowhere slower to go"
 NOT_TRIED = "not tried"
 IN_MEMORY, BROUGHT, NO_ROOM, NO_SOURCE = "in memory already", "brought into memory", "no room", "no tier answers"
@@ -88,6 +88,11 @@ class Changes:
     def _is_visible(self, row: int, identity: RowIdentity) -> bool:
         return self._table.identity(row) == identity and self._catalog.is_visible(row)
 
+    def _word(self, row: int, fate: Fate) -> str:
+        """Return the word for a chunk's fate. A pin, its own or a descendant's, does not end by itself, as other holds
+        do."""
+        return BY_A_PIN if fate is Fate.HELD and self._parts.pins.is_kept(row) else WORDS[fate]
+
     def _size(self, row: int) -> int:
         return self._catalog.space_of(row).known_bytes(self._table.token_counts[row])
 
@@ -106,7 +111,7 @@ class Changes:
                 fate, was_durable = Fate(plan.fates[place]), clearing.loses_durability(plan, place)
             else:
                 fate, was_durable = clearing.do(plan, place)
-            tally.add(WORDS[fate], byte_count)
+            tally.add(self._word(int(plan.rows[place]), fate), byte_count)
             if was_durable:
                 tally.add(DURABLE, byte_count)
             tally.done_count += 1
@@ -236,7 +241,7 @@ class Changes:
             if loses:
                 tally.add(DURABLE, byte_count)
         elif step.frees or step.is_held:
-            tally.add(HELD, byte_count)
+            tally.add(self._word(step.row, Fate.HELD), byte_count)
 
     # ------------------------------------------------------------ into memory
 

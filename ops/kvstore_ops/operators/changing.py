@@ -48,7 +48,7 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Change nothing: s
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask. A script has to say so.")]
 AllOption = Annotated[bool, typer.Option("--all", help="Everything that this tenant has.")]
 NOT_DONE = {
-    "held", "kept for what hangs on it", "failed", "not tried", "no room", "no tier answers",
+    "held", "held by a pin", "kept for what hangs on it", "failed", "not tried", "no room", "no tier answers",
     "has nowhere slower to go", "model not registered", "still being stored", "in memory alone",
 }  # fmt: skip
 """Outcomes of chunks that a command could not change as it was told. The command then ends with a code of its own."""
@@ -262,14 +262,14 @@ def _change(
     """Make a change or its dry run, print the outcome, and return it; ask before a dangerous one. Raises typer.Exit as
     ``tell`` does."""
     if is_dangerous and not dry_run and not yes:
+        request.dry_run = True
+        planned = followed(asked, request)  # a name that is not there is told before --yes is asked for
         if not _is_at_terminal():
             typer.echo(
                 "kvstore: this removes copies, or refuses stores: say --yes, or look first with --dry-run", err=True
             )
             raise typer.Exit(NOT_CONFIRMED)
-        request.dry_run = True
-        found = tables.render_outcomes(followed(asked, request), dry_run=True, nothing=_nothing(request))
-        Console(stderr=as_json).print(found)
+        Console(stderr=as_json).print(tables.render_outcomes(planned, dry_run=True, nothing=_nothing(request)))
         if not _is_confirmed():
             raise typer.Exit(NOT_CONFIRMED)
     request.dry_run = dry_run

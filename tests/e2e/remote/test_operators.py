@@ -85,7 +85,7 @@ def test_pin_and_unpin(afar: Afar, say: Any) -> None:
     stored = Stored(afar.a, 2)
     assert both(say, stored, "pin", "--model", stored.name)[0] == {"pinned": 2}
     done = say("evict", "--model", stored.name, "--yes", "--json")
-    assert (done.code, list(done.json["outcomes"])) == (10, ["held"])
+    assert (done.code, list(done.json["outcomes"])) == (10, ["held by a pin"])
     assert both(say, stored, "unpin", "--model", stored.name)[0] == {"unpinned": 2}
     assert afar.a.stats().arena.pinned_bytes == 0
     assert stored.hit_count == 2 * STEP
