@@ -9,8 +9,9 @@ pipeline.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from redis.asyncio.cluster import ClusterNode, PipelineCommand, RedisCluster
@@ -105,7 +106,7 @@ class ClusterNodes:
                 pile.append(PipelineCommand(0, "ASKING"))
             pile.append(sent[-1])
         ends = await asyncio.gather(
-            *(_in_time(node.execute_pipeline(pile), node_s_max) for node, pile in piles.values()),
+            *(_in_time(partial(node.execute_pipeline, pile), node_s_max) for node, pile in piles.values()),
             return_exceptions=True,
         )
         for (_, pile), end in zip(piles.values(), ends, strict=True):
@@ -160,12 +161,13 @@ class ClusterNodes:
         await self.client.aclose()
 
 
-async def _in_time(asked: Awaitable[Any], seconds: float | None) -> Any:
-    """Return an answer. Raises redis-py's TimeoutError where it takes longer; None: it may take any time."""
+async def _in_time(ask: Callable[[], Awaitable[Any]], seconds: float | None) -> Any:
+    """Ask, and return the answer. Raises redis-py's TimeoutError where it takes longer; None: it may take any time. A
+    caller that is cancelled before this begins asks nothing."""
     if seconds is None:
-        return await asked
+        return await ask()
     try:
         async with asyncio.timeout(seconds):
-            return await asked
+            return await ask()
     except TimeoutError as error:
         raise RedisTimeoutError(f"no answer within {seconds:g} s") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from redis.crc import key_slot
 
 from kvstore.chunk import ChunkLayout, layout_of
 from kvstore.config import RedisAddress, RedisSettings
-from kvstore.errors import PermissionDenied, Unavailable
+from kvstore.errors import DeadlineExceeded, PermissionDenied, Unavailable
 from kvstore.spec import CacheKind, LayerSpec
 from kvstore.tiers import UploadState
 from kvstore.tiers.redis import errands
@@ -139,6 +140,21 @@ async def test_a_cluster_has_chunks_on_all_its_nodes(cluster: Cluster, monkeypat
         await until(lambda: all(s.client().ttl(key) > 60 for s in cluster.servers for key in s.client().keys("*")))
         await tier.remove(keys)
         assert await tier.probe(keys, 5.0) == [False] * COUNT
+
+
+async def test_a_question_whose_time_is_over_at_once_asks_nothing(
+    cluster: Cluster, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Python warns of what was begun and never awaited, in the service's log."""
+    keys = [chunk(number).header.storage_key for number in range(COUNT)]
+    async with redis_tier(cluster.url) as tier:
+        await tier.probe(keys, 20.0)
+        for _ in range(8):
+            with pytest.raises(DeadlineExceeded):
+                await tier.probe(keys, 0.0)
+        gc.collect()
+        assert not [str(each.message) for each in recwarn if "never awaited" in str(each.message)]
+        assert None not in await tier.probe(keys, 20.0)
 
 
 async def test_what_a_node_is_about_to_write_is_claimed_on_each_chunks_own_node(cluster: Cluster) -> None:
