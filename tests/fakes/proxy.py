@@ -41,6 +41,10 @@ class Proxy:
         self.cut_after_bytes: int | None = None
         self.alter: Callable[[bytes], bytes] | None = None
 
+    def lead_to(self, upstream: tuple[str, int] | str) -> None:
+        """Pass new connections on to another server, as a name does that was given to it. Open ones stay."""
+        self._upstream = upstream
+
     def cut(self) -> None:
         """Close all connections, and every new one until ``mend``."""
         self.is_cut = True

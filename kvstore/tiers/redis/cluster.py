@@ -157,6 +157,10 @@ class ClusterNodes:
         """Record that a node failed: another one may have its slots soon."""
         self._is_doubted = True
 
+    async def reconnect(self) -> None:
+        """See ``Topology``: with the map of slots all connections are made anew."""
+        self.doubt()
+
     async def close(self) -> None:
         await self.client.aclose()
 

@@ -8,7 +8,7 @@ from typing import Any
 from kvstore.errors import KVStoreError, PermissionDenied
 from kvstore.tiers.redis.cluster import KeyCommand
 from kvstore.tiers.redis.control import REDIS_ERRORS, outage_of, refused_by
-from kvstore.tiers.redis.replies import NO_WRITES
+from kvstore.tiers.redis.replies import NO_WRITES, REPLICA
 from kvstore.tiers.redis.topology import Topology
 
 NODE_S_MAX = 1.0
@@ -30,7 +30,10 @@ class Commands:
             found = await self._sent(commands)
         except REDIS_ERRORS as raised:
             raise _as_ours(raised) from raised
-        return [_as_ours(each) if isinstance(each, Exception) else each for each in found]
+        answers = [_as_ours(each) if isinstance(each, Exception) else each for each in found]
+        if any(isinstance(each, PermissionDenied) and each.fields.get(NO_WRITES) == REPLICA for each in answers):
+            await self._topology.reconnect()
+        return answers
 
     async def _sent(self, commands: Sequence[tuple[str, Sequence[object]]]) -> list[Any]:
         if self._topology.cluster is not None:
@@ -50,5 +53,5 @@ class Commands:
 def _as_ours(raised: BaseException) -> KVStoreError:
     refused = refused_by(raised)
     if refused is not None and NO_WRITES in refused.fields:
-        return PermissionDenied(refused.message)
+        return PermissionDenied(refused.message, **refused.fields)
     return refused or outage_of(raised)

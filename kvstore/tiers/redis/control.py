@@ -36,7 +36,7 @@ from kvstore.tiers.pace import Waits
 from kvstore.tiers.redis.access import Server
 from kvstore.tiers.redis.cluster import KeyCommand
 from kvstore.tiers.redis.packed import run_packed
-from kvstore.tiers.redis.replies import refusal, unreachable
+from kvstore.tiers.redis.replies import NO_WRITES, REPLICA, refusal, unreachable
 from kvstore.tiers.redis.scripts import CLAIM, COMMIT, HEADER_BYTES_MAX, OPEN, THERE, TOUCH, Script
 from kvstore.tiers.redis.topology import Topology
 
@@ -46,7 +46,7 @@ BATCH_COUNT = 512
 """Keys of one background call."""
 _WHERE = "the server of tiers.redis.url"
 _CODES = {
-    OutOfMemoryError: "OOM", ReadOnlyError: "READONLY", NoPermissionError: "NOPERM", BusyLoadingError: "LOADING",
+    OutOfMemoryError: "OOM", ReadOnlyError: REPLICA, NoPermissionError: "NOPERM", BusyLoadingError: "LOADING",
     MasterDownError: "MASTERDOWN", ClusterDownError: "CLUSTERDOWN", TryAgainError: "TRYAGAIN", AskError: "ASK",
     ClusterCrossSlotError: "CROSSSLOT", SlotNotCoveredError: "CLUSTERDOWN",
 }  # fmt: skip
@@ -251,6 +251,10 @@ class Control:
                     return found
         except TimeoutError as error:
             raise _Late(f"tiers.redis: no answer within {timeout_s} s: see tiers.redis.url") from error
+        except Unavailable as error:
+            if error.fields.get(NO_WRITES) == REPLICA:
+                await self._topology.reconnect()
+            raise
 
 
 def _state(was_set: object, holder: object, who: bytes) -> UploadState:

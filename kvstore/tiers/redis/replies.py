@@ -11,7 +11,9 @@ MOVED = "moved"
 """The field of an error which says that another node has the key by now. Its value is the server's reply."""
 NO_WRITES = "no_writes"
 """The field of an error which says that the server takes no writes, at least from this user; it may well be read."""
-_WRITE_REFUSALS = frozenset({"NOPERM", "READONLY", "MISCONF", "NOREPLICAS"})
+REPLICA = "READONLY"
+"""The value of that field where the server is a replica: the name by which it was reached may lead to the primary."""
+_WRITE_REFUSALS = frozenset({"NOPERM", REPLICA, "MISCONF", "NOREPLICAS"})
 _IN_SCRIPT = re.compile(
     "-(NOPERM|READONLY|MISCONF|NOREPLICAS|OOM) |ACL failure in script|user executing the script can't"
 )

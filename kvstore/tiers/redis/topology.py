@@ -5,6 +5,7 @@ redis-py knows topologies; a byte mover is given one server, and connects to it 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Protocol
 
 from redis.asyncio import Redis
@@ -12,7 +13,7 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
-from redis.exceptions import AuthenticationError
+from redis.exceptions import AuthenticationError, RedisError
 
 from kvstore.config import RedisAddress, RedisSettings
 from kvstore.errors import Unavailable
@@ -43,6 +44,10 @@ class Topology(Protocol):
 
     def doubt(self) -> None:
         """Record that a server failed: another one may take its place."""
+
+    async def reconnect(self) -> None:
+        """Have ``client`` connect anew: it reached a replica. Connections outlive a change of the primary, and the name
+        may lead to the new one. Raises nothing."""
 
     async def close(self) -> None: ...
 
@@ -94,6 +99,12 @@ class _Credentials(CredentialProvider):
         return self.get_credentials()
 
 
+async def _close_idle(client: Any) -> None:
+    """Close the connections that no call uses."""
+    with suppress(RedisError, OSError):
+        await client.connection_pool.disconnect(inuse_connections=False)
+
+
 class SingleServer:
     """The one server that the URL names."""
 
@@ -117,6 +128,9 @@ class SingleServer:
 
     def doubt(self) -> None:
         return None
+
+    async def reconnect(self) -> None:
+        await _close_idle(self.client)
 
     async def close(self) -> None:
         await self.client.aclose()
@@ -149,6 +163,10 @@ class SentinelPrimary:
     def doubt(self) -> None:
         """Have the Sentinels asked again."""
         self._server = None
+
+    async def reconnect(self) -> None:
+        self.doubt()
+        await _close_idle(self.client)
 
     async def close(self) -> None:
         await self.client.aclose()

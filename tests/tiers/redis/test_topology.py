@@ -7,7 +7,7 @@ import gc
 import re
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,19 @@ from redis.crc import key_slot
 
 from kvstore.chunk import ChunkLayout, layout_of
 from kvstore.config import RedisAddress, RedisSettings
+from kvstore.directory import NodeDirectory
 from kvstore.errors import DeadlineExceeded, PermissionDenied, Unavailable
+from kvstore.seams import SystemClock, SystemRandom
 from kvstore.spec import CacheKind, LayerSpec
 from kvstore.tiers import UploadState
 from kvstore.tiers.redis import errands
 from kvstore.tiers.redis.access import Access, Server
+from kvstore.tiers.redis.commands import Commands
 from kvstore.tiers.redis.line import Line
 from kvstore.tiers.redis.replies import CLUSTER_RIGHTS, RIGHTS
+from kvstore.tiers.redis.topology import topology_of
 from tests.contracts.chunks import SMALL, Chunk, chunk
+from tests.fakes.proxy import Proxy
 from tests.fakes.redis_server import KEYS, NO_OTHER, RedisServer, other_binary
 from tests.fakes.tls import encrypted, made_certificates
 from tests.ports import free_port
@@ -318,6 +323,37 @@ async def test_a_slot_without_a_node_costs_its_chunks_and_no_others(program: Pat
             assert isinstance(found[0], Unavailable)
             assert "CLUSTER INFO" in found[0].message
             assert found[1:] == [True] * (COUNT - 1)
+
+
+# ---------------------------------------------------------------- a name
+
+
+async def test_a_name_that_leads_to_another_primary_is_followed() -> None:
+    """As managed servers fail over: the old primary is a replica by then, and keeps its connections."""
+    ports = [free_port() for _ in range(2)]
+    addresses = [("127.0.0.1", each) for each in ports]
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(RedisServer(port=each)) for each in ports)
+        name = stack.enter_context(Proxy(addresses[0]))
+        settings = RedisSettings(url="redis://{}:{}".format(*name.address))
+        commands = Commands(topology_of(settings, RedisAddress.of(settings.url), 2))
+        directory = NodeDirectory(commands, "a", settings.prefix, "", SystemClock(), SystemRandom())
+        async with redis_tier(settings.url) as tier:
+            await put(tier, chunk(1))
+            await directory.beat()
+            name.lead_to(addresses[1])
+            first.client().execute_command("REPLICAOF", *addresses[1])
+            await until(lambda: first.client().info("replication")["master_link_status"] == "up", 30.0)
+            with pytest.raises(PermissionDenied, match="replica"):
+                await put(tier, chunk(2))
+            for call in (lambda: put(tier, chunk(2)), directory.beat):
+                for _ in range(3):  # a kept line each of movers, and those of questions, meet the old one once
+                    with suppress(PermissionDenied):
+                        await call()
+                await call()
+            assert second.client().exists(key_of(chunk(2)))
+            assert tier.statistics().state == "up"
+        await directory.close()
 
 
 # ---------------------------------------------------------------- Sentinel
