@@ -303,7 +303,7 @@ MUTANTS = [
         '        """Have the Sentinels asked again."""\n        self._server = None\n',
         '        """Have the Sentinels asked again."""\n',
         "after a failover every store goes to the dead server",
-        (f"{TOPOLOGY}::test_sentinels_name_the_primary_also_after_it_changed",),
+        ("tests/tiers/redis/test_primaries.py::test_sentinels_name_the_primary_also_after_it_changed",),
     ),
     Mutant(
         "any-certificate-will-do",

@@ -1,4 +1,4 @@
-"""Servers that are several: a cluster of three primaries, Sentinels, and an encrypted line. All real processes."""
+"""Servers that are several: a cluster of three primaries; and an encrypted line. All real processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gc
 import re
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,14 @@ from redis.crc import key_slot
 
 from kvstore.chunk import ChunkLayout, layout_of
 from kvstore.config import RedisAddress, RedisSettings
-from kvstore.directory import NodeDirectory
 from kvstore.errors import DeadlineExceeded, PermissionDenied, Unavailable
-from kvstore.seams import SystemClock, SystemRandom
 from kvstore.spec import CacheKind, LayerSpec
 from kvstore.tiers import UploadState
 from kvstore.tiers.redis import errands
 from kvstore.tiers.redis.access import Access, Server
-from kvstore.tiers.redis.commands import Commands
 from kvstore.tiers.redis.line import Line
 from kvstore.tiers.redis.replies import CLUSTER_RIGHTS, RIGHTS
-from kvstore.tiers.redis.topology import topology_of
 from tests.contracts.chunks import SMALL, Chunk, chunk
-from tests.fakes.proxy import Proxy
 from tests.fakes.redis_server import KEYS, NO_OTHER, RedisServer, other_binary
 from tests.fakes.tls import encrypted, made_certificates
 from tests.ports import free_port
@@ -323,93 +318,6 @@ async def test_a_slot_without_a_node_costs_its_chunks_and_no_others(program: Pat
             assert isinstance(found[0], Unavailable)
             assert "CLUSTER INFO" in found[0].message
             assert found[1:] == [True] * (COUNT - 1)
-
-
-# ---------------------------------------------------------------- a name
-
-
-async def test_a_name_that_leads_to_another_primary_is_followed() -> None:
-    """As managed servers fail over: the old primary is a replica by then, and keeps its connections."""
-    ports = [free_port() for _ in range(2)]
-    addresses = [("127.0.0.1", each) for each in ports]
-    with ExitStack() as stack:
-        first, second = (stack.enter_context(RedisServer(port=each)) for each in ports)
-        name = stack.enter_context(Proxy(addresses[0]))
-        settings = RedisSettings(url="redis://{}:{}".format(*name.address))
-        commands = Commands(topology_of(settings, RedisAddress.of(settings.url), 2))
-        directory = NodeDirectory(commands, "a", settings.prefix, "", SystemClock(), SystemRandom())
-        async with redis_tier(settings.url) as tier:
-            await put(tier, chunk(1))
-            await directory.beat()
-            name.lead_to(addresses[1])
-            first.client().execute_command("REPLICAOF", *addresses[1])
-            await until(lambda: first.client().info("replication")["master_link_status"] == "up", 30.0)
-            with pytest.raises(PermissionDenied, match="replica"):
-                await put(tier, chunk(2))
-            for call in (lambda: put(tier, chunk(2)), directory.beat):
-                for _ in range(3):  # a kept line each of movers, and those of questions, meet the old one once
-                    with suppress(PermissionDenied):
-                        await call()
-                await call()
-            assert second.client().exists(key_of(chunk(2)))
-            assert tier.statistics().state == "up"
-        await directory.close()
-
-
-# ---------------------------------------------------------------- Sentinel
-
-
-async def test_sentinels_name_the_primary_also_after_it_changed() -> None:
-    ports = [free_port() for _ in range(3)]
-    with ExitStack() as stack:
-        first = stack.enter_context(RedisServer(port=ports[0]))
-        second = stack.enter_context(RedisServer("--replicaof", "127.0.0.1", str(ports[0]), port=ports[1]))
-        sentinel = stack.enter_context(RedisServer(port=ports[2], is_sentinel=True))
-        asked = sentinel.client()
-        asked.execute_command("SENTINEL", "MONITOR", "main", "127.0.0.1", ports[0], 1)
-        asked.execute_command("SENTINEL", "SET", "main", "down-after-milliseconds", 500)
-        url = f"redis+sentinel://127.0.0.1:{ports[2]}/main"
-        async with redis_tier(url) as tier:
-            what = await put(tier, chunk(1))
-            assert await got(tier, what)
-            assert first.client().exists(key_of(what))
-            await until(lambda: second.client().exists(key_of(what)))
-            await until(lambda: asked.sentinel_master("main")["num-slaves"] == 1, 20.0)
-            first.kill()
-            with pytest.raises(Unavailable):
-                await put(tier, chunk(2))
-            await until(lambda: second.client().info("replication")["role"] == "master", 30.0)
-            async with asyncio.timeout(20):
-                while True:
-                    try:
-                        await put(tier, chunk(2))
-                        break
-                    except Unavailable:
-                        await asyncio.sleep(0.1)
-            assert await got(tier, what)
-            assert await got(tier, chunk(2))
-            assert second.client().exists(key_of(chunk(2)))
-        async with redis_tier(f"redis+sentinel://127.0.0.1:{ports[2]}/other") as tier:
-            with pytest.raises(Unavailable, match=r"tiers\.redis"):
-                await put(tier, chunk(1))
-
-
-async def test_sentinels_have_a_password_of_their_own(tmp_path: Path) -> None:
-    file, ports = tmp_path / "sentinels", [free_port() for _ in range(2)]
-    file.write_text("theirs")
-    with ExitStack() as stack:
-        stack.enter_context(RedisServer("--requirepass", "pw", port=ports[0]))
-        sentinel = stack.enter_context(RedisServer("--requirepass", "theirs", port=ports[1], is_sentinel=True))
-        asked = sentinel.client(password="theirs")
-        asked.execute_command("SENTINEL", "MONITOR", "main", "127.0.0.1", ports[0], 1)
-        asked.execute_command("SENTINEL", "SET", "main", "auth-pass", "pw")
-        url = f"redis+sentinel://:pw@127.0.0.1:{ports[1]}/main"
-        async with redis_tier(url, sentinel_password_file=str(file)) as tier:
-            await put(tier, chunk(1))
-            assert await got(tier, chunk(1))
-        async with redis_tier(url) as tier:
-            with pytest.raises(Unavailable, match=r"tiers\.redis\.sentinel_password_file"):
-                await put(tier, chunk(1))
 
 
 # ---------------------------------------------------------------- TLS
