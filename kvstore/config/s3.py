@@ -31,7 +31,7 @@ class S3Settings:
     profile: str = ""
     """A profile of the AWS configuration."""
     credentials_file: str = ""
-    """A file of credentials, as the AWS tools write it."""
+    """A file of credentials, as the AWS tools write it. It is read anew when the endpoint refuses what it had."""
     addressing: str = "auto"
     """The place of the bucket's name in requests: `path`, `virtual` (in the host's name), or `auto`."""
     expected_owner: str = ""

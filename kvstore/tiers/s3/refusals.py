@@ -23,10 +23,9 @@ RETRIED = frozenset({
 """The same request may well succeed a moment later."""
 CLOSED = frozenset({"ConnectionClosedError", "EndpointConnectionError"})
 """A kept connection is gone: another connection may work, at once."""
-STALE = frozenset(
-    {"ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken", "TokenRefreshRequired"}
-)
-"""Credentials that were good once: they are read anew."""
+_EXPIRED = ("ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken", "TokenRefreshRequired")
+STALE = frozenset({*_EXPIRED, "SignatureDoesNotMatch", "NoCredentialsError", "CredentialRetrievalError"})
+"""Credentials that were good once, or are wrong, or missing: they are read anew, as others may be there by now."""
 
 _CREDENTIALS = (
     "set tiers.s3.profile, tiers.s3.credentials_file or AWS_ACCESS_KEY_ID in the service's environment to credentials "
@@ -61,7 +60,7 @@ _REMEDIES = {
     "SlowDown": "the store asks for fewer requests: lower tiers.s3.reader_count and writer_count, or share less",
     **dict.fromkeys(("EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError", "CutShort",
                      "ConnectionClosedError", "HTTPClientError"), _ENDPOINT),
-    **dict.fromkeys(STALE, f"the endpoint does not take the credentials any more: {_CREDENTIALS}"),
+    **dict.fromkeys(_EXPIRED, f"the endpoint does not take the credentials any more: {_CREDENTIALS}"),
 }  # fmt: skip
 _RIGHTS = {
     "read": "it needs the right s3:GetObject, and s3:ListBucket to tell what is not there",

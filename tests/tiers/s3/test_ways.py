@@ -171,6 +171,29 @@ def test_credentials_that_expire_while_many_read_cost_nobody_a_chunk(
     stand.run(scenario)
 
 
+def test_credentials_that_come_later_or_are_put_right_need_no_new_start(
+    stand: S3Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_users: list[tuple[str, str]]
+) -> None:
+    """The file has none at first; then another secret of the same key."""
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setattr(connection, "RENEW_S_MIN", 0.0)
+    settings = as_user(stand, tmp_path, *two_users[0])
+    Path(settings.credentials_file).write_text("[of-a-test]\nregion = us-east-1\n")
+
+    async def scenario() -> None:
+        tier = tier_of(settings)
+        for error in await said(tier.open(chunk(1).name), write(tier, chunk(1)), there(tier, chunk(1))):
+            assert isinstance(error, Unavailable)
+            assert "no credentials were found" in error.message
+        as_user(stand, tmp_path, *two_users[0])
+        await write(tier, chunk(1))
+        stand.switches.refusals = [(403, "SignatureDoesNotMatch")]
+        assert await found(tier, chunk(1))
+        await tier.close()
+
+    stand.run(scenario)
+
+
 def test_a_server_that_sends_everybody_elsewhere_is_not_asked_on_and_on(stand: S3Stand) -> None:
     """As one that sends http to https."""
 
