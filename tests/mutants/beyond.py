@@ -223,4 +223,12 @@ MUTANTS = [
         "whoever may write to the bucket fills the memory of a scan",
         ("tests/ops/test_scan.py::test_what_is_large_is_read_alone_and_what_is_too_large_by_its_header",),
     ),
+    Mutant(
+        "a-former-primary-is-asked-on",
+        "kvstore/tiers/redis/control.py",
+        "                await self._topology.reconnect()\n",
+        "                pass\n",
+        "after a failover behind a name every store is refused for as long as a connection lives",
+        ("tests/tiers/redis/test_primaries.py::test_a_name_that_leads_to_another_primary_is_followed",),
+    ),
 ]

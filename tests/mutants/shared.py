@@ -366,4 +366,12 @@ MUTANTS = [
         "a miss says that nobody stored a chunk, while the tier that may have it does not answer",
         ("tests/e2e/test_redis.py::test_a_server_that_is_not_there_at_the_start_is_used_when_it_comes",),
     ),
+    Mutant(
+        "each-chunk-is-sent-to-a-tier-that-takes-none",
+        WRITES,
+        "AWAY = (DeadlineExceeded, PermissionDenied, Unavailable)\n",
+        "AWAY = (DeadlineExceeded, Unavailable)\n",
+        "a node without the right to write sends all its chunks again every ten seconds, and each is billed",
+        ("tests/tiers/shared/test_away.py::test_a_tier_that_this_node_may_not_write_to_is_sent_one_chunk_for_all",),
+    ),
 ]
