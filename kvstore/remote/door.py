@@ -46,9 +46,12 @@ OPTIONS = (
     ("grpc.max_connection_idle_ms", 300_000),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.http2.lookahead_bytes", 4 << 20),
-    # A client that vanished without closing its connection is noticed, and its session ends.
+    # A client that vanished without closing its connection is noticed within 30 s, and its session ends. gRPC waits for
+    # the answer to a keepalive ping as long as for that to any ping, by default a minute: keepalive's own time is not
+    # enough.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
     # Clients send keepalive pings while nothing else is sent. By default gRPC ends a connection whose pings come more
     # often than every five minutes: idle clients would lose their sessions.
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),

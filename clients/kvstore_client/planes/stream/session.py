@@ -40,9 +40,10 @@ OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.http2.lookahead_bytes", 4 << 20),
-    # Notice a server that vanished without closing its connections.
+    # Notice a server that vanished without closing its connections within 30 s, as the server does a client.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("SingleThreadedUnaryStream", 1),
 )
