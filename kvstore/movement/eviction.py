@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.catalog import ROOT_ROW, Catalog, Copies
 from kvstore.movement.removal import Removal
@@ -10,8 +15,29 @@ from kvstore.seams import FaultPoints
 from kvstore.spec import MissReason
 from kvstore.telemetry import Counters
 from kvstore.tiers import Residency
+from kvstore.tiers.contract import HelpingCopies
 
 Eligible = Callable[[int], bool]
+LOOK_COUNT = 256
+"""Copies that stay and are passed one by one, before all of the tier are looked at together: 0.1 ms."""
+AHEAD_COUNT, AHEAD_COUNT_MAX = 1024, 65_536
+"""Victims that are chosen together then: more, where few of those chosen before could go."""
+NEED_COUNT_MAX = 64
+"""Needs for which chosen victims are remembered."""
+
+
+class _TooMany(Exception):
+    """``LOOK_COUNT`` copies in a row stay."""
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One way to make room. ``may_go``: whether a row goes now. ``are_candidates``: for all rows, whether they go now,
+    or once their children went."""
+
+    number: int
+    may_go: Eligible
+    are_candidates: Callable[[], NDArray[np.bool_]]
 
 
 class Eviction:
@@ -20,6 +46,10 @@ class Eviction:
     First go copies that a slower tier has too (demotion), with children or without. Then chunks without children. Last,
     where there is a slower tier, chunks whose children only that tier has: the children cannot be found until their
     parent is stored again.
+
+    Where very many copies that stay come first in the policy's order (a slower tier takes nothing, or another model's
+    chunks fill a device), the next victims are chosen together and remembered: walking past a million copies for each
+    victim would take the loop half a second.
     """
 
     def __init__(
@@ -34,19 +64,21 @@ class Eviction:
         self._leaves = leaves
         self._faults = faults
         self._counters = counters
+        self._chosen: dict[tuple[int, HelpingCopies | None], deque[tuple[int, int]]] = {}
+        """By pass and need: the next victims, each with its place in the policy's order when it was chosen."""
 
     def evict(
         self, helps: Callable[[Residency], bool], enough: Callable[[], bool], keep: frozenset[int] = frozenset(),
-        *, last_copies: bool = True,
+        *, last_copies: bool = True, among: HelpingCopies | None = None,
     ) -> bool:  # fmt: skip
         """See ``tiers.Evictor``. Chunks in ``keep`` and held chunks stay. Without ``last_copies`` only copies that a
         slower tier has too may go."""
-        for may_go in self._passes(helps, last_copies=last_copies):
+        for each in self._passes(helps, among, last_copies=last_copies):
 
-            def eligible(row: int, may_go: Eligible = may_go) -> bool:
+            def eligible(row: int, may_go: Eligible = each.may_go) -> bool:
                 return may_go(row) and row not in keep and not self._table.is_held(row)
 
-            for row in self._copies.policy.victims(eligible):
+            for row in self._victims(each, among, eligible):
                 self._give_up(row)
                 if enough():
                     return True
@@ -54,15 +86,18 @@ class Eviction:
 
     def evict_all(self, residencies: Sequence[Residency]) -> bool:
         """See ``tiers.Evictor``. Cost: looks at every row of the tier."""
-        wanted, copies = set(residencies), self._copies
-        rows = [row for row in copies.rows() if copies.residency(row) in wanted]
-        if len(rows) < len(wanted) or any(map(self._table.is_held, rows)):
+        rows = self._copies.at(residencies)
+        if len(rows) < len(set(residencies)) or any(map(self._table.is_held, rows)):
             return False
         for row in rows:
             self._give_up(row)
         return True
 
-    def _passes(self, helps: Callable[[Residency], bool], *, last_copies: bool) -> Iterator[Eligible]:
+    # ------------------------------------------------------------ who goes
+
+    def _passes(
+        self, helps: Callable[[Residency], bool], among: HelpingCopies | None, *, last_copies: bool
+    ) -> Iterator[_Pass]:
         table, copies = self._table, self._copies
         slower = table.copies[table.copies.index(copies) + 1 :]
 
@@ -73,12 +108,71 @@ class Eviction:
                 parent != ROOT_ROW and parent in copies and helps(copies.residency(parent))
             )
 
+        def helping() -> NDArray[np.bool_]:
+            places = self._places(copies)
+            return places >= 0 if among is None else among(places)
+
+        def also_there() -> NDArray[np.bool_]:
+            is_below = np.logical_or.reduce([self._places(each) >= 0 for each in slower])
+            return np.logical_and(helping(), is_below)
+
+        def of_use() -> NDArray[np.bool_]:
+            helps_itself = helping()
+            parents = np.frombuffer(table.parents, np.int32)[: len(helps_itself)]
+            with_parent = np.append(helps_itself, False)[parents]  # ROOT_ROW names the last
+            return np.logical_and(helps_itself | with_parent, self._places(copies) >= 0)
+
         if slower:
-            yield lambda row: any(row in each for each in slower) and helps(copies.residency(row))
+            yield _Pass(0, lambda row: any(row in each for each in slower) and helps(copies.residency(row)), also_there)
         if last_copies:
-            yield lambda row: not table.child_counts[row] and is_of_use(row)
+            yield _Pass(1, lambda row: not table.child_counts[row] and is_of_use(row), of_use)
         if last_copies and slower:
-            yield lambda row: helps(copies.residency(row))
+            yield _Pass(2, lambda row: helps(copies.residency(row)), helping)
+
+    def _victims(self, each: _Pass, among: HelpingCopies | None, eligible: Eligible) -> Iterator[int]:
+        """Yield the rows that go in this pass, in the policy's order. Those that were chosen together before go first:
+        what could go since may be more dispensable than the last of them, by ``AHEAD_COUNT`` victims at the most."""
+        chosen = self._chosen.get((each.number, among), deque())
+        yield from self._of_chosen(chosen, eligible)
+        passed = 0
+
+        def one_by_one(row: int) -> bool:
+            nonlocal passed
+            goes = eligible(row)
+            passed = 0 if goes else passed + 1
+            if passed > LOOK_COUNT:
+                raise _TooMany
+            return goes
+
+        try:
+            yield from self._copies.policy.victims(one_by_one)
+            return
+        except _TooMany:
+            pass
+        after: int | None = None
+        count = AHEAD_COUNT
+        while rows := self._copies.policy.in_order(self._candidates(each), after, count):
+            chosen = deque((row, self._copies.policy.place(row)) for row in rows)
+            if len(self._chosen) >= NEED_COUNT_MAX:
+                self._chosen.clear()
+            self._chosen[each.number, among] = chosen
+            after, count = chosen[-1][1], min(2 * count, AHEAD_COUNT_MAX)  # few of them went
+            yield from self._of_chosen(chosen, eligible)
+
+    def _places(self, copies: Copies) -> NDArray[np.int64]:
+        return copies.places()[: len(self._table.digests)]
+
+    def _candidates(self, each: _Pass) -> NDArray[np.int64]:
+        found = each.are_candidates()
+        found[self._table.held()] = False
+        return np.flatnonzero(found)
+
+    def _of_chosen(self, chosen: deque[tuple[int, int]], eligible: Eligible) -> Iterator[int]:
+        """Yield those of the chosen victims that may go, and were not used since."""
+        while chosen:
+            row, place = chosen.popleft()
+            if self._copies.policy.place(row) == place and eligible(row):
+                yield row
 
     def _give_up(self, row: int) -> None:
         self._faults.reach(f"{self._copies.tier.name}.evict")

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstore.spec import MissReason
 
 ABSENT = -1
@@ -43,3 +46,11 @@ class EvictionPolicy(Protocol):
         """Yield rows to remove, most dispensable first. ``eligible`` is asked anew before each is yielded. The caller
         calls ``removed`` for each row that it takes; asking alone changes nothing. A parent never comes before its
         children when ``eligible`` refuses chunks that have children."""
+
+    def place(self, row: int) -> int:
+        """Return the row's place in the order: smaller for a more dispensable one, another one after each change, 0 for
+        a row that is not in this tier."""
+
+    def in_order(self, rows: NDArray[np.int64], after: int | None, count_max: int) -> list[int]:
+        """Return those of these rows whose place is larger than ``after`` (None: all of them), in the order of
+        ``victims``, the first ``count_max``. All of them must be in this tier. Cost: some passes over ``rows``."""

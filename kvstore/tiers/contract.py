@@ -25,6 +25,9 @@ RESIDENCY_STOP = 1 << 62
 NOTHING = 0
 """Stands for "no write" where the first 8 bytes of a write id are expected."""
 SpaceName = tuple[bytes, Provenance, Exactness]
+HelpingCopies = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
+"""Says of many copies which ones would help a tier that needs room; False for a negative number, which is no copy's.
+Equal ones say the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +189,12 @@ class Evictor(Protocol):
     """Decides which copies leave a local tier. The tier says which copies would help; the policy says in which order
     they go. Both calls give copies up through the tier's own ``remove``, before they return."""
 
-    def evict(self, helps: Callable[[Residency], bool], enough: Callable[[], bool]) -> bool:
+    def evict(
+        self, helps: Callable[[Residency], bool], enough: Callable[[], bool], *, among: HelpingCopies | None = None
+    ) -> bool:
         """Give up copies in the policy's order until ``enough`` is true, which is asked after each copy. A copy goes if
-        it ``helps``, or if its parent does, which can only go after it. Returns whether ``enough`` came true."""
+        it ``helps``, or if its parent does, which can only go after it. Returns whether ``enough`` came true.
+        ``among``: the same as ``helps``, for many copies at once, from a tier of whose copies perhaps few help."""
 
     def evict_all(self, residencies: Sequence[Residency]) -> bool:
         """Give up all of these copies, or none: none go where one is held, or is not in the catalog yet because it is

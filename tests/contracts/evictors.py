@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from kvstore.tiers import LocalTier, Residency
+from kvstore.tiers.contract import HelpingCopies
 
 
 class KeepsAll:
     """Gives nothing up: a full tier says so."""
 
-    def evict(self, helps: Callable[[Residency], bool], enough: Callable[[], bool]) -> bool:
+    def evict(
+        self, helps: Callable[[Residency], bool], enough: Callable[[], bool], *, among: HelpingCopies | None = None
+    ) -> bool:
         return False
 
     def evict_all(self, residencies: Sequence[Residency]) -> bool:
@@ -27,7 +32,11 @@ class OldestFirst:
         self.gone: list[Residency] = []
         self.erases = False
 
-    def evict(self, helps: Callable[[Residency], bool], enough: Callable[[], bool]) -> bool:
+    def evict(
+        self, helps: Callable[[Residency], bool], enough: Callable[[], bool], *, among: HelpingCopies | None = None
+    ) -> bool:
+        there = np.array(self.there, np.int64)
+        assert among is None or among(there).tolist() == [helps(each) for each in self.there]
         for residency in [each for each in self.there if each not in self.held and helps(each)]:
             self._evict(residency)
             if enough():

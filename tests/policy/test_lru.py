@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -110,3 +111,26 @@ def test_a_parent_outlives_its_children() -> None:
     use(policy, [1, 2, 3])
     use(policy, [1, 2, 4])
     assert list(policy.victims(lambda _: True)) == [3, 4, 2, 1]
+
+
+@given(steps, st.lists(st.integers(0, 14), max_size=4), st.sets(st.integers(0, 12)), st.integers(1, 5))
+def test_some_rows_are_ordered_as_all_are(
+    history: list[list[int] | int], superseded: list[int], asked: set[int], count_max: int
+) -> None:
+    policy = LeastRecentlyUsed()
+    for step in history:
+        if isinstance(step, int):
+            policy.removed(step, MissReason.EVICTED)
+        else:
+            use(policy, step)
+    for row in superseded:
+        policy.superseded(row)
+    order = list(policy.victims(lambda _: True))
+    assert sorted(order, key=policy.place) == order
+    assert [row for row in range(16) if policy.place(row)] == sorted(order)
+    some = [row for row in order if row in asked]
+    rows, found = np.array(sorted(some), np.int64), list[int]()
+    while part := policy.in_order(rows, policy.place(found[-1]) if found else None, count_max):
+        assert len(part) <= count_max
+        found += part
+    assert found == some

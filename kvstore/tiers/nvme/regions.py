@@ -12,6 +12,7 @@ import os
 import re
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from kvstore.errors import Exhausted, Unavailable
 from kvstore.seams import Disk, FaultPoints, Lender, OwnThreads
 from kvstore.spec import Encoding
-from kvstore.tiers.contract import Residency
+from kvstore.tiers.contract import HelpingCopies, Residency
 from kvstore.tiers.nvme.files import Files
 from kvstore.tiers.nvme.io import DeviceIO
 from kvstore.tiers.nvme.slots import FLAGS_SHIFT, SEALED, RegionFile, remedy_of
@@ -34,6 +35,22 @@ QUARANTINE_SHARE = 64
 """At most one slot in so many of a region stays in quarantine (and one at least); the oldest is used again."""
 FLAGS_MASK, ENCODING_MASK = 0x3F, 0x1F
 _log = logging.getLogger("kvstore.nvme")
+
+
+@dataclass(frozen=True)
+class _OfSize:
+    """See ``Regions.of_size``."""
+
+    regions: Regions
+    slot_bytes: int
+
+    def __call__(self, residencies: NDArray[np.int64]) -> NDArray[np.bool_]:
+        by_number = self.regions.by_number
+        helps = np.zeros(max(by_number, default=0) + 2, np.bool_)  # the last one is no region's
+        for number, region in by_number.items():
+            helps[number] = region.slot_bytes == self.slot_bytes and not region.is_read_only
+        found: NDArray[np.bool_] = helps[np.minimum(residencies >> 32 & 0xFFFFFF, len(helps) - 1)]
+        return found
 
 
 class Regions:
@@ -281,6 +298,10 @@ class Regions:
         none."""
         region = self.by_number.get(residency >> 32 & 0xFFFFFF)
         return 0 if region is None or region.is_read_only else region.slot_bytes
+
+    def of_size(self, slot_bytes: int) -> HelpingCopies:
+        """Return ``slot_bytes_at`` == ``slot_bytes``, for many copies at once."""
+        return _OfSize(self, slot_bytes)
 
     def in_the_way(self, slot_bytes: int) -> list[RegionFile]:
         """Return the regions that take the room of a new file for this slot size, and that no reader uses: regions of

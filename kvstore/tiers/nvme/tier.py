@@ -281,7 +281,7 @@ class NvmeTier:
         def enough() -> bool:
             return self.regions.free_count(slot_bytes) > 0 or any(map(helps, self.erasures.doomed))
 
-        return self._evictor.evict(helps, enough)
+        return self._evictor.evict(helps, enough, among=self.regions.of_size(slot_bytes))
 
     def _empty_a_region(self, slot_bytes: int) -> bool:
         """Give up all chunks of one region, because all files are cut for other sizes: the one that holds the least, of
