@@ -172,7 +172,7 @@ class EventSettings:
     topic: str = "kv-events"
     """The first frame of each message."""
     buffer_count: int = 10_000
-    """Batches kept for replay, 64 MiB of them at most, and queued for a slow subscriber."""
+    """Batches kept for replay, and queued for a slow subscriber: 64 MiB of them at most."""
     allow_remote: bool = False
     """`true`: addresses other than loopback and `ipc://` are allowed; nothing is encrypted there."""
 

@@ -120,7 +120,8 @@ class Eviction:
             helps_itself = helping()
             parents = np.frombuffer(table.parents, np.int32)[: len(helps_itself)]
             with_parent = np.append(helps_itself, False)[parents]  # ROOT_ROW names the last
-            return np.logical_and(helps_itself | with_parent, self._places(copies) >= 0)
+            found: NDArray[np.bool_] = (helps_itself | with_parent) & (self._places(copies) >= 0)
+            return found
 
         if slower:
             yield _Pass(0, lambda row: any(row in each for each in slower) and helps(copies.residency(row)), also_there)

@@ -29,8 +29,11 @@ from kvstore.spec import CacheKind, EventKind, Exactness, Provenance, Tier
 
 BATCH_COUNT_MAX = 512
 KEPT_BYTES_MAX = 64 << 20
-"""Bytes of batches that are kept for replay, beside the limit of their number. A batch of ``BATCH_COUNT_MAX`` events
-has 44 KB, so that ten thousand of them would be 435 MB; 64 MiB are 700,000 events."""
+"""Bytes of batches that are kept for replay, and that ZMQ queues for a slow router, beside the limit of their
+number. A batch of ``BATCH_COUNT_MAX`` events has 44 KB, so that ten thousand of them would be 435 MB; 64 MiB are
+700,000 events."""
+MESSAGE_BYTES_MIN = 4096
+"""Batches up to so many bytes are never divided."""
 END_SEQUENCE = (-1).to_bytes(8, "big", signed=True)
 REQUEST_BYTES_MAX = 4096
 """A router sends a sequence number or a topic, both shorter. A peer that sends more is disconnected."""
@@ -89,8 +92,11 @@ class Publisher:
         self._kept = KeptBatches(settings.buffer_count, KEPT_BYTES_MAX)
         self._context = zmq.asyncio.Context()
         self._sender, self._replay = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
+        self._message_bytes = max(MESSAGE_BYTES_MIN, KEPT_BYTES_MAX // settings.buffer_count)
+        """Longer batches are divided: ZMQ bounds its queues by their number of messages only."""
+        self._sender.set_hwm(min(settings.buffer_count, max(1, KEPT_BYTES_MAX // self._message_bytes)))
+        self._replay.set_hwm(settings.buffer_count)
         for socket in (self._sender, self._replay):
-            socket.set_hwm(settings.buffer_count)
             socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
         try:
             self._sender.bind(settings.endpoint)
@@ -130,6 +136,10 @@ class Publisher:
         if not blocks:
             return
         payload = self._encoder.encode([self._clock.wall(), blocks])
+        if len(payload) > self._message_bytes and len(blocks) > 1:
+            await self._send(blocks[: len(blocks) // 2])
+            await self._send(blocks[len(blocks) // 2 :])
+            return
         self._kept.add(self._sequence, payload)
         await self._sender.send_multipart((self._topic, self._sequence.to_bytes(8, "big"), payload))
         self._sequence += 1

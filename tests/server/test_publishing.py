@@ -317,6 +317,38 @@ async def test_what_is_kept_for_a_replay_is_bounded_in_bytes_and_a_router_sees_w
     assert 9_000 < sum(len(each[3]) for each in answers) <= 10_000
 
 
+async def test_what_is_queued_for_a_router_that_does_not_read_is_bounded_in_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZMQ counts messages: as few of them as there may be, long ones would be much memory."""
+    queued_bytes, published_bytes = 256 << 10, 16 << 20
+    monkeypatch.setattr(publishing, "KEPT_BYTES_MAX", queued_bytes)
+    settings = EventSettings(endpoint=f"ipc://{tmp_path}/events")
+    publisher = open_publisher(settings, Service().controller, SystemClock())
+    assert publisher is not None
+    with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as slow:
+        slow.setsockopt(zmq.LINGER, 0)
+        slow.set_hwm(1)
+        slow.connect(settings.endpoint)
+        slow.subscribe(b"")
+        async with asyncio.timeout(60.0):
+            while not await slow.poll(10):  # until it is heard
+                await publisher._send([{"type": "AllBlocksCleared"}])
+        sent_bytes, sizes, numbers = 0, list[int](), list[int]()
+        while sent_bytes < published_bytes:
+            blocks = [{"type": "BlockRemoved", "block_hashes": [bytes(32)], "medium": str(each)} for each in range(512)]
+            await publisher._send(blocks)
+            sent_bytes += 512 * 32
+        while await slow.poll(500):
+            _, _, payload = await slow.recv_multipart()
+            sizes.append(len(payload))
+            numbers += [int(each.medium) for each in DECODER.decode(payload).events if isinstance(each, BlockRemoved)]
+    publisher.close()
+    assert max(sizes) <= publishing.MESSAGE_BYTES_MIN
+    assert numbers[:512] == list(range(512)), "a divided batch keeps its order"
+    assert sum(sizes) < 4 * queued_bytes + (2 << 20), "and what the kernel has room for"
+
+
 def start(**settings: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvstore_ops.cli", "serve", "--capacity", "8 MiB", "--nvme", "0"]
     return WARM.run(command, timeout=60, env={**os.environ, **settings})
