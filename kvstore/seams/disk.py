@@ -6,6 +6,7 @@ Every method but ``close`` may raise OSError; the caller translates it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -32,7 +33,9 @@ class Disk(Protocol):
 
     def pwrite(self, descriptor: int, buffer: memoryview, offset: int) -> int: ...
 
-    def sync(self, descriptor: int) -> None: ...
+    def sync(self, descriptor: int) -> None:
+        """Make what was written durable. Raises OSError also where the file was removed meanwhile: bytes of a file that
+        has no name are gone with the process."""
 
     def sync_directory(self, path: Path) -> None: ...
 
@@ -79,6 +82,8 @@ class SystemDisk:
 
     def sync(self, descriptor: int) -> None:
         os.fdatasync(descriptor)
+        if not os.fstat(descriptor).st_nlink:
+            raise OSError(errno.ENOENT, "the file was removed while it was in use")
 
     def sync_directory(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -144,6 +144,8 @@ class SimulatedDisk:
         try:
             with self._call("sync", opened.path):
                 opened.file.sync()
+                if not any(opened.file is file for file in self._names.newest.values()):
+                    raise os_error(errno.ENOENT, opened.path)
         except OSError:
             opened.file.fail_to_sync(self._chance)
             raise

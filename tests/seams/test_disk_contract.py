@@ -135,6 +135,17 @@ def test_a_removed_file_lives_while_it_is_open(disk: Disk, home: Path, file: int
     assert read(disk, file, 100) == b"still here"
 
 
+def test_a_sync_of_a_removed_file_fails(disk: Disk, home: Path, file: int) -> None:
+    write(disk, file, b"here")
+    disk.sync(file)
+    disk.rename(home / "file", home / "renamed")
+    disk.sync(file)
+    disk.remove(home / "renamed")
+    with pytest.raises(FileNotFoundError):
+        disk.sync(file)
+    assert read(disk, file, 4) == b"here"
+
+
 def test_open_obeys_its_flags(disk: Disk, home: Path, file: int) -> None:
     write(disk, file, b"content")
     with pytest.raises(FileExistsError):

@@ -92,6 +92,26 @@ def test_a_region_that_could_not_sync_takes_no_more(service: DeviceService) -> N
     service.run(scenario)
 
 
+def test_a_region_file_that_somebody_removed_takes_no_more(service: DeviceService) -> None:
+    """What is written to a file without a name is gone with the process, however well it is synced."""
+
+    async def scenario() -> None:
+        await service.keep(1)
+        gone = service.place(1)[0]
+        service.disk.remove(gone)
+        await service.store(service.session, 2)
+        settled = await service.settled(2)
+        assert (settled.chunk_count, settled.durability) == (1, Durability.MEMORY)
+        assert await service.fetch(1) == (1, MissReason.NONE)
+        await asyncio.sleep(RETRY_S)
+        assert (await service.settled(2)).durability is Durability.LOCAL
+        await service.restart(kill=True)
+        assert await service.fetch(1) == (0, MissReason.COLD)
+        assert await service.fetch(2) == (1, MissReason.NONE)
+
+    service.run(scenario)
+
+
 def test_a_device_of_which_every_sync_fails(service: DeviceService) -> None:
     """Stores and fetches go on from memory, and the device holds no more files than it may."""
 
