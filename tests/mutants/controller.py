@@ -129,6 +129,22 @@ MUTANTS = [
         (f"{T_CONTROLLER}::test_tickets_and_leases_keep_their_chunks",),
     ),
     Mutant(
+        "chosen-before-it-was-used",
+        EVICTION,
+        "            if self._copies.policy.place(row) == place and eligible(row):\n",
+        "            if row in self._copies and eligible(row):\n",
+        "what was used a moment ago goes, because it was chosen before",
+        ("tests/movement/test_eviction.py::test_a_chosen_victim_that_was_used_since_stays",),
+    ),
+    Mutant(
+        "children-of-another-size-stay",
+        EVICTION,
+        "(helps_itself | with_parent) &",
+        "helps_itself &",
+        "a device full of conversations whose ends are short takes no more of them",
+        ("tests/movement/test_eviction.py::test_a_child_of_another_size_goes_before_its_parent_wherever_it_is_found",),
+    ),
+    Mutant(
         "ticket-without-an-end",
         TICKETS,
         "if each.expires_s <= now_s]",

@@ -32,6 +32,14 @@ T_REGISTERED = "tests/e2e/test_registered_profiles.py"
 
 MUTANTS = [
     Mutant(
+        "slow-routers-take-all-memory",
+        PUBLISHING,
+        "        if len(payload) > self._message_bytes and len(blocks) > 1:\n",
+        "        if False:\n",
+        "a router that reads slowly has hundreds of MB queued",
+        (f"{T_PUBLISHING}::test_what_is_queued_for_a_router_that_does_not_read_is_bounded_in_bytes",),
+    ),
+    Mutant(
         "an-old-profile-replaces-the-newer",
         REGISTERED,
         "        if known is not None and known.measured_at_s > profile.measured_at_s:\n            return False\n",
@@ -164,7 +172,7 @@ MUTANTS = [
         "router-that-says-megabytes",
         PUBLISHING,
         "            socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)\n",
-        "",
+        "            pass\n",
         "whoever reaches the replay endpoint fills the server's memory",
         (f"{T_PUBLISHING}::test_who_says_too_much_to_the_publisher_is_disconnected",),
     ),
