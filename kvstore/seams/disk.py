@@ -175,7 +175,10 @@ def replace_whole(disk: Disk, path: Path, data: bytes, reach: Callable[[], None]
     try:
         done = 0
         while done < len(data):
-            done += disk.pwrite(descriptor, memoryview(data)[done : done + (8 << 20)], done)
+            count = disk.pwrite(descriptor, memoryview(data)[done : done + (8 << 20)], done)
+            if count <= 0:
+                raise OSError(errno.EIO, "the device took no byte of a write")
+            done += count
         disk.sync(descriptor)
     finally:
         disk.close(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -58,7 +59,10 @@ class PosixIO:
                 part = copy
             done = 0
             while done < part.size:
-                done += self._disk.pwrite(descriptor, part[done:].data, offset + start + done)
+                count = self._disk.pwrite(descriptor, part[done:].data, offset + start + done)
+                if count <= 0:
+                    raise OSError(errno.EIO, "the device took no byte of a write")
+                done += count
 
 
 def _is_aligned(memory: Bytes) -> bool:
