@@ -39,6 +39,8 @@ ANSWER_S_MAX = 60.0
 """A shared tier's call that takes more seconds than this plus the time for its bytes (``limit_s``) has failed."""
 LOAD_COUNT_MAX = 16_384
 """Chunks on their way into memory at once."""
+CALLS_AT_ONCE = 64
+"""Calls of a tier that are begun between two pauses: each takes the loop 0.1 ms, and a long load has thousands."""
 _log = logging.getLogger("kvstore.movement")
 Result = TypeVar("Result")
 RoomFor = Callable[[tuple[int, ...]], Placement | None]
@@ -211,18 +213,21 @@ class Loads:
             self._cut(batch)
             async with asyncio.TaskGroup() as group:
                 async with asyncio.TaskGroup() as tasks:  # when it ends no open is pending, in any case
-                    for each in batch:
+                    for number, each in enumerate(batch, 1):
                         tasks.create_task(begin(each))
+                        await self._pause(number)
                 order = {each: number for number, each in enumerate(batch)}
                 chunks.sort(key=lambda opened: order[opened[0]])
-                for position, slabs in later_pieces([each.pieces for each, _ in chunks]):
+                for number, (position, slabs) in enumerate(later_pieces([each.pieces for each, _ in chunks]), 1):
                     group.create_task(self._read(*chunks[position], slabs))
-            for each, stored in chunks:
+                    await self._pause(number)
+            for number, (each, stored) in enumerate(chunks, 1):
                 if not each.lost:
                     try:
                         await self._finish(each, stored)
                     except KVStoreError as error:
                         await self._lose(each, error)
+                await self._pause(number)
         except Exception:  # noqa: BLE001 - the boundary: a bug of ours loses this batch, not the service
             _log.exception("a batch of loads failed")
         finally:
@@ -230,6 +235,11 @@ class Loads:
                 stored.close()
             for each in batch:
                 self._end(each)
+
+    async def _pause(self, number: int) -> None:
+        """Let others run after every ``CALLS_AT_ONCE``th call."""
+        if number % CALLS_AT_ONCE == 0:
+            await self._meters.clock.sleep(0)
 
     def _cut(self, batch: list[Loading]) -> None:
         load_bytes = sum(each.placement.byte_count for each in batch)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import Unavailable
+from kvstore.movement.loads import CALLS_AT_ONCE
 from kvstore.simulated.memory import POISON
 from kvstore.spec import MissReason
 from tests.tiers.service import DeviceService
@@ -123,3 +124,26 @@ def test_a_fetch_that_memory_refuses_half_way_leaves_nothing_on_its_way(service:
         assert await service.fetch(*PATH) == (len(PATH), MissReason.NONE)
 
     service.run(scenario)
+
+
+def test_a_long_load_lets_others_run() -> None:
+    """Hundreds of chunks that a fetch brings are opened in steps."""
+    count, most = 400, 0
+    service = DeviceService(arena_chunks=2 * count, capacity_bytes=64 << 20, region_bytes=16 << 20)
+    path = [number * number % 997 for number in range(1, count + 1)]
+
+    async def scenario() -> None:
+        nonlocal most
+        await service.keep(*path)
+        service.forget_memory()
+        opening = Opening(service)
+        fetching = asyncio.ensure_future(service.fetch(*path))
+        for _ in range(100):  # turns of the loop, before its time goes on
+            before = opening.count
+            await asyncio.sleep(0)
+            most = max(most, opening.count - before)
+        assert opening.count == count
+        assert await fetching == (count, MissReason.NONE)
+
+    service.run(scenario)
+    assert 0 < most <= CALLS_AT_ONCE
