@@ -232,6 +232,30 @@ def test_images_salts_and_adapters_keep_prompts_apart(engine: Engine, tmp_path: 
     assert matched(engine.scheduler, request("gone", tokens, lora_request=gone), 0) == (0, False)
 
 
+def test_an_image_of_a_later_turn_keeps_a_session_apart(engine: Engine) -> None:
+    """vLLM's sessions that stream their input bring tokens and images while they run."""
+    tokens, blocks = tokens_of(80, 74), blocks_of(80)
+
+    def turn(asked: Any, image: str) -> None:
+        asked.all_token_ids += [int(each) for each in tokens[36:]]
+        asked.num_tokens = asked.num_prompt_tokens = 80
+        place = SimpleNamespace(offset=40, length=8)
+        asked.mm_features.append(SimpleNamespace(identifier=image, mm_position=place))
+
+    first, second = request("a", tokens[:36], mm_features=[]), request("b", tokens[:36], mm_features=[])
+    engine.admit(first, blocks[:9])
+    wait_stored(engine.clients[0], engine.compute(first, blocks[:9], 0, 36).saves[0])
+    assert engine.admit(second, blocks_of(36, 30)) == 32
+    turn(first, "cat")
+    wait_stored(engine.clients[0], engine.compute(first, blocks[9:], 36, 44, is_new=False).saves[0])
+    turn(second, "dog")
+    assert matched(engine.scheduler, second, 0) == (36, True)  # preempted, it asks again
+    assert matched(engine.scheduler, request("plain", tokens), 0) == (36, True)
+    engine.scheduler.finished("b")
+    turn(third := request("c", tokens[:36], mm_features=[]), "cat")
+    assert matched(engine.scheduler, third, 0) == (76, True)
+
+
 def test_nothing_stays_held(own_sidecar: Sidecar) -> None:
     tokens = tokens_of(42, 13)
     engine = Engine(own_sidecar.address)

@@ -70,7 +70,6 @@ class _Tracked:
 
     request: EngineRequest
     spec: ModelSpec
-    extras: tuple[Extra, ...]
     kept: int = 0
     block_ids: list[int] = field(default_factory=list)
     has_failed: bool = False
@@ -155,8 +154,9 @@ class SchedulerSide:
         chunks."""
         asked = self._asked[name] = _Asked(useful, self._clock.monotonic())
         prompt = self._naming.prompt(request, self._whole(request.num_tokens))
+        extras = self._naming.extras(request)
         try:
-            match = self._client.peek(tracked.spec, prompt, hold=True, extras=tracked.extras)
+            match = self._client.peek(tracked.spec, prompt, hold=True, extras=extras)
         except KVStoreError as error:
             _log.warning("kvstore: %s; the prompt is computed", error.message)
             match = Match(0, ())
@@ -164,7 +164,7 @@ class SchedulerSide:
             asked.answer.set_result(_Answer(match, match.prefix_token_count))
         else:
             waiting = len(self._waiting - {name})
-            asked.answer = begun(self._workers, self._hold, asked, tracked, prompt, computed, waiting)
+            asked.answer = begun(self._workers, self._hold, asked, tracked, prompt, extras, computed, waiting)
         return asked
 
     def _answer(self, name: str, asked: _Asked) -> _Answer | None:
@@ -186,30 +186,31 @@ class SchedulerSide:
         return answer
 
     def _hold(
-        self, asked: _Asked, tracked: _Tracked, prompt: Tokens | PageHashes, computed: int, waiting: int
-    ) -> _Answer:
+        self, asked: _Asked, tracked: _Tracked, prompt: Tokens | PageHashes, extras: tuple[Extra, ...], computed: int,
+        waiting: int,
+    ) -> _Answer:  # fmt: skip
         """Hold the stored prefix, or the part of it that loads sooner than it computes. Runs on a thread of ours."""
         asked.begun_s = self._clock.monotonic()
         if self._patience.is_spent:
             return _NOTHING
         try:
             with self._patience.watch():
-                match = self._lookup(tracked, prompt)
+                match = self._lookup(tracked, prompt, extras)
                 decision = self._planner.decide(match, int(tracked.request.num_tokens), computed, waiting)
                 stored = match.prefix_token_count
                 if decision is not None:
-                    self._planner.look(tracked.spec, prompt, tracked.extras, decision, stored)
+                    self._planner.look(tracked.spec, prompt, extras, decision, stored)
                 if decision is not None and self._planner.mode == "on" and decision.stop < stored:
                     self._client.release_ticket(match.ticket)
                     cut = self._naming.prompt(tracked.request, decision.stop)
-                    match = self._lookup(tracked, cut) if decision.stop > computed else Match(0, ())
+                    match = self._lookup(tracked, cut, extras) if decision.stop > computed else Match(0, ())
                 return _Answer(match, stored, decision)
         except KVStoreError as error:
             _log.warning("kvstore: %s; the prompt is computed", error.message)
             return _NOTHING
 
-    def _lookup(self, tracked: _Tracked, prompt: Tokens | PageHashes) -> Match:
-        return self._client.lookup(tracked.spec, prompt, hold=True, readers=self._ranks, extras=tracked.extras)
+    def _lookup(self, tracked: _Tracked, prompt: Tokens | PageHashes, extras: tuple[Extra, ...]) -> Match:
+        return self._client.lookup(tracked.spec, prompt, hold=True, readers=self._ranks, extras=extras)
 
     def _track(self, request: EngineRequest) -> _Tracked | None:
         """Return the tracked request; None for a request whose cache cannot be named."""
@@ -220,7 +221,7 @@ class SchedulerSide:
                 return None
             try:
                 spec = self._adapters.spec_for(getattr(request, "lora_request", None))
-                tracked = _Tracked(request, spec, self._naming.extras(request))
+                tracked = _Tracked(request, spec)
             except (KVStoreError, OSError) as error:
                 _log.warning("kvstore: %s; this request is neither loaded nor kept", error)
                 return None
@@ -280,7 +281,9 @@ class SchedulerSide:
             return None
         tracked.kept = until
         blocks = tracked.block_ids[: until // self._block_tokens]
-        save = Save(tracked.spec, self._naming.prompt(request, until), tracked.extras, blocks)
+        # Read now: a session that streams its input has more images with each turn.
+        extras = self._naming.extras(request)
+        save = Save(tracked.spec, self._naming.prompt(request, until), extras, blocks)
         return save if self._ranks == 1 else self._shared(save)
 
     def _shared(self, save: Save) -> Save | None:
