@@ -3,6 +3,7 @@ or embeddings changes the identity, of the connector's caches and of the encoder
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -167,22 +168,27 @@ def test_adapters_that_come_for_ever_are_not_all_remembered(tmp_path: Path, monk
         path = tmp_path / f"{name}.safetensors"
         if not path.exists():
             path.touch()
-        adapters.spec_for(SimpleNamespace(lora_name=name, lora_path=str(path)))
+        number = 21 if name.startswith("used") else 1 + int(name)
+        adapters.spec_for(SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=str(path)))
 
     for number in range(20):
         use("used again and again")
         use(str(number))
         assert len(adapters._known) <= 3
+        assert len(adapters._loaded) <= 3
     assert len(read) == 21
 
 
-def test_an_adapter_is_known_by_its_files_as_they_are_now(tmp_path: Path) -> None:
-    """Also when its settings alone are written again, or a file of the same size and time takes another's place."""
-    adapters, request = Adapters(small_spec()), SimpleNamespace(lora_name="fine", lora_path=str(tmp_path))
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_an_adapter_is_known_by_its_files_as_they_are_now(tmp_path: Path, is_in_place: bool) -> None:
+    """Also when its settings alone are written again, or a file of the same size and time takes another's place. vLLM
+    loads them anew under another number, or in place."""
+    adapters, numbers = Adapters(small_spec()), itertools.count(1)
     weights, settings = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
 
     def name() -> bytes:
-        found: ModelSpec = adapters.spec_for(request)
+        number = 1 if is_in_place else next(numbers)
+        found: ModelSpec = adapters.spec_for(lora(tmp_path, number, load_inplace=is_in_place))
         return fingerprint(found, found.kind)
 
     weights.write_bytes(b"one")
@@ -197,3 +203,24 @@ def test_an_adapter_is_known_by_its_files_as_they_are_now(tmp_path: Path) -> Non
     assert len(set(names)) == 3
     assert name() == names[-1]
     assert fingerprint(adapters.spec_for(None), small_spec().kind) not in names
+
+
+def test_files_that_change_under_a_loaded_adapter_name_nothing(tmp_path: Path) -> None:
+    """vLLM goes on with what it has read, or reads again when it needs room: nobody tells which."""
+    adapters, weights = Adapters(small_spec()), tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"one")
+    first = adapters.spec_for(lora(tmp_path, 1))
+    weights.write_bytes(b"two")
+    for each in (adapters, adapters, adapters.of_unknown_weights()):
+        with pytest.raises(
+            InvalidRequest, match=r"files of adapter 'fine' have changed.* load it anew, with load_inplace"
+        ):
+            each.spec_for(lora(tmp_path, 1))
+    later = adapters.spec_for(lora(tmp_path, 2))
+    assert later != first
+    assert adapters.spec_for(lora(tmp_path, 1, load_inplace=True)) == later
+    assert adapters.spec_for(lora(tmp_path, 1)) == later
+
+
+def lora(path: Path, number: int, **more: Any) -> SimpleNamespace:
+    return SimpleNamespace(lora_name="fine", lora_int_id=number, lora_path=str(path), **more)

@@ -201,19 +201,19 @@ def test_images_salts_and_adapters_keep_prompts_apart(engine: Engine, tmp_path: 
     def image(identifier: str, offset: int = 20) -> Any:
         return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=8))
 
-    def adapter(name: str, content: bytes) -> Any:
+    def adapter(name: str, number: int, content: bytes) -> Any:
         directory = tmp_path / name
         directory.mkdir(exist_ok=True)
         (directory / "adapter_model.safetensors").write_bytes(content)
-        return SimpleNamespace(lora_name="fine", lora_int_id=1, lora_path=str(directory))
+        return SimpleNamespace(lora_name="fine", lora_int_id=number, lora_path=str(directory))
 
     kinds: dict[str, dict[str, Any]] = {
         "plain": {},
         "cat": {"mm_features": [image("cat")]},
         "dog": {"mm_features": [image("dog")]},
         "salt": {"cache_salt": "tenant"},
-        "one": {"lora_request": adapter("one", b"1")},
-        "two": {"lora_request": adapter("two", b"2")},
+        "one": {"lora_request": adapter("one", 1, b"1")},
+        "two": {"lora_request": adapter("two", 2, b"2")},
     }
     engine.keep(request("plain-1", tokens), blocks_of(42))
     expected = {"plain": 40, "cat": 16, "dog": 16}  # the first chunk lies before the image
@@ -226,9 +226,9 @@ def test_images_salts_and_adapters_keep_prompts_apart(engine: Engine, tmp_path: 
     for kind, more in kinds.items():
         wanted = {**expected, "cat": 40, "salt": 40, "one": 40}.get(kind, 0)
         assert matched(engine.scheduler, request(f"{kind}-4", tokens, **more), 0)[0] == wanted
-    same = {"lora_request": adapter("elsewhere", b"1")}
+    same = {"lora_request": adapter("elsewhere", 3, b"1")}
     assert matched(engine.scheduler, request("same", tokens, **same), 0)[0] == 40  # the weights decide, not the path
-    gone = SimpleNamespace(lora_name="gone", lora_int_id=2, lora_path=str(tmp_path / "gone"))
+    gone = SimpleNamespace(lora_name="gone", lora_int_id=4, lora_path=str(tmp_path / "gone"))
     assert matched(engine.scheduler, request("gone", tokens, lora_request=gone), 0) == (0, False)
 
 
@@ -254,6 +254,19 @@ def test_an_image_of_a_later_turn_keeps_a_session_apart(engine: Engine) -> None:
     engine.scheduler.finished("b")
     turn(third := request("c", tokens[:36], mm_features=[]), "cat")
     assert matched(engine.scheduler, third, 0) == (76, True)
+
+
+def test_an_adapter_that_is_written_while_a_request_runs_is_not_kept(engine: Engine, tmp_path: Path) -> None:
+    """vLLM may have read the new files for it: it reads them when the request is first computed."""
+    tokens, blocks, weights = tokens_of(60, 75), blocks_of(60), tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"1")
+    fine = {"lora_request": SimpleNamespace(lora_name="fine", lora_int_id=1, lora_path=str(tmp_path))}
+    asked = request("a", tokens, **fine)
+    engine.admit(asked, blocks)
+    assert [save.tokens.size for save in engine.compute(asked, blocks[:5], 0, 20).saves] == [16]
+    weights.write_bytes(b"2")
+    assert engine.compute(asked, blocks[5:], 20, 40, is_new=False).saves == []
+    assert matched(engine.scheduler, request("b", tokens, **fine), 0) == (0, False)
 
 
 def test_nothing_stays_held(own_sidecar: Sidecar) -> None:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from blake3 import blake3
 
@@ -32,6 +32,10 @@ writer."""
 WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix")
 """Kinds of speculative decoding whose drafts keep no cache of their own."""
 
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+_Files: TypeAlias = tuple[str, tuple[tuple[str, int, int, int], ...]]
+"""An adapter's path, and the states of its files."""
 ADAPTERS_KEPT = 1024
 """Adapters whose files need not be read again, those of the last requests: callers bring new ones for ever."""
 
@@ -271,33 +275,56 @@ def _add_files(hasher: blake3, files: Iterable[Path]) -> None:
 
 class Adapters:
     """The specs of a model's LoRA adapters: the same weights, another cache. Each adapter's files are read once, and
-    again when ``ADAPTERS_KEPT`` others were in use since."""
+    again when ``ADAPTERS_KEPT`` others were in use since.
+
+    vLLM reads an adapter's files once, too, and then knows the adapter by its number: files that change under a number
+    may or may not be what it computes with, so such an adapter has no name until it is loaded in place."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
-        self._known: OrderedDict[tuple[str, tuple[tuple[str, int, int, int], ...]], ModelSpec] = OrderedDict()
+        self._known: OrderedDict[_Files, ModelSpec] = OrderedDict()
+        self._loaded: OrderedDict[int, _Files] = OrderedDict()
 
     def spec_for(self, lora_request: LoraRequest | None) -> ModelSpec:
-        """Return the spec of a request's adapter. Raises InvalidRequest when the adapter's files cannot be read."""
+        """Return the spec of a request's adapter. Raises InvalidRequest when the adapter's files cannot be read, or
+        have changed since vLLM read them."""
         if lora_request is None:
             return self._spec
         path = str(lora_request.lora_path)
         settings = Path(path) / "adapter_config.json"
         files = [*files_of(Path(path)), *([settings] if settings.is_file() else [])]
         key = (path, tuple(_stamp(each) for each in files))
+        self._check_loaded(lora_request, key)
         if key not in self._known:
             hasher = blake3(b"kvstore/vllm/lora/1\0")
             _add_files(hasher, files)
             name = f"{lora_request.lora_name[:200]}:{hasher.hexdigest()}"
-            self._known[key] = replace(self._spec, adapter_id=name)
-            if len(self._known) > ADAPTERS_KEPT:
-                self._known.popitem(last=False)
+            _keep(self._known, key, replace(self._spec, adapter_id=name))
         self._known.move_to_end(key)
         return self._known[key]
 
+    def _check_loaded(self, lora_request: LoraRequest, key: _Files) -> None:
+        number = int(lora_request.lora_int_id)
+        if self._loaded.get(number, key) != key and not getattr(lora_request, "load_inplace", False):
+            raise InvalidRequest(
+                f"the files of adapter {lora_request.lora_name[:200]!r} have changed; vLLM may compute with the old "
+                "ones: load it anew, with load_inplace or under another name"
+            )
+        _keep(self._loaded, number, key)
+        self._loaded.move_to_end(number)
+
     def of_unknown_weights(self) -> Adapters:
         """Return adapters for weights that nobody has digested. Their random digest matches no stored cache."""
-        return Adapters(replace(self._spec, weights_digest=f"unverified:reset-{SystemRandom().bytes(16).hex()}"))
+        anew = Adapters(replace(self._spec, weights_digest=f"unverified:reset-{SystemRandom().bytes(16).hex()}"))
+        anew._loaded = self._loaded
+        return anew
+
+
+def _keep(known: OrderedDict[_Key, _Value], key: _Key, value: _Value) -> None:
+    """Add to what is known of the last ``ADAPTERS_KEPT`` adapters."""
+    known[key] = value
+    if len(known) > ADAPTERS_KEPT:
+        known.popitem(last=False)
 
 
 def _stamp(path: Path) -> tuple[str, int, int, int]:

@@ -3,7 +3,7 @@ what a new release must still have. What only some releases have is read by ``ge
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 
@@ -25,8 +25,9 @@ class Item(Protocol):
 
 
 class LoraRequest(Protocol):
-    """A request's adapter."""
+    """A request's adapter. ``lora_int_id``: the number by which vLLM knows what it has loaded."""
 
+    lora_int_id: int
     lora_name: str
     lora_path: str
 
@@ -74,6 +75,18 @@ class ScheduledStep(Protocol):
     scheduled_new_reqs: Sequence[NewRequest]
     scheduled_cached_reqs: RunningRequests
     free_encoder_mm_hashes: Sequence[str]
+
+
+def scheduled_requests(output: ScheduledStep) -> Iterable[tuple[str, list[int], bool, int]]:
+    """Yield, per request of a step: its id, blocks, True if these are all it has, and the number of tokens computed
+    before."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.block_ids[0], True, new.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    for index, name in enumerate(cached.req_ids):
+        blocks = cached.new_block_ids[index]
+        is_whole = name in cached.resumed_req_ids
+        yield name, blocks[0] if blocks else [], is_whole and bool(blocks), cached.num_computed_tokens[index]
 
 
 class WorkersReport(Protocol):

@@ -15,7 +15,7 @@ from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.identity import Adapters
 from kvstore_client.engines.vllm.naming import Naming
-from kvstore_client.engines.vllm.objects import EngineRequest, ScheduledStep, WorkersReport
+from kvstore_client.engines.vllm.objects import EngineRequest, ScheduledStep, WorkersReport, scheduled_requests
 from kvstore_client.engines.vllm.patience import SLOW_S, CallPause
 from kvstore_client.engines.vllm.planning import Decision, RequestPlanner
 from kvstore_client.engines.vllm.settings import ConnectorSettings
@@ -219,14 +219,25 @@ class SchedulerSide:
         if tracked is None:
             if not self._naming.can_name(request):
                 return None
-            try:
-                spec = self._adapters.spec_for(getattr(request, "lora_request", None))
-                tracked = _Tracked(request, spec)
-            except (KVStoreError, OSError) as error:
-                _log.warning("kvstore: %s; this request is neither loaded nor kept", error)
+            spec = self._spec_of(request, "neither loaded nor kept")
+            if spec is None:
                 return None
-            self._tracked[name] = tracked
+            tracked = self._tracked[name] = _Tracked(request, spec)
         return tracked
+
+    def _spec_of(self, request: EngineRequest, fate: str) -> ModelSpec | None:
+        """Return the spec of a request's adapter; None, and say what becomes of the request, where it has no name."""
+        try:
+            return self._adapters.spec_for(getattr(request, "lora_request", None))
+        except (KVStoreError, OSError) as error:
+            _log.warning("kvstore: %s; this request is %s", error, fate)
+            return None
+
+    def _is_named(self, tracked: _Tracked) -> bool:
+        """Return True while the request's adapter has the files by which the request was named: vLLM may have read the
+        files later than that."""
+        tracked.is_doubtful = self._spec_of(tracked.request, "not kept") is not tracked.spec
+        return not tracked.is_doubtful
 
     def allocated(self, request: EngineRequest, block_ids: list[int], external: int) -> None:
         """Note that vLLM gave the request its blocks, ``external`` tokens of which are to be loaded."""
@@ -255,7 +266,7 @@ class SchedulerSide:
         step = Step(self._loads, [], self._settled, self._written)
         self._loads, self._settled, self._written = [], [], []
         if self._does_save:
-            for name, block_ids, is_whole, computed in _scheduled(output):
+            for name, block_ids, is_whole, computed in scheduled_requests(output):
                 step.written += block_ids[computed // self._block_tokens :] if is_whole else block_ids
                 tracked = self._tracked.get(name)
                 if tracked is None:
@@ -278,6 +289,8 @@ class SchedulerSide:
         limit = stop if self._settings.save_output else prompt
         until = prompt if start < request.num_prompt_tokens and prompt <= stop else min(stop, limit) // chunk * chunk
         if until <= tracked.kept or tracked.is_doubtful:
+            return None
+        if not self._is_named(tracked):
             return None
         tracked.kept = until
         blocks = tracked.block_ids[: until // self._block_tokens]
@@ -379,15 +392,3 @@ class SchedulerSide:
 
 
 _NOTHING = _Answer(Match(0, ()), 0)
-
-
-def _scheduled(output: ScheduledStep) -> Iterable[tuple[str, list[int], bool, int]]:
-    """Yield, per request of a step: its id, blocks, True if these are all it has, and the number of tokens computed
-    before."""
-    for new in output.scheduled_new_reqs:
-        yield new.req_id, new.block_ids[0], True, new.num_computed_tokens
-    cached = output.scheduled_cached_reqs
-    for index, name in enumerate(cached.req_ids):
-        blocks = cached.new_block_ids[index]
-        is_whole = name in cached.resumed_req_ids
-        yield name, blocks[0] if blocks else [], is_whole and bool(blocks), cached.num_computed_tokens[index]
