@@ -50,6 +50,7 @@ def held(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[En
     engine.worker._saves._client = client  # type: ignore[assignment]  # it stands in for one
     yield engine, client
     client.go.set()
+    monkeypatch.undo()  # on a busy machine the stores that go on now take longer than a test's END_S_MAX
     engine.close()
 
 
@@ -129,6 +130,22 @@ def test_pages_are_not_given_away_under_a_save_that_reads_on(
     engine.worker._saves.give_way([60])  # another's block
     with pytest.raises(Internal, match="cannot be stopped"):
         engine.worker._saves.give_way([blocks_of(42)[0]])
+
+
+def test_the_end_stops_loads_also_where_a_save_reads_on(
+    held: tuple[Engine, Held], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM frees the pages next, and a load would write on."""
+    engine, client = held
+    monkeypatch.setattr(room, "END_S_MAX", 0.05)
+    computed(engine, "a", 315, blocks_of(42))
+    assert client.begun.wait(10.0)
+    stopped: list[float] = []
+    load: Any = SimpleNamespace(transfer=SimpleNamespace(cancel=stopped.append))
+    engine.worker._moving["b"] = load
+    with pytest.raises(Internal, match="cannot be stopped"):
+        engine.worker.close()
+    assert stopped
 
 
 def test_where_nobody_says_which_blocks_change_a_save_ends_in_its_step(held: tuple[Engine, Held]) -> None:

@@ -150,12 +150,15 @@ class WorkerSide:
             self._saves.end()
 
     def close(self) -> None:
-        """Stop the loads in flight, and finish the stores."""
-        self._saves.close()
-        for moving in self._moving.values():
-            if moving.transfer is not None:
-                moving.transfer.cancel(LOAD_S_MAX)
-        self._client.close()
+        """Stop the loads in flight, and finish the stores. Raises as ``Saves.give_way``; the loads have stopped then,
+        too."""
+        try:
+            self._saves.close()
+        finally:
+            for moving in self._moving.values():
+                if moving.transfer is not None:
+                    moving.transfer.cancel(LOAD_S_MAX)
+            self._client.close()
 
 
 def _has_ended(transfer: Transfer, timeout_s: float) -> bool:
