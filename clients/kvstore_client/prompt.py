@@ -192,7 +192,7 @@ class Prompt:
 def check_count(count: Any, name: str) -> None:
     """Raise InvalidRequest unless ``count`` is a possible number of readers or writers."""
     try:
-        known = index(count)
+        known = 0 if isinstance(count, bool) else index(count)  # the wire takes no bool for a number
     except TypeError:
         known = 0
     if not 1 <= known <= COUNT_MAX:

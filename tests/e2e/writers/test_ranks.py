@@ -219,7 +219,7 @@ def test_what_was_left_out_of_a_store_is_said(client: Client) -> None:
         assert "never written: put every layer and head of it" in receipt.reason
 
 
-@pytest.mark.parametrize("count", [0, -1, 1025, 1 << 40, 1.5, "2", None], ids=repr)
+@pytest.mark.parametrize("count", [0, -1, 1025, 1 << 40, 1.5, "2", None, True], ids=repr)
 def test_a_number_of_writers_or_readers_that_is_none_is_refused_by_name(client: Client, count: Any) -> None:
     tokens, _ = fresh()
     with pytest.raises(InvalidRequest, match=r"shards must be .* 1\.\.1024"):
