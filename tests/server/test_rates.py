@@ -118,6 +118,7 @@ def test_what_an_engine_measured_by_itself_is_told_and_the_next_one_plans_with_i
         with connect(sidecar.address, planning="on") as other:
             match = other.lookup(SPEC, tokens_of(64))
             chunks = tuple(each._replace(state=ChunkState.HIT, tier=Tier.DRAM) for each in match.chunks)
+            other.planner.computed(SPEC, 256, Prefill(65, 0, 0.0))  # a time that no clock gives hides nothing
             plan = other.planner.plan(SPEC, Match(64, chunks), 65, 64, 256)
             assert plan.is_measured, "a new engine plans with what others measured"
             other.planner.computed(SPEC, 256, Prefill(65, 0, 1.0))

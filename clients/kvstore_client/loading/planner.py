@@ -143,13 +143,15 @@ class Planner:
     def computed(self, spec: ModelSpec, step_tokens: int, prefill: Prefill, *, is_told: bool = False) -> None:
         """Learn the time of a prefill by an engine that computes ``step_tokens`` at a time, 0: all at once. Impossible
         times are left out. Where plans are made the sidecar hears of it within a while, unless it ``is_told``."""
+        if not prefill.is_sound:
+            return
         key = spec, step_tokens
         with self._lock:
             known = self._prefills.pop(key, None) or Prefills(Operations.of(spec).pair_share)
             self._prefills[key] = known.observed(prefill)
             if len(self._prefills) > ENGINES_MAX:  # a model in training has new weights each time
                 del self._prefills[next(iter(self._prefills))]
-            if is_told or not prefill.is_sound or self.mode == "off":
+            if is_told or self.mode == "off":
                 return
             self._untold[key] = [*self._untold.pop(key, ()), prefill][-TOLD_MAX:]
             while len(self._untold) > TOLD_ENGINES_MAX:
