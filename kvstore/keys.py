@@ -32,6 +32,10 @@ FORMAT_VERSION = 1
 DIGEST_BYTES = 32
 ROOT_DIGEST = bytes(DIGEST_BYTES)
 EXTRA_BYTES_MAX = 1 << 20
+SUPERSEDES_MAX = 4096
+"""Partial chunks that one store may name as superseded."""
+TAILS_BESIDE_MAX = 64
+"""Chunks of a store for which its writer is told the lengths of the partial chunks beside: at most 8 KiB each."""
 
 Tokens = NDArray[np.uint32]
 

@@ -12,11 +12,10 @@ from typing import NamedTuple
 from kvstore.errors import InvalidRequest
 from kvstore.planning import Pair, Profile, Side
 from kvstore.planning.kept import KeptForm
-from kvstore.planning.profile import PROFILE_SENT_BYTES_MAX
+from kvstore.planning.profile import PROFILE_SENT_BYTES_MAX, PROFILES_MAX
 from kvstore.seams import Clock
 from kvstore.spec import ModelSpec
 
-PROFILES_MAX = 64
 PROFILES_BYTES_MAX = 512 << 10
 """The most bytes of all profiles of a tenant, as JSON."""
 NAME_MAX = 512

@@ -24,6 +24,8 @@ ERRORS = 2.0
 settings that just reach the floor, two or three then truly lie below it; clients take the cheapest of a few dozen."""
 RULE = f"quality - {ERRORS:g} loss_error >= floor full_quality"
 REUSES = ("position", "sibling", "both")
+PROFILES_MAX = 64
+"""The most profiles of a tenant that the service keeps."""
 PROFILE_BYTES_MAX = 4 << 20
 PROFILE_SENT_BYTES_MAX = 64 << 10
 """The most bytes of a profile, as JSON, that is registered with the service."""

@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvstore.keys import DIGEST_BYTES
+from kvstore.keys import DIGEST_BYTES, SUPERSEDES_MAX, TAILS_BESIDE_MAX
 from kvstore.planning.loading.kept import ENGINES_MAX
-from kvstore.planning.profile import PROFILE_SENT_BYTES_MAX
+from kvstore.planning.loading.outcome import PLANS_KEPT
+from kvstore.planning.profile import PROFILE_SENT_BYTES_MAX, PROFILES_MAX
 from kvstore.units import MIB
 
 CHAIN_CHUNKS_MAX = 1 << 17
@@ -29,8 +30,6 @@ PREFILLS_TOLD_MAX = 64
 """Prefills of one engine in one report."""
 FILLS_MAX = 1 << 18
 TAILS_ASKED_MAX = 1024
-SUPERSEDES_MAX = 4096
-TAILS_BESIDE_MAX = 64
 LENGTHS_BYTES = (1 << 16) // 8
 """A bit for every length that a partial chunk can have."""
 REPLACES_MAX = 1024
@@ -41,7 +40,6 @@ NODE_NAME_MAX = 128
 SELECTED_CHUNKS_MAX = 1 << 14
 """Chunks of a prompt that an operator names: 2 M tokens in chunks of 128."""
 HOTTEST_MAX = 256
-PLANS_MAX = 256
 REPLY_BYTES_MAX = 64 * MIB
 
 
@@ -207,7 +205,7 @@ _OPERATORS: Mapping[str, Limit] = {
     "ModelTotal.fingerprint": Limit(size=64),
     "ModelTotal.model_id": Limit(size=512),
     "ModelTotal.tiers": Limit(count=16),
-    "ModelTotal.profiles": Limit(count=64, size=1024),
+    "ModelTotal.profiles": Limit(count=PROFILES_MAX, size=1024),
     "HeaderFacts.kind": Limit(size=64),
     "HeaderFacts.write_id": Limit(size=64),
     "HeaderFacts.storage_key": Limit(size=64),
@@ -227,7 +225,7 @@ _OPERATORS: Mapping[str, Limit] = {
     "PlanEntry.fingerprint": Limit(size=64),
     "PlanEntry.model_id": Limit(size=512),
     "PlanEntry.state": Limit(size=64),
-    "PlansResponse.plans": Limit(count=PLANS_MAX),
+    "PlansResponse.plans": Limit(count=PLANS_KEPT),
 }
 
 _PREFILLS: Mapping[str, Limit] = {

@@ -18,11 +18,11 @@ from kvstore_ops.cli import app
 from kvstore_ops.sidecar import Sidecar
 from typer.testing import CliRunner
 
-from kvstore.controller.profiles import AHEAD_S_MAX, PROFILES_BYTES_MAX, PROFILES_MAX, RegisteredProfiles
+from kvstore.controller.profiles import AHEAD_S_MAX, PROFILES_BYTES_MAX, RegisteredProfiles
 from kvstore.errors import InvalidRequest
 from kvstore.planning import Calibration, Pair, Point, Profile, Recompute, Side
 from kvstore.planning.permit import UNPROFILED
-from kvstore.planning.profile import PROFILE_SENT_BYTES_MAX, Origin
+from kvstore.planning.profile import PROFILE_SENT_BYTES_MAX, PROFILES_MAX, Origin
 from kvstore.simulated.clock import ManualClock
 from kvstore.spec import ModelSpec
 from kvstore.v1alpha import prefill_pb2

@@ -5,6 +5,6 @@ sidecar how fast its tiers are, and plans. ``probe`` measures tiers that plans l
 that turn out slower than planned. Needs no torch.
 """
 
-from kvstore_client.loading.planner import GIVEN_UP, MODES, Planner
+from kvstore_client.loading.planner import GIVEN_UP, Planner
 
-__all__ = ["GIVEN_UP", "MODES", "Planner"]
+__all__ = ["GIVEN_UP", "Planner"]

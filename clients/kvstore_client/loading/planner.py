@@ -29,7 +29,7 @@ from kvstore.planning.loading import (
     plan_loading,
 )
 from kvstore.planning.loading.facts import IN_MEMORY, prompt_facts, slowest_tiers
-from kvstore.planning.loading.outcome import PlanOutcome
+from kvstore.planning.loading.outcome import MODES, PlanOutcome
 from kvstore.planning.loading.rates import SLOWEST, is_probe_due
 from kvstore.seams.scheduler import start_thread
 from kvstore.spec import ChunkState, ModelSpec, Tier
@@ -42,7 +42,6 @@ from kvstore_client.loading.call import Asked, PrefillCall, begin, match_of_call
 from kvstore_client.lookup.match import ChunkMatch, Match, stored_places
 from kvstore_client.prompt import Prompt
 
-MODES = ("off", "observe", "on")
 ENGINE_WAYS = frozenset({Way.PREFILL, Way.LOAD, Way.FIRST})
 """The plans that engines can carry out. None begins to load in the middle: an engine computes nothing before the tokens
 that it has."""

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
-from kvstore.keys import ROOT_DIGEST
+from kvstore.keys import ROOT_DIGEST, SUPERSEDES_MAX
 from kvstore.v1 import cache_pb2 as pb
-from kvstore.wire.limits import SUPERSEDES_MAX
 from kvstore_client.lookup.presence import LookupAnswer, Presence
 from kvstore_client.planes.session import ClientSession
 from kvstore_client.prompt import Prompt

@@ -10,11 +10,9 @@ loaded. The bytes are fetched by the ticket, like any others. Planning is pure; 
 
 from kvstore.controller.prefills.engines import EngineRate, Engines
 from kvstore.controller.prefills.prefills import PartialPrefills, PlannedPrefill, PrefillRequest
-from kvstore.controller.prefills.records import MODES, PLANS_KEPT, PlanRecord, PlanState, PrefillEnd
+from kvstore.controller.prefills.records import PlanRecord, PlanState, PrefillEnd
 
 __all__ = [
-    "MODES",
-    "PLANS_KEPT",
     "EngineRate",
     "Engines",
     "PartialPrefills",

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from kvstore.controller.fetches import Lookups, Tickets, namespaces_of
 from kvstore.controller.parts import Parts
 from kvstore.controller.prefills.engines import Engines
-from kvstore.controller.prefills.records import MODES, PlanRecord, PlanState, PrefillEnd, Records
+from kvstore.controller.prefills.records import PlanRecord, PlanState, PrefillEnd, Records
 from kvstore.controller.values import ChainQuery, LookupResult
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.planning import ANY_TERMS, Terms
 from kvstore.planning.loading import ASSUMED, ComputeRate, LoadFacts, LoadPlan, TierFacts, TierRate, Way, plan_loading
 from kvstore.planning.loading.compute import TOKENS_MAX, Prefill
 from kvstore.planning.loading.facts import prompt_facts, slowest_tiers
-from kvstore.planning.loading.outcome import SECONDS_MAX, PlanOutcome, is_sound_plan, judged
+from kvstore.planning.loading.outcome import MODES, SECONDS_MAX, PlanOutcome, is_sound_plan, judged
 from kvstore.seams import Deadline
 from kvstore.spec import ChunkState, ModelSpec, Tier
 

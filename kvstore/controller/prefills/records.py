@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvstore.planning.loading import LoadPlan, Prefill
-
-PLANS_KEPT = 256
-MODES = ("off", "observe", "on")
-"""A client's use of plans: none, only to look at them, or to follow them."""
+from kvstore.planning.loading.outcome import PLANS_KEPT
 
 
 class PlanState(StrEnum):

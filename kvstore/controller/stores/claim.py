@@ -22,13 +22,11 @@ from kvstore.controller.stores.reservation import Entry, Reservation
 from kvstore.controller.stores.reservations import Reservations
 from kvstore.controller.values import ReserveRequest, StoreResult
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.keys import ROOT_DIGEST
+from kvstore.keys import ROOT_DIGEST, TAILS_BESIDE_MAX
 from kvstore.seams import Deadline
 from kvstore.spec import Durability, MissReason, StoreState
 
 SHARD_COUNT_MAX = 1024
-TAILS_BESIDE_MAX = 64
-"""Chunks of a store for which its writer is told the lengths of the partial chunks beside: at most 8 KiB each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,9 @@ from kvstore.controller.stores.reservation import Entry, Reservation
 from kvstore.controller.stores.reservations import Reservations
 from kvstore.controller.values import Fill, StoreResult
 from kvstore.errors import DeadlineExceeded, InvalidRequest
-from kvstore.keys import ROOT_DIGEST
+from kvstore.keys import ROOT_DIGEST, SUPERSEDES_MAX
 from kvstore.seams import Deadline
 from kvstore.spec import Durability, StoreState
-
-SUPERSEDES_MAX = 4096
-"""Partial chunks that one store may name as superseded."""
 
 
 class Commits:

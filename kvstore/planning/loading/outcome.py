@@ -8,6 +8,10 @@ from dataclasses import astuple, dataclass
 from kvstore.planning.loading.planner import LoadPlan
 from kvstore.planning.loading.timeline import Candidate, Way
 
+MODES = ("off", "observe", "on")
+"""A client's use of plans: none, only to look at them, or to follow them."""
+PLANS_KEPT = 256
+"""The last plans that the service keeps for operators."""
 SECONDS_MAX = 3600.0
 """No prefill lasts longer: an outcome or a plan with more is ignored."""
 

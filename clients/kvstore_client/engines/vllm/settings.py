@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from kvstore.errors import InvalidRequest
-from kvstore_client.loading import MODES
+from kvstore.planning.loading.outcome import MODES
 
 LOADS = ("async", "layerwise")
 DIGESTS = ("kvstore", "vllm")
