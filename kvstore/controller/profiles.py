@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvstore.errors import InvalidRequest
 from kvstore.planning import Pair, Profile, Side
-from kvstore.planning.kept import KeptForm
+from kvstore.planning.kept import KeptForm, text_of
 from kvstore.planning.profile import PROFILE_SENT_BYTES_MAX, PROFILES_MAX
 from kvstore.seams import Clock
 from kvstore.spec import ModelSpec
@@ -26,7 +26,11 @@ FORM = KeptForm("kvstore-profiles", 1, "profiles", "registered profiles")
 
 
 class _Registered(NamedTuple):
+    """A profile as JSON, and ``packed`` as the file has it: to make that of every profile takes milliseconds, in which
+    the service answers nobody."""
+
     text: str
+    packed: str
     measured_at_s: int
     receiver: Side
     sender: Side | None
@@ -66,7 +70,8 @@ class RegisteredProfiles:
         if known is None or known.text != text:
             self.is_changed = True
         self._kept.pop(pair, None)
-        self._kept[pair] = _Registered(text, profile.measured_at_s, profile.receiver, profile.sender)
+        packed = text_of(json.loads(text))
+        self._kept[pair] = _Registered(text, packed, profile.measured_at_s, profile.receiver, profile.sender)
         while (
             len(self._kept) > PROFILES_MAX or sum(len(each.text) for each in self._kept.values()) > PROFILES_BYTES_MAX
         ):
@@ -95,7 +100,7 @@ class RegisteredProfiles:
     def pack(self) -> bytes:
         """Return the profiles as ``unpack`` reads them."""
         self.is_changed = False
-        return FORM.pack({pair.file_name: json.loads(known.text) for pair, known in self._kept.items()})
+        return FORM.pack_texts({pair.file_name: known.packed for pair, known in self._kept.items()})
 
     def unpack(self, data: bytes) -> None:
         """Begin with the profiles that an earlier start packed; those that this release refuses are left out. Raises
