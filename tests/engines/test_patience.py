@@ -17,11 +17,13 @@ from kvstore_client.loading.patience import Patience, prior_s, result_in_time
 from kvstore.planning import Recompute
 from kvstore.planning.loading import LoadPlan, Prefill, Way
 from kvstore.spec import MissReason
+from tests.e2e.prefills import RECEIVER, SENDER, in_full, keep
 from tests.e2e.third_tier import KIND, ThirdTierSidecar
 from tests.engines.stalling import Cold, cold_prompts, is_free, is_tier, patient_sidecar
 from tests.engines.test_planned_loads import COUNT, is_engine, is_link
 from tests.engines.test_transformers import STEP, logits, model_of
 from tests.fakes import Switch
+from tests.recompute.models import prompt
 
 OWN = {
     "test_a_generation_computes_what_a_stalled_tier_does_not_bring": 0,
@@ -152,6 +154,30 @@ def test_a_prompt_with_documents_does_so_too(
     assert torch.allclose(found.logits[-1], expected.reshape(-1, expected.shape[-1])[0], atol=1e-4)
     assert client.statistics()["loads_given_up"] == 1
     is_free(client)
+
+
+def test_a_siblings_hidden_states_do_so_too() -> None:
+    """They come first, and by a transfer of their own."""
+    tokens, setting = prompt(COUNT, 77), Recompute.droidspeak(1, 2)
+    with patient_sidecar() as sidecar:
+        with connect(sidecar.address) as writer:
+            keep(writer, SENDER, tokens, 1)
+        sidecar.stop()
+        sidecar.start()
+        with connect(sidecar.address, planning="on") as client:
+            is_link(client, 1e12)
+            is_tier(client)
+            for _ in range(40):
+                client.planner.computed(RECEIVER.spec, 0, Prefill(1000, 0, 5.0))
+            sidecar.switches.turn_on(Switch.STALLED)
+            began_s = client.planner.clock.monotonic()
+            found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=setting)
+            assert client.planner.clock.monotonic() - began_s < client.planner.timeout_s, "a call's deadline"
+            in_full(found, tokens)
+            assert found.plan.reason.startswith("loading took longer than"), found.plan.reason
+            assert client.statistics()["loads_given_up"] == 1
+            is_free(client)
+            sidecar.switches.turn_off()
 
 
 def test_it_is_loaded_once_the_tier_is_back(

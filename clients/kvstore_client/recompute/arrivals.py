@@ -62,15 +62,20 @@ class Arrivals:
     @property
     def is_waiting(self) -> bool:
         """True while a transfer has not ended."""
-        return not all(each.is_done for each in self._transfers.values())
+        return not all(each.is_done for each in self._in_flight())
 
     def stop(self) -> None:
         """Have the transfers that have not ended end soon, as if their chunks were lost. Any thread may call it."""
-        for transfer in list(self._transfers.values()):
+        for transfer in self._in_flight():
             late = transfer.overdue
             transfer.stop()
             if late is not None:
                 self._client.planner.late(late.byte_count, late.busy_s)
+
+    def _in_flight(self) -> list[Transfer]:
+        """Return the transfers of all runs, each once; those of E, too, until their run took it."""
+        every = (transfer for source in self._sources for transfer in source.transfers)
+        return list({id(each): each for each in every}.values())
 
     def measured(self) -> list[BusyTime]:
         """Return bytes and seconds of each transfer that came whole from the sidecar's memory."""

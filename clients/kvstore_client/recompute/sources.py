@@ -45,6 +45,11 @@ class FetchedRun:
         """Take the other layers from this transfer."""
         self._transfers.append(transfer)
 
+    @property
+    def transfers(self) -> list[Transfer]:
+        """The transfers that bring it. Any thread may ask."""
+        return list(self._transfers)
+
     def land(self, layer: int, k: torch.Tensor, v: torch.Tensor, turn: Rotation | None) -> None:
         transfer = next((each for each in self._transfers if each.brings(layer)), None)
         assert transfer is not None, "a layer that nobody fetches"
