@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
+from kvstore.errors import DataLoss
 from kvstore.planning import Facts, Plan, decide
 from kvstore.planning.blends import BlendOffer, blend_offers, exact_part, tiers_of
 from kvstore.planning.loading import LoadPlan, Way, plan_loading
@@ -61,7 +62,8 @@ def _taken(facts: Facts, offers: list[BlendOffer], loading: LoadPlan) -> Facts:
 
 
 def settled(client: Caches, request: Request, found: Weighed, held: Held) -> Plan:
-    """Hold no more of the model's own prefix than is reused, and return the plan of what is still there."""
+    """Hold no more of the model's own prefix than is reused, and return the plan of what is still there. Raises
+    DataLoss where less of it is, and the sibling's tokens behind it would need E that nobody asked for."""
     count = found.facts.own.prefix_token_count
     if held.own is None or count >= held.own.prefix_token_count:
         return found.plan
@@ -69,7 +71,11 @@ def settled(client: Caches, request: Request, found: Weighed, held: Held) -> Pla
     if again.prefix_token_count >= count:
         return found.plan
     own = replace(found.facts.own, prefix_token_count=again.prefix_token_count)
-    return replace(decide(replace(found.facts, own=own)), reason=found.plan.reason)
+    facts = replace(found.facts, own=own)
+    plan = decide(facts)
+    if facts.unknown(plan):
+        raise DataLoss("a chunk of the prompt's own prefix was lost since it was looked up")
+    return replace(plan, reason=found.plan.reason)
 
 
 def begin_probes(client: Caches, request: Request, plan: Plan, own: Match | None) -> None:
