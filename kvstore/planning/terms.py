@@ -9,6 +9,9 @@ from typing import Any
 
 from kvstore.errors import InvalidRequest
 
+DEADLINE_MS_MAX = 1e15
+"""No deadline lies so far away: 30,000 years."""
+
 
 class RequestClass(StrEnum):
     """The kind of a request."""
@@ -38,7 +41,7 @@ class Terms:
         not wrong: its prompt is computed, for nothing is worth waiting for."""
         if quality is not None and not (_is_number(quality) and 0.0 <= quality <= 1.0):
             raise InvalidRequest(f"quality {quality!r:.40} must be in 0..1, a share of full prefill's quality")
-        if deadline_ms is not None and not (_is_number(deadline_ms) and math.isfinite(deadline_ms)):
+        if deadline_ms is not None and not (_is_number(deadline_ms) and abs(deadline_ms) < DEADLINE_MS_MAX):
             raise InvalidRequest(f"deadline_ms {deadline_ms!r:.40} must be a number of milliseconds from now")
         if not isinstance(deterministic, bool):
             raise InvalidRequest(f"deterministic {deterministic!r:.40} must be True or False")

@@ -44,8 +44,8 @@ SLOWEST_PER_S, FASTEST_PER_S = 1e-3, 1e9
 """Bounds of the tokens per second that an engine may compute."""
 TIERS = {tier.name.lower(): tier for tier in (Tier.NVME, Tier.REDIS, Tier.S3)}
 UNMEASURED = (
-    "No engine has told the sidecar how fast it computes this model (they do with client.partial_prefill): give "
-    "--prefill-tokens-per-s. Without it seconds mean nothing."
+    "No engine has told the sidecar how fast it computes this model (those that plan do, every ten seconds at most): "
+    "give --prefill-tokens-per-s. Without it seconds mean nothing."
 )
 
 

@@ -25,7 +25,7 @@ from kvstore_ops.operators.harmless import cell, plain
 from kvstore_ops.options import AddressOption, JsonOption, TenantOption, TlsOption
 from kvstore_ops.planning import again, picture
 
-NONE = "No partial prefill was begun since the sidecar started: engines begin them with client.partial_prefill."
+NONE = 'No plan was made since the sidecar started, or told: clients plan with connect(planning="observe") or "on".'
 
 
 def plans(

@@ -74,7 +74,8 @@ def profiled(directory: Path, spec: ModelSpec) -> None:
     "wrong",
     [
         {"quality": 1.5}, {"quality": -0.1}, {"quality": math.nan}, {"quality": "0.9"}, {"quality": True},
-        {"deadline_ms": math.nan}, {"deadline_ms": math.inf}, {"deadline_ms": "soon"}, {"deterministic": 1},
+        {"deadline_ms": math.nan}, {"deadline_ms": math.inf}, {"deadline_ms": "soon"}, {"deadline_ms": 10**400},
+        {"deterministic": 1},
         {"request_class": "urgent"}, {"quality": 0.9, "preamble": [1.5]},
     ],
     ids=str,
