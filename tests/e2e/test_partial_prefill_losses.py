@@ -10,12 +10,14 @@ import pytest
 from kvstore_client import Client, Exactness, LayerStream, Recompute, connect
 from kvstore_client.engines.transformers import TransformersRunner
 from kvstore_client.fetch.target import DenseTarget
+from kvstore_client.lookup import calls
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import DataLoss, InvalidRequest
 from tests.e2e.prefills import FULL, FUSED, MODEL, RECEIVER, SENDER, STEP, in_full, keep
 from tests.e2e.test_partial_prefill import SIBLINGS
 from tests.recompute.models import prompt, sibling_of
+from tests.server.raw import eventually
 
 
 def test_hidden_states_that_do_not_come_cost_time_not_answers(
@@ -99,6 +101,22 @@ def test_nothing_stays_held(client: Client) -> None:
             return
         sleep(0.02)  # leases are given back beside the caller
     raise AssertionError(f"still held: {held}")
+
+
+@pytest.mark.parametrize("step", ["chunk_matches", "pack_ticket", "matched"])
+def test_a_lookup_that_is_interrupted_holds_nothing(client: Client, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """Also once the sidecar has answered: nobody else knows of the ticket."""
+    tokens = prompt(64, 410)
+    keep(client, RECEIVER, tokens)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, step, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.lookup(RECEIVER.spec, tokens, hold=True)
+    eventually(lambda: client.stats().sessions.ticket_count == 0, 10.0)
 
 
 def test_a_fetch_that_ends_behind_the_merge_does_not_make_it_exact(

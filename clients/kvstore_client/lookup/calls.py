@@ -52,9 +52,14 @@ def _look_up(
 ) -> Match:  # fmt: skip
     step, count = prompt.spec.chunk_tokens, prompt.token_count
     reply = _ask(context, prompt, prompt.digests, readers, [each for _, each in cut])
-    chunks = chunk_matches(reply.runs, step, 0, count)
-    prefix, held = with_tail(context, prompt, reply, readers)
-    return Match(prefix, chunks, held, matched(cut, reply.segments, prefix, known))
+    held: bytes | None = reply.ticket
+    try:
+        chunks = chunk_matches(reply.runs, step, 0, count)
+        prefix, held = with_tail(context, prompt, reply, readers)
+        return Match(prefix, chunks, held, matched(cut, reply.segments, prefix, known))
+    except BaseException:  # an interrupt, for one: nobody else knows of the ticket
+        release(context, held)
+        raise
 
 
 def with_tail(
@@ -85,7 +90,11 @@ def with_tail(
             release(context, longer.ticket)
             tail = None
     prefix += tail[0] if tail else 0
-    return prefix, pack_ticket(ticket, prompt.spec, digests, prompt.exactness, prefix, places) if ticket else None
+    try:
+        return prefix, pack_ticket(ticket, prompt.spec, digests, prompt.exactness, prefix, places) if ticket else None
+    except BaseException:
+        release(context, ticket)
+        raise
 
 
 def _ask(
