@@ -119,6 +119,24 @@ def test_a_lookup_that_is_interrupted_holds_nothing(client: Client, monkeypatch:
     eventually(lambda: client.stats().sessions.ticket_count == 0, 10.0)
 
 
+def test_a_release_that_is_interrupted_is_made_again(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, release, asked = prompt(70, 411), client.release_ticket, list[Any]()
+    keep(client, RECEIVER, tokens[:64])
+    keep(client, SENDER, tokens[:32])
+
+    def interrupted(ticket: Any) -> None:
+        asked.append(ticket)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        release(ticket)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "release_ticket", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=FUSED)
+    eventually(lambda: client.stats().sessions.ticket_count == 0, 10.0)
+
+
 def test_a_fetch_that_ends_behind_the_merge_does_not_make_it_exact(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,13 +89,15 @@ class Arrivals:
         for transfer in self._ahead.values():
             transfer.cancel(self._timeout_s)
         while self._given:  # a ticket of which a chunk was lost stays open: the transfer could not redeem it
-            self._client.release_ticket(self._given.pop())
+            self._client.release_ticket(self._given[-1])
+            self._given.pop()
         self._release()
         return all(each.is_done for each in self._transfers.values())
 
     def _release(self) -> None:
-        while self.held.tickets:
-            self._client.release_ticket(self.held.tickets.popitem()[1])
+        for spec, ticket in list(self.held.tickets.items()):
+            self._client.release_ticket(ticket)
+            del self.held.tickets[spec]  # now only: a release that is interrupted is made again
 
     def _source(self, plan: Plan, run: PlannedRun) -> FetchedRun:
         runner = self._request.runner

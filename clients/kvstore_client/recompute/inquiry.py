@@ -145,7 +145,8 @@ def _in_memory(client: Caches, request: Request, held: Held) -> _Own:
 def prefix_cut(client: Caches, request: Request, held: Held, match: Match, stop: int) -> Match:
     """Hold the first ``stop`` tokens instead of all that was found."""
     spec = request.runner.spec
-    client.release_ticket(held.tickets.pop(spec, None))
+    client.release_ticket(held.tickets.get(spec))
+    held.tickets.pop(spec, None)
     if not stop:
         return replace(match, prefix_token_count=0, ticket=None)
     again = client.lookup(spec, request.tokens[:stop], hold=True, extras=request.extras)
