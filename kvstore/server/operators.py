@@ -208,6 +208,7 @@ def render_stats(
         loading_bytes=stats.loading_bytes,
         descriptor_count=descriptor_count,
         rates=map(_rate, stats.rates),
+        served_of_forgotten=_saving(stats.forgotten),
     )
 
 

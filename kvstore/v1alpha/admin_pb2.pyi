@@ -179,7 +179,7 @@ class TierRate(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., kind: _Optional[_Union[_cache_pb2.Tier, str]] = ..., bytes_per_second: _Optional[float] = ..., latency_seconds: _Optional[float] = ..., caution: _Optional[float] = ..., confidence: _Optional[float] = ..., sample_count: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., least_bytes: _Optional[int] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("version", "uptime_seconds", "server_pid", "tenant", "arena", "sessions", "models", "counters", "tiers", "tier_problem", "backlog_chunk_count", "loading_bytes", "descriptor_count", "rates", "engines")
+    __slots__ = ("version", "uptime_seconds", "server_pid", "tenant", "arena", "sessions", "models", "counters", "tiers", "tier_problem", "backlog_chunk_count", "loading_bytes", "descriptor_count", "rates", "engines", "served_of_forgotten")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +202,7 @@ class StatsResponse(_message.Message):
     DESCRIPTOR_COUNT_FIELD_NUMBER: _ClassVar[int]
     RATES_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
+    SERVED_OF_FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_seconds: float
     server_pid: int
@@ -217,7 +218,8 @@ class StatsResponse(_message.Message):
     descriptor_count: int
     rates: _containers.RepeatedCompositeFieldContainer[TierRate]
     engines: _containers.RepeatedCompositeFieldContainer[EngineRate]
-    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., server_pid: _Optional[int] = ..., tenant: _Optional[str] = ..., arena: _Optional[_Union[ArenaStats, _Mapping]] = ..., sessions: _Optional[_Union[SessionStats, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., tier_problem: _Optional[str] = ..., backlog_chunk_count: _Optional[int] = ..., loading_bytes: _Optional[int] = ..., descriptor_count: _Optional[int] = ..., rates: _Optional[_Iterable[_Union[TierRate, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineRate, _Mapping]]] = ...) -> None: ...
+    served_of_forgotten: Saving
+    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., server_pid: _Optional[int] = ..., tenant: _Optional[str] = ..., arena: _Optional[_Union[ArenaStats, _Mapping]] = ..., sessions: _Optional[_Union[SessionStats, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., tier_problem: _Optional[str] = ..., backlog_chunk_count: _Optional[int] = ..., loading_bytes: _Optional[int] = ..., descriptor_count: _Optional[int] = ..., rates: _Optional[_Iterable[_Union[TierRate, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineRate, _Mapping]]] = ..., served_of_forgotten: _Optional[_Union[Saving, _Mapping]] = ...) -> None: ...
 
 class EngineRate(_message.Message):
     __slots__ = ("fingerprint", "model_id", "step_tokens", "rate", "confidence")

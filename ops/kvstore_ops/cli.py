@@ -96,11 +96,13 @@ def show_config(config: ConfigOption = None, as_json: JsonOption = False) -> Non
     """
     rows = load_settings(config).rows()
     if as_json:
-        print(json.dumps({name: {"value": str(value), "origin": origin} for name, value, origin in rows}, indent=2))
+        told = {name: {"value": value, "origin": origin} for name, value, origin in rows}
+        print(json.dumps(told, indent=2, default=str))  # paths, as text
         return
     table = Table(*(Column(name, overflow="fold") for name in ("setting", "value", "from")))
     for name, value, origin in rows:
-        table.add_row(name, Text(str(value)), Text(origin), style=None if origin == "default" else "bold")
+        shown = str(value).lower() if isinstance(value, bool) else str(value)  # as a file has it
+        table.add_row(name, Text(shown), Text(origin), style=None if origin == "default" else "bold")
     Console().print(table)
 
 

@@ -15,12 +15,14 @@ from kvstore_client.loading.call import Asked
 from kvstore_client.planes import session as session_room
 from kvstore_client.prompt import Prompt
 from kvstore_ops.sidecar import Sidecar
+from kvstore_ops.top.sample import Sample
 
 from kvstore.errors import UNREGISTERED, Exhausted
 from kvstore.keys import fingerprint
 from kvstore.planning.loading import Way
 from kvstore.spec import Durability, Exactness, ModelSpec
 from kvstore.v1 import cache_pb2 as pb
+from kvstore.v1alpha import admin_pb2
 from kvstore.wire import unpack_fields
 from tests.ops.command import run
 from tests.server.raw import Raw, eventually
@@ -133,6 +135,23 @@ def test_in_the_place_of_a_forgotten_model_nothing_of_it_is_found(sidecar: Sidec
         for spec in SPECS[2 : 2 + LIMIT]:
             assert other.lookup(spec, TOKENS).prefix_token_count == 0
         assert [one.lookup(each, TOKENS).prefix_token_count for one in clients] == [0, 0]
+
+
+def test_what_fetches_brought_of_a_forgotten_model_still_counts(sidecar: Sidecar, clients: list[Client]) -> None:
+    client, other = clients
+
+    def served() -> int:
+        return Sample(0.0, client.stats(), admin_pb2.TiersResponse()).served_tokens
+
+    assert store(client, SPECS[0]) == Durability.MEMORY
+    before = served()
+    assert other.fetch(SPECS[0], TOKENS).token_count == COUNT
+    eventually(lambda: served() == before + COUNT)
+    evict(sidecar, SPECS[0])
+    for spec in SPECS[1 : 1 + LIMIT]:
+        assert other.lookup(spec, TOKENS).prefix_token_count == 0
+    assert SPECS[0].model_id not in {each.model_id for each in client.stats().models}
+    assert served() == before + COUNT
 
 
 def test_a_model_stays_while_a_ticket_or_a_store_needs_it(sidecar: Sidecar, clients: list[Client]) -> None:

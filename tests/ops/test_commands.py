@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,7 +65,11 @@ def test_status_of_nobody_names_the_remedy() -> None:
 
 def test_config_shows_origins() -> None:
     rows = json.loads(kvstore("config", "--json").stdout)
-    assert rows["arena.region_bytes"] == {"value": str(256 << 20), "origin": "default"}
+    assert rows["arena.region_bytes"] == {"value": 256 << 20, "origin": "default"}
+    assert rows["arena.prefault"] == {"value": True, "origin": "default"}
+    assert rows["server.shutdown_grace_s"] == {"value": 10.0, "origin": "default"}
+    assert rows["server.state_directory"]["value"].endswith("/kvstore")
+    assert re.search(r"arena\.prefault +│ true ", kvstore("config").stdout)
 
 
 def test_config_shows_long_values_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,8 +32,9 @@ class Sample:
 
     @property
     def served_tokens(self) -> int:
-        """Tokens that were fetched since the service's start."""
-        return sum(each.served.token_count for each in self.stats.models)
+        """Tokens that were fetched since the service's start, of models that were forgotten since, too."""
+        known = sum(each.served.token_count for each in self.stats.models)
+        return known + self.stats.served_of_forgotten.token_count
 
 
 def take_sample(asked: Operator, at_s: float, others: Others = ALONE) -> Sample:
