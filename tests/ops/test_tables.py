@@ -32,3 +32,10 @@ def test_a_tiers_state_is_in_one_line_and_its_problem_is_told_once() -> None:
     assert "s3 is off" in text
     assert "up for 59 s" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_tier_that_just_answers_a_call_is_not_told_to_be_stalled() -> None:
+    stats = admin_pb2.TierStats(name="nvme", state="up", state_seconds=59.0)
+    busy, silent = (admin_pb2.TierReport(stats=stats, stalled_seconds=each) for each in (0.4, 9.0))
+    assert "up for 59 s" in drawn(admin_pb2.TiersResponse(tiers=[busy]))
+    assert "stalled 9 s" in drawn(admin_pb2.TiersResponse(tiers=[silent]))

@@ -20,6 +20,8 @@ DIGITS = 16
 """Hexadecimal digits of a digest in a table: enough for ``kvstore show``."""
 SHOWN_COUNT = 8
 """Most digests of a chain in a table; JSON has all of them."""
+_STALLED_S = 2.0
+"""As the page for browsers has it."""
 _PROVENANCES = {1: Provenance.IN_CONTEXT, 2: Provenance.STANDALONE}
 _EXACTNESSES = {1: Exactness.EXACT, 2: Exactness.DERIVED}
 
@@ -94,6 +96,12 @@ def _encodings(tiers: Iterable[admin_pb2.TierReport]) -> Iterator[Table]:
     yield table
 
 
+def is_stalled(tier: admin_pb2.TierReport) -> bool:
+    """True when the tier has left its calls without an answer for so long that an operator should know. Any call takes
+    some milliseconds."""
+    return tier.stalled_seconds > _STALLED_S
+
+
 def render_tiers(found: admin_pb2.TiersResponse) -> Group:
     """Draw a line per tier, and the problems below."""
     table = Table(
@@ -109,11 +117,10 @@ def render_tiers(found: admin_pb2.TiersResponse) -> Group:
     problems = [(each.stats.name, each.problem) for each in found.tiers if each.problem]
     for tier in found.tiers:
         stats = tier.stats
-        is_stalled = tier.stalled_seconds > 0
-        state = f"stalled {tier.stalled_seconds:.0f} s" if is_stalled else stats.state
+        state = f"stalled {tier.stalled_seconds:.0f} s" if is_stalled(tier) else stats.state
         state = "draining" if tier.is_draining else state
         state = state_of(stats) if state == stats.state else state
-        is_well = stats.state == "up" and not (is_stalled or tier.is_draining)
+        is_well = stats.state == "up" and not (is_stalled(tier) or tier.is_draining)
         name = f"{stats.name} (shared, {tier.write_policy})" if stats.is_shared else stats.name
         is_told = bool(stats.chunk_count or stats.allocated_bytes or not stats.is_shared)
         table.add_row(

@@ -11,7 +11,7 @@ from kvstore.spec.model import CacheKind
 from kvstore.units import format_bytes
 from kvstore.v1alpha import admin_pb2
 from kvstore_ops.operators.harmless import plain
-from kvstore_ops.operators.tables import DIGITS, duration
+from kvstore_ops.operators.tables import DIGITS, duration, is_stalled
 from kvstore_ops.top.sample import Rates, Sample
 
 NARROW = 60
@@ -106,7 +106,7 @@ def _tiers(rates: Rates, width: int) -> Iterator[Text]:
 def _state(tier: admin_pb2.TierReport) -> str:
     if tier.is_draining:
         return "draining"
-    return "stalled" if tier.stalled_seconds > 2 else plain(tier.stats.state, 9)
+    return "stalled" if is_stalled(tier) else plain(tier.stats.state, 9)
 
 
 def _fill(stats: admin_pb2.TierStats) -> str:
