@@ -9,6 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from kvstore_ops.extras import needed
 from kvstore_ops.options import INTERRUPTED
 
 MODULES = (
@@ -30,11 +31,14 @@ class Commands(TyperGroup):
     _are_imported = False
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command. An interrupt ends it with the code that shells give it."""
+        """Run a command. An interrupt ends it with the code that shells give it. Raises InvalidRequest naming the extra
+        where the command needs a package of one."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
+        except ModuleNotFoundError as error:
+            raise needed(error) or error from error
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # typer's types of these are private
         if cmd_name not in self.commands:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -93,3 +94,28 @@ def test_shells_can_complete() -> None:
     assert "complete" in shown.stdout
     assert run("--version").out.strip() == __version__
     assert run("version").out.strip() == __version__
+
+
+@pytest.mark.parametrize(("arguments", "package", "extra"), [
+    (("demo",), "torch", "demo"), (("profile", "l6-s2"), "torch", "demo"),
+    (("bench", "fetch", "--tiny"), "torch", "demo"), (("bench", "operators", "--tiny"), "opentelemetry", "tracing"),
+])  # fmt: skip
+def test_a_command_without_the_package_of_an_extra_says_what_to_install(
+    arguments: tuple[str, ...], package: str, extra: str
+) -> None:
+    program = (
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, *rest):\n"
+        f"        if name.partition('.')[0] == {package!r}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "from kvstore_ops.entry import enter\n"
+        "enter()\n"
+    )
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"kvstore: this needs the package {package}: pip install 'kvstore[{extra}]'\n"
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extra in listed

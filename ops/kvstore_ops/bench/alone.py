@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from kvstore.errors import KVStoreError
+from kvstore_ops.extras import needed
 
 COSTLY = ("grpc", "kvstore_client.engines.transformers", "transformers.models.llama.modeling_llama")
 """Modules that many benchmarks import; each import takes some seconds."""
@@ -49,3 +50,7 @@ def _run(module: Any, scale: str, result: Connection) -> None:
         result.send(module.run(scale).as_dict())
     except KVStoreError as error:
         result.send(error)
+    except ModuleNotFoundError as error:
+        if (lack := needed(error)) is None:
+            raise
+        result.send(lack)
