@@ -24,6 +24,14 @@ MODULES = (
 )
 """Each of these modules has ``register``, which adds its commands to an app."""
 
+PANELS = {
+    "The service": ("serve", "config", "reload", "doctor", "version"),
+    "What is there": ("status", "top", "tiers", "models", "ls", "show", "locate", "watch", "plans"),
+    "Change what is there": ("evict", "pin", "unpin", "move", "prefetch", "warm", "drain", "verify", "scan"),
+    "Try and measure": ("demo", "bench", "plan", "profile", "fleet"),
+}
+"""The commands as ``kvstore --help`` shows them."""
+
 
 class Commands(TyperGroup):
     """The commands of ``cli``, then those of ``MODULES``."""
@@ -47,7 +55,12 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         self._import_all()
-        return super().list_commands(ctx)
+        for panel, names in PANELS.items():
+            for name in names:
+                command: Any = self.commands[name]  # typer's commands have a panel, those they descend from have none
+                command.rich_help_panel = panel
+        told = [name for names in PANELS.values() for name in names]
+        return told + [name for name in super().list_commands(ctx) if name not in told]
 
     def _import_all(self) -> None:
         if self._are_imported:

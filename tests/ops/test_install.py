@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import typer
 from kvstore_ops.cli import app
+from kvstore_ops.commands import PANELS
 
 from kvstore import __version__
 from kvstore.server.web.site import FILES
@@ -86,6 +87,13 @@ def test_every_command_has_an_example(name: str) -> None:
     done = run(name, "--help")
     assert done.code == 0
     assert f"Example: kvstore {name}" in " ".join(done.out.split())
+
+
+def test_the_help_shows_every_command_in_a_panel() -> None:
+    told = run("--help").out
+    assert all(panel in told for panel in PANELS)
+    assert "─ Commands ─" not in told
+    assert sorted(commands()) == sorted(name for names in PANELS.values() for name in names)
 
 
 def test_shells_can_complete() -> None:
