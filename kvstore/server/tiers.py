@@ -34,6 +34,8 @@ ASKER_COUNT = 16
 """Lookups that wait for a bucket at once."""
 CLAIM_FILES = 4
 """Connections to the Redis in which uploads to S3 are claimed."""
+USUAL_CHUNK_BYTES = 32 << 20
+"""256 tokens of an 8B model in bf16, as docs/cluster.md has them. A device tier that is smaller is warned of."""
 Built = TypeVar("Built", covariant=True)
 _log = logging.getLogger("kvstore.nvme")
 
@@ -198,6 +200,12 @@ def open_nvme(
             "tiers.nvme.directory lies on a copy-on-write file system: writes go to new places, so room taken in "
             "advance is no promise and rates suffer; use ext4 or xfs, or switch it off for the directory (chattr +C)",
             extra={"file_system": kind},
+        )
+    if settings.capacity_bytes < USUAL_CHUNK_BYTES:
+        _log.warning(
+            "tiers.nvme.capacity_bytes is less than one chunk of an 8B model takes: raise it, or set 0 for no device "
+            "tier",
+            extra={"capacity_bytes": settings.capacity_bytes, "chunk_bytes": USUAL_CHUNK_BYTES},
         )
     _keep_capacity(directory, settings.capacity_bytes)
     io = PosixIO(disk)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,16 @@ def test_a_copy_on_write_file_system_is_warned_of(
     tier = open_nvme(SETTINGS, disk, SystemClock(), FaultPoints())
     assert ("copy-on-write" in caplog.text) is is_warned
     assert ("tiers.nvme.directory" in caplog.text) is is_warned
+    asyncio.run(tier.close(None))
+
+
+@pytest.mark.parametrize(("capacity_bytes", "is_warned"), [(1 << 20, True), (64 << 20, False)])
+def test_a_device_tier_that_is_smaller_than_a_chunk_is_warned_of(
+    capacity_bytes: int, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = replace(SETTINGS, capacity_bytes=capacity_bytes)
+    tier = open_nvme(settings, SimulatedDisk(1), SystemClock(), FaultPoints())
+    assert ("tiers.nvme.capacity_bytes" in caplog.text) is is_warned
     asyncio.run(tier.close(None))
 
 
