@@ -105,7 +105,7 @@ class Handoff:
             await self._hello(connection)
             session = self._controller.open_session()
             self._outbox.send(connection, *self._welcome(session, connection))
-            _log.info("session opened", extra={"session": session.session_id})
+            _log.debug("session opened", extra={"session": session.session_id})  # each command of an operator has one
             await self._converse(connection, session)
         except KVStoreError as error:
             self._refuse(connection, error)
@@ -154,7 +154,7 @@ class Handoff:
             await self._controller.close_session(session)
         except Exception:  # noqa: BLE001 - the boundary: the other sessions go on
             _log.exception("session did not end cleanly", extra={"session": session.session_id})
-        _log.info("session ended", extra={"session": session.session_id})
+        _log.debug("session ended", extra={"session": session.session_id})
 
     async def _hello(self, connection: socket.socket) -> None:
         """Wait for the peer's hello. Raises the error that refuses it: for its uid, its silence or its version."""

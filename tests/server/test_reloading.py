@@ -95,15 +95,22 @@ def test_only_the_default_tenants_operators_change_what_is_all_tenants(running: 
 
 
 def test_the_log_level_changes_at_once(running: Running) -> None:
-    running.write(running.red + '[server]\nlog_level = "error"\n')
-    running.reload()
     log = running.sidecar.directory / "log"
-    before = log.read_text().count("session opened")
-    with connect(running.sidecar.socket_address) as client:
-        client.stats()
-    assert log.read_text().count("session opened") == before
+
+    def opened_count() -> int:
+        with connect(running.sidecar.socket_address) as client:
+            client.stats()
+        return log.read_text().count("session opened")
+
+    assert opened_count() == 0
+    running.write(running.red + '[server]\nlog_level = "debug"\n')
+    running.reload()
+    told = opened_count()
+    assert told > 0
     running.write(running.red)
     running.reload()
+    before = log.read_text().count("session opened")  # the reload's own session
+    assert opened_count() == before
     assert '"settings were reloaded"' in log.read_text()
 
 

@@ -216,7 +216,9 @@ def test_the_metrics_page_and_its_port() -> None:
 def test_logs_are_json_lines(own_sidecar: Sidecar) -> None:
     still_serves(own_sidecar)
     lines = [json.loads(line) for line in (own_sidecar.directory / "log").read_text().splitlines()]
-    assert {"ready", "session opened"} <= {line["message"] for line in lines}
+    said = {line["message"] for line in lines}
+    assert "ready" in said
+    assert "session opened" not in said, "a command a minute would fill the log"
 
 
 def test_names_on_the_wire_are_the_services_own() -> None:
