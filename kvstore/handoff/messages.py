@@ -104,7 +104,7 @@ FetchedBytes = Annotated[int, number(FETCHED_BYTES_MAX)]
 ByteCount = Annotated[int, number(wire="bytes")]
 Version = Annotated[int, Shape(PROTOCOL_VERSION, _VERSION, _is_version)]
 Secret = Annotated[str, Shape(64, "64 hexadecimal digits", _is_name)]
-Ticket = Annotated[str, Shape(32, "32 hexadecimal digits", _is_ticket)]
+TicketDigits = Annotated[str, Shape(32, "32 hexadecimal digits", _is_ticket)]
 Offers = Annotated[tuple[str, ...], rows(8, "short texts", lambda value: _is_text(value, 32))]
 RegionRows = Annotated[tuple[tuple[int, int], ...], rows(REGIONS_MAX, "pairs of numbers", _is_region)]
 """(index, bytes) of each region; their descriptors travel in the same order."""
@@ -178,7 +178,7 @@ class Redeemed:
     """Says that a reader has copied the chunks of a ticket from their places. It is never answered."""
 
     op: ClassVar[str] = "redeemed"
-    ticket: Ticket
+    ticket: TicketDigits
 
 
 # ------------------------------------------------------------ from the server

@@ -256,7 +256,7 @@ MUTANTS = [
         "is_wanted=self._doubtful.keys().isdisjoint(save.block_ids))\n",
         "is_wanted=True)\n",
         "what was computed from blocks that never came is stored as the model's own",
-        ("tests/engines/vllm/test_loads.py::test_what_is_computed_over_a_failed_load_is_not_kept",),
+        ("tests/engines/vllm/test_failed_loads.py::test_what_is_computed_over_a_failed_load_is_not_kept",),
     ),
     Mutant(
         "failed-load-is-not-told",
@@ -264,7 +264,7 @@ MUTANTS = [
         "        self._failed |= set(blocks)\n",
         "        pass\n",
         "vLLM attends to blocks that never came",
-        ("tests/engines/vllm/test_loads.py::test_a_load_that_fails_is_told_and_not_tried_again",),
+        ("tests/engines/vllm/test_failed_loads.py::test_a_load_that_fails_is_told_and_not_tried_again",),
     ),
     Mutant(
         "copies-that-failed-unseen",

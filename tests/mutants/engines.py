@@ -12,6 +12,7 @@ JOBS = "kvstore/seams/scheduler.py"
 T_BYTES = "tests/e2e/test_bytes.py"
 T_SGLANG = "tests/engines/test_sglang.py"
 T_VLLM = "tests/engines/vllm/test_loads.py"
+T_FAILED = "tests/engines/vllm/test_failed_loads.py"
 T_SAVES = "tests/engines/vllm/test_saves.py"
 SAVES = "clients/kvstore_client/engines/vllm/saves.py"
 WORKER = "clients/kvstore_client/engines/vllm/worker.py"
@@ -153,7 +154,7 @@ MUTANTS = [
         "        if tracked is None or tracked.has_failed or self._patience.is_spent:\n",
         "        if tracked is None or self._patience.is_spent:\n",
         "a request goes round and round over a load that fails",
-        (f"{T_VLLM}::test_a_load_that_fails_is_told_and_not_tried_again",),
+        (f"{T_FAILED}::test_a_load_that_fails_is_told_and_not_tried_again",),
     ),
     Mutant(
         "kept-though-it-is-doubtful",
@@ -161,7 +162,7 @@ MUTANTS = [
         "        if until <= tracked.kept or tracked.is_doubtful:\n",
         "        if until <= tracked.kept:\n",
         "what was computed beside blocks that never came is stored as the model's own",
-        (f"{T_VLLM}::test_a_load_that_fails_is_told_and_not_tried_again",),
+        (f"{T_FAILED}::test_a_load_that_fails_is_told_and_not_tried_again",),
     ),
     Mutant(
         "blocks-of-before-it-was-preempted",

@@ -70,7 +70,7 @@ class Plane(Protocol):
 
     staging: StagingMemory
     """The memory where strips are gathered, as long as the session lives."""
-    maps_chunks = False
+    maps_chunks: bool = False
     """True when the session copies chunks from where they lie."""
 
     def open_prefix(

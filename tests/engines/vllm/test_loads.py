@@ -17,7 +17,6 @@ from kvstore_client.engines.vllm.pages import PagesOfModel
 from kvstore_client.engines.vllm.scheduler import SchedulerSide
 from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.worker import WorkerSide
-from kvstore_client.planes.shared_memory.session import MappedSession
 from kvstore_ops.sidecar import Sidecar
 
 from tests.engines.vllm.engine import (
@@ -124,54 +123,6 @@ def test_an_engine_that_only_stores_forgets_the_blocks_of_before_it_was_preempte
     assert [save.block_ids for save in side.step(resumed).saves] == [later[:15]]
     side.close()
     engine.close()
-
-
-@pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tickets name no places, so that loads take calls, which fail where the ticket or the sidecar is gone."""
-    monkeypatch.setattr(MappedSession, "maps_chunks", False)
-
-
-@pytest.mark.usefixtures("called")
-@pytest.mark.parametrize("load", ["async", "layerwise"])
-def test_a_load_that_fails_is_told_and_not_tried_again(sidecar: Sidecar, load: str) -> None:
-    tokens = tokens_of(42, 8 if load == "async" else 9)
-    engine = Engine(sidecar.address, load=load)
-    engine.keep(request("a", tokens), blocks_of(42))
-    asked, blocks = request("b", tokens), blocks_of(42, 20)
-    assert engine.admit(asked, blocks) == 40
-    engine.clients[0].release_ticket(engine.scheduler._loads[0].ticket)
-    if load == "async":
-        engine.worker.begin(engine.scheduler.step(scheduled("x", [], 0, 0)))
-        assert engine.landed() == {"b"}
-    else:
-        engine.compute(asked, blocks, 40, 2)
-    failed = engine.worker.failed_blocks()
-    assert failed == set(blocks[:10])
-    engine.scheduler.reported(failed)
-    assert matched(engine.scheduler, asked, 0) == (0, False)
-    step = engine.compute(asked, blocks, 0, 42)
-    assert set(step.settled) == failed
-    assert bool(step.saves) == (load == "async")  # a layerwise step may have read what was not there
-    other = request("c", tokens_of(42, 20 if load == "async" else 21))
-    assert engine.admit(other, blocks) == 0
-    assert engine.compute(other, blocks, 0, 42).saves
-    engine.close()
-
-
-@pytest.mark.usefixtures("called")
-def test_what_is_computed_over_a_failed_load_is_not_kept(sidecar: Sidecar) -> None:
-    engine = Engine(sidecar.address, load="layerwise")
-    tokens = tokens_of(90, 11)
-    engine.keep(request("a", tokens[:42]), blocks_of(42))
-    asked, blocks = request("b", tokens), blocks_of(90, 20)
-    assert engine.admit(asked, blocks) == 40
-    engine.clients[0].release_ticket(engine.scheduler._loads[0].ticket)
-    step = engine.compute(asked, blocks, 40, 50)  # the failure shows in this very step
-    assert [save.tokens.size for save in step.saves] == [88]
-    engine.close()  # which finishes what is being kept
-    with connect(sidecar.address) as client:
-        assert client.lookup(SPEC, tokens).prefix_token_count == 40
 
 
 def test_after_a_reset_nothing_of_before_is_loaded_or_kept(sidecar: Sidecar) -> None:
@@ -306,21 +257,6 @@ def test_without_its_sidecar_an_engine_computes(tmp_path: Path) -> None:
     side.close()
 
 
-def test_a_layerwise_load_that_a_layer_did_not_wait_for_has_failed(sidecar: Sidecar) -> None:
-    tokens = tokens_of(42, 14)
-    engine = Engine(sidecar.address, load="layerwise")
-    engine.keep(request("a", tokens), blocks_of(42))
-    for waited, failed in ((2, 0), (1, 10)):
-        asked, blocks = request(f"b{waited}", tokens), blocks_of(42, 20)
-        assert engine.admit(asked, blocks) == 40
-        engine.worker.begin(engine.scheduler.step(scheduled(asked.request_id, blocks, 40, 2)))
-        for layer in range(waited):
-            engine.worker.wait_layer(layer)
-        engine.worker.end_layerwise()
-        assert engine.worker.failed_blocks() == set(blocks[:failed])
-    engine.close()
-
-
 def test_a_sidecar_that_stalls_is_left_alone(own_sidecar: Sidecar) -> None:
     engine = Engine(own_sidecar.address, timeout_s=2.2)
     engine.keep(request("a", tokens_of(42, 15)), blocks_of(42))
@@ -372,41 +308,3 @@ def test_ranks_keep_their_heads_together_or_not_at_all(sidecar: Sidecar) -> None
             assert torch.equal(torch.cat([pair[0][rank], pair[1][rank]], dim=-1), whole)
     for client in clients:
         client.close()
-
-
-def test_a_load_from_places_outlasts_its_sidecar(own_sidecar: Sidecar) -> None:
-    """The ticket says where the chunks lie, and the engine still maps that memory."""
-    tokens = tokens_of(42, 17)
-    engine = Engine(own_sidecar.address)
-    engine.keep(request("a", tokens), blocks_of(42))
-    asked, blocks = request("b", tokens), blocks_of(42, 20)
-    assert engine.admit(asked, blocks) == 40
-    os.kill(own_sidecar.pid, signal.SIGSTOP)
-    engine.worker.begin(engine.scheduler.step(scheduled("b", blocks, 40, 2)))
-    assert engine.landed() == {"b"}
-    own_sidecar.stop(kill=True)
-    assert engine.worker.failed_blocks() == set()
-    assert all(torch.equal(page[blocks[:10]], page[blocks_of(42)[:10]]) for page in engine.pages)
-    engine.close()
-
-
-@pytest.mark.usefixtures("called")
-@pytest.mark.parametrize("load", ["async", "layerwise"])
-def test_a_sidecar_that_dies_under_a_load_fails_it(own_sidecar: Sidecar, load: str) -> None:
-    tokens = tokens_of(42, 16)
-    engine = Engine(own_sidecar.address, load=load, timeout_s=2.2)
-    engine.keep(request("a", tokens), blocks_of(42))
-    asked, blocks = request("b", tokens), blocks_of(42, 20)
-    assert engine.admit(asked, blocks) == 40
-    os.kill(own_sidecar.pid, signal.SIGSTOP)  # the load has begun and does not come
-    engine.worker.begin(engine.scheduler.step(scheduled("b", blocks, 40, 2)))
-    own_sidecar.stop(kill=True)
-    if load == "async":
-        assert engine.landed() == {"b"}
-    else:
-        engine.worker.wait_layer(0)
-        engine.worker.wait_layer(1)
-        engine.worker.end_layerwise()
-    assert engine.worker.failed_blocks() == set(blocks[:10])
-    assert all(not page[blocks].any() for page in engine.pages)
-    engine.close()

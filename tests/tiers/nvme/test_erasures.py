@@ -61,8 +61,7 @@ def test_of_a_value_that_lies_twice_nothing_is_left_once_it_is_replaced() -> Non
 
 
 def test_a_second_copy_outlasts_the_first_and_is_erased_with_the_value() -> None:
-    """The value is in memory, and is written anew from there; until it is, the second copy is all that the device
-    has."""
+    """The value is in memory, and is written anew from there. Until then the device has the second copy alone."""
     service = ValueService()
 
     async def scenario() -> None:
