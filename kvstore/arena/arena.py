@@ -18,6 +18,8 @@ from kvstore.units import PAGE_BYTES
 CHUNK_BYTES_MIN = 2 * PAGE_BYTES
 """The smallest chunk: a header page and a slab page. Bounds the number of generation slots."""
 SLOT_COUNT_MAX = 1 << 22
+SLOT_GENERATIONS = np.uint64(1 << 40)
+"""Generations of one slot: no slot has held so many chunks."""
 _log = logging.getLogger("kvstore.arena")
 
 
@@ -32,7 +34,7 @@ class Arena:
         self, memory: Memory, faults: FaultPoints, *, capacity_bytes: int, region_bytes: int, first_generation: int = 1
     ) -> None:  # fmt: skip
         """``first_generation``: drawn at each start, so that nobody takes a place that an earlier start named for one
-        of this start."""
+        of this start. Each slot begins at another number, so that nobody watches another chunk's generation."""
         self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
         self.region_bytes = min(region_bytes, self.capacity_bytes)
         self._memory = memory
@@ -42,7 +44,7 @@ class Arena:
         self.generations_bytes = -(-slot_count * 8 // PAGE_BYTES) * PAGE_BYTES
         self.generations = memory.read_only_to_others("kvstore-generations", self.generations_bytes)
         self._values: NDArray[np.uint64] = self.generations.bytes.view(np.uint64)
-        self._values[:slot_count] = first_generation
+        self._values[:slot_count] = first_generation + np.arange(slot_count, dtype=np.uint64) * SLOT_GENERATIONS
         self._slots = list(range(slot_count - 1, -1, -1))
         self._is_refused = False
         self.used_bytes = 0

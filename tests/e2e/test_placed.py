@@ -3,11 +3,13 @@ that decides."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 from kvstore_client import Client, Durability, connect
 from kvstore_client.fetch.held import TicketFields
+from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.shared_memory import placed
 from kvstore_ops.sidecar import Sidecar
 
@@ -108,9 +110,9 @@ def test_a_chunk_that_leaves_under_the_copy_is_a_loss(client: Client, monkeypatc
 def test_another_chunk_at_the_place_is_not_taken(client: Client) -> None:
     """Tickets travel through other hands: their places are believed only as far as they can be checked."""
     (one, cache), (two, _) = held(client, 4), held(client, 5)
-    message, other = pb.HeldPrefix.FromString(one), TicketFields(two)
+    other = TicketFields(two)
     wrong = []
-    for change in range(7):
+    for change in range(8):
         ticket = pb.HeldPrefix.FromString(one)
         place = ticket.places[1]
         if change == 0:
@@ -126,22 +128,51 @@ def test_another_chunk_at_the_place_is_not_taken(client: Client) -> None:
         elif change == 5:
             place.index = 2
         else:
-            place.token_count = 7
+            place.token_count = 7 if change == 6 else 17
         wrong.append(ticket)
     wrong.append(pb.HeldPrefix.FromString(one))
     del wrong[-1].places[2:]
     for ticket in wrong:
-        assert placed.placed_prefix(*_asked(client, ticket)) is None
-    assert placed.placed_prefix(*_asked(client, message)) is not None
+        assert placed.placed_prefix(*_asked(client, ticket.SerializeToString())) is None
+    assert placed.placed_prefix(*_asked(client, one)) is not None
     assert same(fetched(client, wrong[0].SerializeToString()), cache), "the call decides"
     client.release_ticket(two)
 
 
-def _asked(client: Client, ticket: pb.HeldPrefix) -> tuple:
-    from kvstore_client.fetch.wanted import Wanted
-
-    fields = TicketFields(ticket.SerializeToString())
+def _asked(client: Client, ticket: bytes) -> tuple:
+    fields = TicketFields(ticket)
     return client.connect_now(), Wanted.of(fields.spec, None, None, (), False), fields, lambda: None
+
+
+def test_whatever_byte_of_a_ticket_changes_its_places_are_right_or_not_taken() -> None:
+    """Two regions have room for a chunk and a half each, so that the third chunk lies in both."""
+    settings = {"KVSTORE__ARENA__REGION_BYTES": "20 KiB", "KVSTORE__LIMITS__TICKET_BYTES_MAX": "40 KiB"}
+    with (
+        Sidecar("--capacity", "40 KiB", environment={**os.environ, **settings}) as sidecar,
+        connect(sidecar.address) as client,
+    ):
+        ticket, cache = held(client, 10, count=48)
+        right = _places_of(client, ticket)
+        assert [len(extents) for _, _, extents in right] == [1, 1, 2]
+        for position in range(len(ticket)):
+            for change in (1, 8, 16, 32, 64, 255):
+                altered = bytearray(ticket)
+                altered[position] ^= change
+                try:
+                    assert _places_of(client, bytes(altered)) in (None, right), (position, change)
+                except InvalidRequest:
+                    pass
+        assert same(fetched(client, ticket, verify=True), cache)
+
+
+def _places_of(client: Client, ticket: bytes) -> list | None:
+    """Return (slot, generation, the places of its extents) of each chunk that is taken for the ticket's."""
+    found = placed.placed_prefix(*_asked(client, ticket))
+    if found is None:
+        return None
+    return [
+        (each.slot, each.generation, [(part.ctypes.data, part.size) for part in each.extents]) for each in found.chunks
+    ]
 
 
 def test_places_of_an_earlier_start_are_not_believed() -> None:

@@ -65,4 +65,20 @@ MUTANTS = (
         "a lookup fails where a chunk is not in memory",
         ("tests/e2e/test_transfers.py::test_two_ranks_redeem_what_a_scheduler_holds[local-device]",),
     ),
+    Mutant(
+        "place-of-a-part",
+        PLACED,
+        "    if not all(map(_lies_whole, chunks)):\n        return None\n",
+        "",
+        "the second half of a chunk that lies in two regions is copied from where an altered ticket says",
+        (f"{TEST}::test_whatever_byte_of_a_ticket_changes_its_places_are_right_or_not_taken",),
+    ),
+    Mutant(
+        "slots-with-the-same-generations",
+        "kvstore/arena/arena.py",
+        "first_generation + np.arange(slot_count, dtype=np.uint64) * SLOT_GENERATIONS",
+        "first_generation",
+        "another chunk's slot is watched where an altered ticket says so, and a chunk that leaves is copied",
+        (f"{TEST}::test_whatever_byte_of_a_ticket_changes_its_places_are_right_or_not_taken",),
+    ),
 )

@@ -2,16 +2,19 @@
 
 The ticket holds the chunks where the lookup found them, so a process that maps the sidecar's memory copies them from
 there, and then says that it has redeemed the ticket. A place is believed only as far as it can be checked here: the
-chunk's header lies there, and its generation is unchanged after the copy. Generations begin at a number that the
-sidecar draws at its start, so that the places of an earlier start are not believed. Where a check fails, a call
+chunk's header lies there, each further extent begins with a strip whose checksum the header has, and the generation is
+unchanged after the copy. Generations begin at a number that the sidecar draws at its start, another one for each slot,
+so that neither the places of an earlier start are believed, nor another chunk's slot. Where a check fails, a call
 decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
-from kvstore.errors import DataLoss, Unavailable
+from kvstore.chunk import verify_slab
+from kvstore.errors import DataLoss, InvalidRequest, Unavailable
 from kvstore.seams import FaultPoints
 from kvstore.spec import Exactness, MissReason, Tier
 from kvstore_client.copying import Copier
@@ -92,10 +95,23 @@ def placed_prefix(
             read_chunk(session, wanted, entry, digest, exactness)
             for entry, digest in zip(places, held.digests, strict=True)
         ]
-    except (DataLoss, Unavailable):
+    except (DataLoss, InvalidRequest, Unavailable):
+        return None
+    if not all(map(_lies_whole, chunks)):
         return None
     prefix = PlacedPrefix(session, wanted, chunks, exactness)
     if prefix.token_count != held.token_count:
         return None
     prefix.redeem_with(on_closed)
     return prefix
+
+
+def _lies_whole(chunk: Chunk) -> bool:
+    """Return True when each extent after the first begins with a strip of the chunk: the header vouches only for the
+    extent in which it lies."""
+    layout, checksums = chunk.layout, chunk.header.checksums
+    starts = [layout.header_bytes + slab.offset for slab in layout.slabs]
+    for start, extent in zip(accumulate(each.size for each in chunk.extents), chunk.extents[1:], strict=False):
+        if start not in starts or not verify_slab(extent, layout, starts.index(start), chunk.seeds, checksums, 0, 1):
+            return False
+    return True
