@@ -4,6 +4,7 @@ that decides."""
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,10 +12,12 @@ from kvstore_client import Client, Durability, connect
 from kvstore_client.fetch.held import TicketFields
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.shared_memory import placed
+from kvstore_client.planes.shared_memory.session import MappedSession
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.controller.fetches.fetch import PLACES_MAX
 from kvstore.errors import DataLoss, InvalidRequest
+from kvstore.handoff.messages import Redeemed
 from kvstore.v1 import cache_pb2 as pb
 from tests.server.raw import eventually
 from tests.specs import bits, random_cache, small_spec, tokens_of
@@ -198,6 +201,22 @@ def test_a_reader_that_is_dropped_redeems(client: Client) -> None:
     transfer = client.start_fetch(ticket)
     del transfer
     eventually(lambda: not client.stats().sessions.ticket_count)
+
+
+def test_a_sidecar_that_takes_no_packets_hears_later_that_a_ticket_is_redeemed(
+    sidecar: Sidecar, client: Client
+) -> None:
+    ticket, cache = held(client, 11)
+    before, session = client.stats().counters["tickets_redeemed"], client.connect_now()
+    assert isinstance(session, MappedSession)
+    os.kill(sidecar.pid, signal.SIGSTOP)
+    try:
+        while session._say(Redeemed("00" * 16)):
+            pass
+        assert same(fetched(client, ticket), cache)
+    finally:
+        os.kill(sidecar.pid, signal.SIGCONT)
+    eventually(lambda: client.stats().counters["tickets_redeemed"] == before + 1)
 
 
 def test_many_chunks_take_a_call() -> None:

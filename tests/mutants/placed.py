@@ -81,4 +81,12 @@ MUTANTS = (
         "another chunk's slot is watched where an altered ticket says so, and a chunk that leaves is copied",
         (f"{TEST}::test_whatever_byte_of_a_ticket_changes_its_places_are_right_or_not_taken",),
     ),
+    Mutant(
+        "redeemed-is-said-once",
+        "clients/kvstore_client/planes/shared_memory/session.py",
+        "    if not say():\n        returns.soon(partial(_said, say))\n",
+        "    say()\n",
+        "a sidecar that stalls under many loads keeps their chunks until the tickets are too old",
+        (f"{TEST}::test_a_sidecar_that_takes_no_packets_hears_later_that_a_ticket_is_redeemed",),
+    ),
 )

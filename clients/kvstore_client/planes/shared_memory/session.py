@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from kvstore.errors import Unavailable
 from kvstore.handoff.messages import Redeemed
 from kvstore.spec import Exactness
 from kvstore.v1 import cache_pb2 as pb
@@ -13,6 +14,7 @@ from kvstore_client.fetch.ticket import TicketFields
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.lookup.presence import ChainName, LookupAnswer
 from kvstore_client.planes.incoming import opened
+from kvstore_client.planes.returns import Returns
 from kvstore_client.planes.shared_memory.chunk import Chunk
 from kvstore_client.planes.shared_memory.mapped import MappedMemory
 from kvstore_client.planes.shared_memory.placed import PlacedPrefix, placed_prefix
@@ -62,8 +64,21 @@ class MappedSession(MappedMemory):
 
     def open_placed(self, wanted: Wanted, held: TicketFields) -> PlacedPrefix | None:
         """Open the prefix of a ticket from its places. The sidecar is told when it has been copied."""
-        return placed_prefix(self, wanted, held, partial(self._say, Redeemed(held.ticket.hex())))
+        say = partial(self._say, Redeemed(held.ticket.hex()))
+        return placed_prefix(self, wanted, held, partial(_said_soon, say, self.returns))
 
     def upload(self, source: StoreSource, copier: Copier, timeout_s: float) -> StagedUpload:
         """Return an upload by staging, which the sidecar reads."""
         return StagedUpload(self, source, copier, timeout_s)
+
+
+def _said_soon(say: Callable[[], bool], returns: Returns) -> None:
+    """Say it now, or beside the caller as soon as the sidecar takes it: unsaid, it would keep a ticket open until that
+    is too old."""
+    if not say():
+        returns.soon(partial(_said, say))
+
+
+def _said(say: Callable[[], bool]) -> None:
+    if not say():
+        raise Unavailable("the sidecar takes no packets now")
