@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from kvstore_client import MissReason, Paged, connect
 from kvstore_client.fetch.transfer import Transfer
+from kvstore_client.lookup import calls
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Internal, InvalidRequest, KVStoreError, Unavailable
@@ -92,6 +93,27 @@ def test_a_prefix_that_ends_in_a_tail_is_held_whole(sidecar: Sidecar) -> None:
         else:
             with pytest.raises(InvalidRequest, match="released"):
                 late.wait(10.0)
+
+
+def test_a_lookup_whose_second_call_fails_releases_its_ticket_once(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sidecar that does not answer makes each release wait for the timeout of a call."""
+    tokens, ask, release, released = tokens_of(COUNT, 4), calls._ask, calls.release, list[Any]()
+
+    def fails(context: Any, prompt: Any, digests: Any, readers: int, segments: Any = None) -> Any:
+        if segments is None:
+            raise Unavailable("the sidecar is gone")
+        return ask(context, prompt, digests, readers, segments)
+
+    with connect(sidecar.address) as client:
+        client.store(SPEC, tokens, random_cache(SPEC, COUNT, 4)).wait(10.0)
+        monkeypatch.setattr(calls, "_ask", fails)
+        monkeypatch.setattr(calls, "release", lambda *given: (released.append(given[1]), release(*given)))
+        longer = np.concatenate([tokens, tokens_of(20, 5)])
+        assert not client.lookup(SPEC, longer, hold=True)
+        assert len(released) == 1
+        assert not client.stats().sessions.ticket_count
 
 
 def test_nothing_hit_nothing_held(sidecar: Sidecar) -> None:

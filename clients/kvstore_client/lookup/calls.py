@@ -52,10 +52,9 @@ def _look_up(
 ) -> Match:  # fmt: skip
     step, count = prompt.spec.chunk_tokens, prompt.token_count
     reply = _ask(context, prompt, prompt.digests, readers, [each for _, each in cut])
-    held: bytes | None = reply.ticket
+    prefix, held = with_tail(context, prompt, reply, readers)
     try:
         chunks = chunk_matches(reply.runs, step, 0, count)
-        prefix, held = with_tail(context, prompt, reply, readers)
         return Match(prefix, chunks, held, matched(cut, reply.segments, prefix, known))
     except BaseException:  # an interrupt, for one: nobody else knows of the ticket
         release(context, held)
