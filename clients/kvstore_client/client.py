@@ -156,9 +156,9 @@ class Client:
         self, ticket: bytes, *, into: Into = None, layers: Sequence[int] | None = None, heads: Heads | None = None,
         verify: bool = False,
     ) -> Transfer:  # fmt: skip
-        """Begin to fetch what a ticket holds, and return at once; failures show in the transfer. A writer's ticket
-        joins its store: layers come as they are put, and count once ``wait`` returns, after the commit. Raises:
-        InvalidRequest."""
+        """Begin to fetch what a ticket holds, and return at once; failures show in the transfer. A ticket that has
+        ended may still serve, while its chunks lie where it says. A writer's ticket joins its store: layers come as
+        they are put, and count once ``wait`` returns, after the commit. Raises: InvalidRequest."""
         return fetches.redeem(self._context, ticket, into, layers, heads, verify)
 
     def start_fetch_prefix(
@@ -174,7 +174,8 @@ class Client:
         return fetches.start_fetch(self._context, prompt, wanted, into)
 
     def release_ticket(self, ticket: bytes | None) -> None:
-        """Release what a match's ticket holds, when nobody will redeem it. None and unknown tickets are ignored."""
+        """Release what a match's ticket holds, when nobody will redeem it. From then on its chunks may leave, also
+        under a fetch by it. None and unknown tickets are ignored."""
         tickets.release(self._context, ticket)
 
     # ------------------------------------------------------------ store
