@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from kvstore.controller.fetches.fetch import PLACES_MAX
 from kvstore.errors import DataLoss, Exhausted, InvalidRequest
 from tests.controller.service import Service
 
@@ -57,6 +60,21 @@ async def test_a_reader_that_could_not_get_a_lease_may_come_again(service: Servi
         await controller.redeem(session, ticket)
     controller.release(session, [lease])
     assert (await controller.redeem(session, ticket)).hit_count == 1
+
+
+async def test_places_in_many_extents_are_not_told(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk lies in up to as many extents as it has layers: to tell them all would take long."""
+    controller = service.controller
+    session = controller.open_session()
+    await service.store(session, 1, 2)
+    ticket = controller.lookup(service.query(1, 2), readers=1).ticket
+    places = controller.places(ticket)
+    assert [len(each.placement.extents) for each in places] == [1, 1]
+    for count, is_told in ((PLACES_MAX // 2, True), (PLACES_MAX // 2 + 1, False)):
+        cut = iter([replace(each.placement, extents=each.placement.extents * count) for each in places])
+        with monkeypatch.context() as patch:
+            patch.setattr(controller.fetches._movement, "placement", lambda _, cut=cut: next(cut))
+            assert bool(controller.places(ticket)) is is_told
 
 
 async def test_limits_are_named(service: Service) -> None:

@@ -20,7 +20,8 @@ TOLD_CHUNKS_MAX = 4096
 """Chunks that count as used from one packet of a client. The packet is only a hint, and walking more chunks would keep
 other requests waiting."""
 PLACES_MAX = 256
-"""Chunks of a ticket whose places are told. With more of them their copies take so long that a call is nothing."""
+"""Extents of a ticket's chunks whose places are told; a chunk has one at least. To tell more would keep other requests
+waiting, and the copies of more chunks take so long that a call is nothing."""
 COUNTED_CHUNKS_MAX = 1 << 20
 """Chunks of one chain in one packet that are counted: a client may say any number, and counters have 64 bits."""
 
@@ -115,7 +116,8 @@ class Fetches:
             return ()
         if len(ticket.rows) > PLACES_MAX or not self._movement.are_in_memory(ticket.rows):
             return ()
-        return tuple(self._residents([ticket.rows], {}))
+        found = tuple(self._residents([ticket.rows], {}))
+        return found if sum(len(each.placement.extents) for each in found) <= PLACES_MAX else ()
 
     def copied(self, ticket_id: bytes) -> None:
         """Count a reader that copied a ticket's chunks from their ``places``. A ticket that has ended counts no more:
