@@ -19,6 +19,7 @@ from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.worker import WorkerSide
 from kvstore_ops.sidecar import Sidecar
 
+from kvstore.keys import EXTRA_BYTES_MAX
 from tests.engines.vllm.engine import (
     BLOCK,
     BLOCKS,
@@ -205,6 +206,15 @@ def test_an_image_of_a_later_turn_keeps_a_session_apart(engine: Engine) -> None:
     engine.scheduler.finished("b")
     turn(third := request("c", tokens[:36], mm_features=[]), "cat")
     assert matched(engine.scheduler, third, 0) == (76, True)
+
+
+def test_a_salt_that_cannot_name_a_cache_fails_no_request(engine: Engine) -> None:
+    """Callers of vLLM's server send it: an error here would end the engine."""
+    tokens, blocks = tokens_of(60, 76), blocks_of(60)
+    asked = request("a", tokens, cache_salt="x" * (EXTRA_BYTES_MAX + 1))
+    engine.scheduler.new_request(asked)
+    assert engine.admit(asked, blocks) == 0
+    assert engine.compute(asked, blocks, 0, 60).saves == []
 
 
 def test_an_adapter_that_is_written_while_a_request_runs_is_not_kept(engine: Engine, tmp_path: Path) -> None:

@@ -154,8 +154,8 @@ class SchedulerSide:
         chunks."""
         asked = self._asked[name] = _Asked(useful, self._clock.monotonic())
         prompt = self._naming.prompt(request, self._whole(request.num_tokens))
-        extras = self._naming.extras(request)
         try:
+            extras = self._naming.extras(request)
             match = self._client.peek(tracked.spec, prompt, hold=True, extras=extras)
         except KVStoreError as error:
             _log.warning("kvstore: %s; the prompt is computed", error.message)
@@ -292,10 +292,14 @@ class SchedulerSide:
             return None
         if not self._is_named(tracked):
             return None
+        try:  # read now: a session that streams its input has more images with each turn
+            extras = self._naming.extras(request)
+        except KVStoreError as error:
+            _log.warning("kvstore: %s; this request is not kept", error.message)
+            tracked.is_doubtful = True
+            return None
         tracked.kept = until
         blocks = tracked.block_ids[: until // self._block_tokens]
-        # Read now: a session that streams its input has more images with each turn.
-        extras = self._naming.extras(request)
         save = Save(tracked.spec, self._naming.prompt(request, until), extras, blocks)
         return save if self._ranks == 1 else self._shared(save)
 
