@@ -93,6 +93,17 @@ def test_it_needs_no_call_and_counts_as_a_fetch(client: Client, monkeypatch: pyt
     assert after["fetch_bytes"] > before["fetch_bytes"]
 
 
+def test_a_worker_that_never_used_the_model_needs_no_call_either(sidecar: Sidecar, client: Client) -> None:
+    ticket, cache = held(client, 12)
+    with connect(sidecar.address, timeout_s=2.0) as worker:
+        worker.connect_now()
+        os.kill(sidecar.pid, signal.SIGSTOP)
+        try:
+            assert same(fetched(worker, ticket), cache)
+        finally:
+            os.kill(sidecar.pid, signal.SIGCONT)
+
+
 def test_a_chunk_that_left_takes_a_call_that_says_so(sidecar: Sidecar, client: Client) -> None:
     ticket, _ = held(client, 2)
     client.release_ticket(ticket)

@@ -87,6 +87,4 @@ def redeem(
 
 
 def _redeemed(context: Context, held: TicketFields, wanted: Wanted, given: Places) -> LayerStream:
-    session, name = context.ready(held.spec)
-    prefix = open_held(session, wanted, name, held, context.timeout_s)
-    return _layers_of(prefix, given, context)
+    return _layers_of(open_held(context, wanted, held), given, context)

@@ -11,19 +11,23 @@ from kvstore_client.fetch.open import open_prefix
 from kvstore_client.fetch.ticket import TICKET_BYTES, TicketFields
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Prefix
-from kvstore_client.planes.session import ClientSession
 from kvstore_client.store.writer import COMMIT_S_MAX
 
 
-def open_held(session: ClientSession, wanted: Wanted, name: bytes, held: TicketFields, timeout_s: float) -> Prefix:
+def open_held(context: Context, wanted: Wanted, held: TicketFields) -> Prefix:
     """Open the prefix that a ticket holds. A store that was committed meanwhile is opened like any other prefix."""
-    if held.is_store:
-        try:
-            return open_prefix(session, wanted, name, held.digests, held.exactness, COMMIT_S_MAX, held.ticket)
-        except InvalidRequest:
-            return open_prefix(session, wanted, name, held.digests, held.exactness, timeout_s)
-    placed = session.open_placed(wanted, held) if held.places else None
-    return placed or open_prefix(session, wanted, name, held.digests, held.exactness, timeout_s, held.ticket)
+    if held.places and not held.is_store:  # first: where places serve, not even the model needs a call
+        placed = context.connection.session().open_placed(wanted, held)
+        if placed is not None:
+            return placed
+    session, name = context.ready(held.spec)
+    ask = partial(open_prefix, session, wanted, name, held.digests, held.exactness)
+    if not held.is_store:
+        return ask(context.timeout_s, held.ticket)
+    try:
+        return ask(COMMIT_S_MAX, held.ticket)
+    except InvalidRequest:
+        return ask(context.timeout_s)
 
 
 def release(context: Context, ticket: bytes | None) -> None:
