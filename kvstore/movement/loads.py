@@ -50,7 +50,7 @@ RoomFor = Callable[[tuple[int, ...]], Placement | None]
 class Loading:
     """A chunk on its way to memory. ``landed`` is the bitmap of slabs that have arrived and are verified; ``first`` are
     the layers that a reader waits for (none: all alike), ``pieces`` its reads in order; ``lost`` says why the load
-    failed."""
+    failed; ``is_entered``: memory took the placement, and frees it, perhaps before the load has ended."""
 
     row: int
     source: ChunkSource
@@ -58,6 +58,7 @@ class Loading:
     placement: Placement
     landed: int = 0
     lost: MissReason = MissReason.NONE
+    is_entered: bool = False
     is_done: bool = False
     first: frozenset[int] = frozenset()
     pieces: Sequence[range] = ()
@@ -329,7 +330,7 @@ class Loads:
             return
         self._counters.add("promoted_chunks")
         self._counters.add("promoted_bytes", placement.byte_count)
-        self._enter(row, placement, header)
+        self._enter(loading, header)
 
     def _is_reached(self, row: int) -> bool:
         """Return True when a prefix reaches the chunk: a chunk without its parent only fills memory. The parent may be
@@ -340,10 +341,12 @@ class Loads:
         above = self._loading.get(parent)
         return above is not None and not above.lost
 
-    def _enter(self, row: int, placement: Placement, header: ChunkHeader) -> None:
+    def _enter(self, loading: Loading, header: ChunkHeader) -> None:
         """Give a chunk to memory, and publish it if the node did not have it before."""
-        catalog, is_new = self._catalog, not self._catalog.is_visible(row)
-        self._memory.put_placement(row, placement)
+        row, catalog = loading.row, self._catalog
+        is_new = not catalog.is_visible(row)
+        self._memory.put_placement(row, loading.placement)
+        loading.is_entered = True
         if is_new:
             catalog.table.write_marks[row] = write_mark(header.write_id)
             catalog.publish(row)
@@ -380,6 +383,7 @@ class Loads:
             del self._loading[loading.row]
         if not self._memory.holds(loading.row, loading.placement):
             loading.lost = loading.lost or MissReason.UNAVAILABLE
+        if not loading.is_entered:
             self._arena.free(loading.placement)
         self._catalog.unhold(loading.row)
         loading.changed()

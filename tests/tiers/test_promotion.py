@@ -147,3 +147,32 @@ def test_a_long_load_lets_others_run() -> None:
 
     service.run(scenario)
     assert 0 < most <= CALLS_AT_ONCE
+
+
+def test_a_chunk_that_leaves_memory_before_the_rest_of_its_load_is_entered_is_freed_once() -> None:
+    """Its copy in memory fails a check between two steps. A second time would end all of the tenant's moves."""
+    count = 2 * CALLS_AT_ONCE
+    service = DeviceService(arena_chunks=2 * count, capacity_bytes=64 << 20, region_bytes=16 << 20)
+    path = [number * number % 997 for number in range(1, count + 1)]
+    here: list[int] = []
+
+    async def scenario() -> None:
+        await service.keep(*path)
+        service.forget_memory()
+        movement, mapped = service.controller.parts.movement, service.mapped
+        pause = movement.loads._pause
+
+        async def fail_a_check(number: int) -> None:
+            await pause(number)
+            if not number % CALLS_AT_ONCE and not here and (entered := list(mapped.rows())):
+                here.extend(entered)
+                await movement.removal.quarantine(mapped, here[0], mapped.residency(here[0]))
+
+        movement.loads._pause = fail_a_check  # type: ignore[method-assign]
+        await service.fetch(*path)
+        await asyncio.sleep(1.0)
+        assert len(here) == CALLS_AT_ONCE
+        assert movement.loading_bytes == 0
+        assert await service.fetch(*path) == (count, MissReason.NONE)
+
+    service.run(scenario)
