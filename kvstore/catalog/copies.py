@@ -58,6 +58,10 @@ class Copies:
     def __contains__(self, row: int) -> bool:
         return self.column[row] != NOWHERE
 
+    def keeps(self, row: int) -> bool:
+        """True when the tier has the chunk, or a spare of it: then the chunk outlasts every other copy."""
+        return row in self or row in self.spares
+
     def have_all(self, rows: Sequence[int]) -> bool:
         """True when the tier has all of these rows. Cost: 40 ns a row."""
         return not rows or min(map(self.column.__getitem__, rows)) != NOWHERE

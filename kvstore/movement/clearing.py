@@ -93,6 +93,7 @@ class Clearing:
         here, elsewhere = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
         for copies in table.copies:
             has = np.array(copies.column[:count]) != NOWHERE
+            has[list(copies.spares)] = True
             here |= has
             if only is not None and copies is not only:
                 elsewhere |= has
@@ -161,13 +162,13 @@ class Clearing:
 
     def _is_elsewhere(self, plan: ClearingPlan, row: int) -> bool:
         """True when a tier that gives nothing up has the chunk: it took the chunk after the plan was made."""
-        return plan.only is not None and any(row in each for each in self._table.copies if each is not plan.only)
+        return plan.only is not None and any(each.keeps(row) for each in self._table.copies if each is not plan.only)
 
     def _drop(self, copies: Copies | None, row: int) -> tuple[Fate, bool]:
         """Give up one tier's copy of a chunk that another tier has."""
         assert copies is not None
-        others = [each for each in self._table.copies if each is not copies and row in each]
-        if row not in copies or not others:
+        others = [each for each in self._table.copies if each is not copies and each.keeps(row)]
+        if not copies.keeps(row) or not others:
             return Fate.GONE, False
         was_durable = self.is_durable(row)
         self._removal.drop(copies, row, MissReason.EVICTED, erase=True)

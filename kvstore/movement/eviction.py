@@ -178,7 +178,7 @@ class Eviction:
     def _give_up(self, row: int) -> None:
         self._faults.reach(f"{self._copies.tier.name}.evict")
         table, copies = self._table, self._copies
-        if any(row in each for each in table.copies[table.copies.index(copies) + 1 :]):
+        if any(each.keeps(row) for each in table.copies[table.copies.index(copies) + 1 :]):
             self._counters.add_of(copies.tier.name, "demoted_chunks")
         else:
             self._counters.add_of(copies.tier.name, "evicted_chunks")

@@ -123,7 +123,7 @@ class Relocation:
         if self._table.is_held(row):
             return False
         for copies in reversed(leaving):
-            if row in copies:
+            if copies.keeps(row):
                 self._removal.drop(copies, row, MissReason.EVICTED)
         return True
 

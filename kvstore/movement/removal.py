@@ -57,7 +57,7 @@ class Removal:
     def remove(self, row: int, reason: MissReason, *, erase: bool = False) -> None:
         """Give up every copy of a chunk."""
         for copies in reversed(self._table.copies):  # the slowest first: watchers hear that it left, not that it moved
-            if row in copies or row in copies.spares:
+            if copies.keeps(row):
                 self.drop(copies, row, reason, erase=erase)
 
     async def quarantine(self, copies: Copies, row: int, residency: Residency) -> None:

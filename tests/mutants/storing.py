@@ -205,6 +205,6 @@ MUTANTS = [
         "        if spares:\n            copies.spares[row] = spares\n        if was_fastest:\n",
         "        if spares:\n            copies.tier.remove([spares[0].residency])\n        if was_fastest:\n",
         "what was acknowledged is nowhere on the device until the chunk is written anew",
-        ("tests/tiers/nvme/test_erasures.py::test_memory_gives_way_to_a_second_copy",),
+        ("tests/tiers/nvme/test_spares.py::test_memory_gives_way_to_a_second_copy",),
     ),
 ]

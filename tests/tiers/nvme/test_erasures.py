@@ -14,7 +14,7 @@ import pytest
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import SystemClock, SystemDisk, WorkerThreads
 from kvstore.simulated import SimulatedDisk
-from kvstore.spec import Durability, MissReason
+from kvstore.spec import Durability
 from kvstore.tiers.nvme import erasures, newest
 from kvstore.tiers.nvme.slots import RegionFile
 from kvstore.tiers.nvme.sync import GroupSync
@@ -72,45 +72,6 @@ def test_a_second_copy_outlasts_the_first_and_is_erased_with_the_value() -> None
         assert len(service.device.spares[row]) == 1
         await newer(service)
         assert not service.device.spares
-
-    service.run(scenario)
-
-
-def test_a_crash_before_the_first_copy_is_written_anew_finds_the_second() -> None:
-    service = ValueService()
-
-    async def scenario() -> None:
-        await twice(service)
-        row, (name, offset) = service.row(), service.place_of()
-        service.disk.flip(service.nvme.regions._directory / name, offset + service.layout.header_bytes)
-        held_up(service, "write", after=False)
-        assert not await service.look(row)
-        await service.nvme.tidy()  # what is to be erased is
-        await service.restart(kill=True)
-        assert await service.get() == OLD
-        service.balance()
-
-    service.run(scenario)
-
-
-def test_memory_gives_way_to_a_second_copy() -> None:
-    """The chunk leaves memory before it was written anew."""
-    service = ValueService()
-
-    async def scenario() -> None:
-        await twice(service)
-        row, (name, offset) = service.row(), service.place_of()
-        service.disk.flip(service.nvme.regions._directory / name, offset + service.layout.header_bytes)
-        go_on = held_up(service, "write", after=False)
-        assert not await service.look(row)
-        service.controller.parts.movement.removal.drop(service.mapped, row, MissReason.EVICTED)
-        assert row in service.device
-        assert not service.device.spares
-        assert await service.get() == OLD
-        go_on()
-        service.evict()
-        assert await service.get() is None
-        service.balance()
 
     service.run(scenario)
 

@@ -1,0 +1,133 @@
+"""Memory has a chunk, and the device only a second copy of it: the first one failed its check. Whoever gives up the
+copies of a tier knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvstore.movement.clearing import Fate, Meant
+from kvstore.movement.relocation import ChunkStep, Transit
+from tests.tiers.nvme.test_erasures import OLD, twice
+from tests.tiers.nvme.test_meanwhile import held_up
+from tests.tiers.values import ValueService
+
+
+async def only_a_spare(service: ValueService) -> Callable[[], None]:
+    """The device does not take the chunk anew, until the returned function is called."""
+    await twice(service)
+    row, (name, offset) = service.row(), service.place_of()
+    service.disk.flip(service.nvme.regions._directory / name, offset + service.layout.header_bytes)
+    go_on = held_up(service, "write", after=False)
+    assert not await service.look(row)
+    assert row in service.mapped
+    assert row not in service.device
+    assert row in service.device.spares
+    return go_on
+
+
+async def clear(service: ValueService, tier: str) -> Fate:
+    """As an operator has it: from one tier."""
+    row = service.row()
+    movement, table = service.controller.parts.movement, service.controller.parts.catalog.table
+    space, digest = table.identity(row)
+    only = next(each for each in table.copies if each.tier.name == tier)
+
+    async def pause() -> None:
+        pass
+
+    plan = await movement.clearing.plan(Meant(np.array([row]), np.array([space]), [digest]), only, pause)
+    fate, _ = movement.clearing.do(plan, 0)
+    assert fate is Fate(plan.fates[0])
+    return fate
+
+
+def test_a_crash_before_the_first_copy_is_written_anew_finds_the_second() -> None:
+    service = ValueService()
+
+    async def scenario() -> None:
+        await only_a_spare(service)
+        await service.nvme.tidy()  # what is to be erased is
+        await service.restart(kill=True)
+        assert await service.get() == OLD
+        service.balance()
+
+    service.run(scenario)
+
+
+def test_memory_gives_way_to_a_second_copy() -> None:
+    """The chunk leaves memory before it was written anew."""
+    service = ValueService()
+
+    async def scenario() -> None:
+        go_on = await only_a_spare(service)
+        service.drop(service.row())
+        assert service.row() in service.device
+        assert not service.device.spares
+        assert await service.get() == OLD
+        go_on()
+        service.evict()
+        assert await service.get() is None
+        service.balance()
+
+    service.run(scenario)
+
+
+def test_who_clears_memory_leaves_the_second_copy() -> None:
+    service = ValueService()
+
+    async def scenario() -> None:
+        await only_a_spare(service)
+        assert await clear(service, "dram") is Fate.COPY_REMOVED
+        await service.restart(kill=True)
+        assert await service.get() == OLD
+        service.balance()
+
+    service.run(scenario)
+
+
+def test_who_clears_the_device_clears_the_second_copy() -> None:
+    service = ValueService()
+
+    async def scenario() -> None:
+        await only_a_spare(service)
+        assert await clear(service, "nvme") is Fate.COPY_REMOVED
+        assert await service.get() == OLD
+        assert not service.device.spares
+        await service.nvme.tidy()
+        await service.restart(kill=True)
+        assert await service.get() is None
+        service.balance()
+
+    service.run(scenario)
+
+
+def test_who_moves_a_chunk_off_the_node_leaves_no_second_copy() -> None:
+    service = ValueService()
+
+    async def scenario() -> None:
+        await only_a_spare(service)
+        row = service.row()
+        movement, table = service.controller.parts.movement, service.controller.parts.catalog.table
+        step = ChunkStep(row, table.identity(row), None, Transit.THERE, frees=True, is_held=False)
+        assert movement.relocation.free(step, table.copies)
+        assert await service.get() is None
+        assert not service.device.spares
+        service.balance()
+
+    service.run(scenario)
+
+
+def test_memory_that_gives_way_to_a_second_copy_demotes_the_chunk() -> None:
+    service = ValueService()
+
+    async def scenario() -> None:
+        await only_a_spare(service)
+        row = service.row()
+        evictions = service.controller.parts.movement.evictions
+        assert evictions["dram"].evict(lambda _: True, lambda: row not in service.mapped)
+        assert row in service.device
+        assert (service.counters()["demoted_chunks"], service.counters()["evicted_chunks"]) == (1, 0)
+
+    service.run(scenario)
