@@ -153,6 +153,29 @@ def test_what_was_superseded_goes_first_unless_it_is_held() -> None:
     assert tail not in memory
 
 
+def test_a_part_of_a_device_is_found_without_a_look_at_each_copy_before_it() -> None:
+    """Where a whole region file goes: its places are neighbours."""
+    catalog = shelved_catalog()
+    device = catalog.table.copies[1]
+    for number in range(1000):
+        store(catalog, device, number)
+    rows = [store(catalog, device, number, size=1) for number in range(1000, 1010)]
+    store(catalog, device, 1010, size=2)
+    compared: list[int] = []
+
+    def is_in(near: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.bool_]:
+        compared.append(len(near))
+        return np.array([place in set(wanted.tolist()) for place in near.tolist()], np.bool_)
+
+    with patch.object(np, "isin", is_in):
+        assert sorted(device.at([device.residency(row) for row in rows])) == sorted(rows)
+    assert compared == [len(rows)]
+    assert device.at([]) == []
+    assert evicting(catalog, device).evict_all([device.residency(row) for row in rows])
+    assert not any(row in device for row in rows)
+    assert len(list(device.rows())) == 1001
+
+
 @dataclass(frozen=True)
 class Drawn:
     """A chunk of a drawn tier: how far before it its parent came (0: it has none), its size, whether the device has it,
