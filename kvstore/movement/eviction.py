@@ -132,7 +132,8 @@ class Eviction:
 
     def _victims(self, each: _Pass, among: HelpingCopies | None, eligible: Eligible) -> Iterator[int]:
         """Yield the rows that go in this pass, in the policy's order. Those that were chosen together before go first:
-        what could go since may be more dispensable than the last of them, by ``AHEAD_COUNT`` victims at the most."""
+        what can go only since then (a superseded tail, too) goes after them, so up to ``AHEAD_COUNT`` victims late; up
+        to ``AHEAD_COUNT_MAX`` where few of the first ones could go."""
         chosen = self._chosen.get((each.number, among), deque())
         yield from self._of_chosen(chosen, eligible)
         passed = 0
