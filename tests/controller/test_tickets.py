@@ -108,3 +108,15 @@ async def test_what_was_lost_under_a_ticket_is_said(service: Service) -> None:
     with pytest.raises(DataLoss, match="CORRUPT"):
         await controller.redeem(session, ticket)
     assert not service.parts.leases.of(session)
+
+
+async def test_whoever_says_to_have_copied_what_the_node_does_not_have_is_not_counted(service: Service) -> None:
+    """All chunks of the ticket are in a shared tier: their places were never told."""
+    controller = service.controller
+    ticket = controller.tickets.issue(service.query(1, 2), (), 0, readers=2).ticket_id
+    assert not controller.places(ticket)
+    for _ in range(2):
+        controller.copied(ticket)
+    counters = controller.stats().counters
+    assert (counters["fetch_calls"], counters["tickets_redeemed"]) == (0, 2)
+    assert controller.stats().ticket_count == 0

@@ -126,7 +126,7 @@ class Fetches:
         if ticket is None:
             return
         spaces = namespaces_of(self._catalog, ticket.query)
-        if self._catalog.walk(spaces, ticket.query.digests).chains == [list(ticket.rows)]:
+        if ticket.rows and self._catalog.walk(spaces, ticket.query.digests).chains == [list(ticket.rows)]:
             self._parts.counters.add("fetch_calls")
             self._account(spaces, [ticket.rows], {}, ticket.byte_count)
         self._tickets.redeemed(ticket_id)
