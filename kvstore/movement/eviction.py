@@ -184,6 +184,6 @@ class Eviction:
         else:
             self._counters.add_of(copies.tier.name, "evicted_chunks")
             self._counters.add_of(copies.tier.name, "evicted_bytes", int(self._catalog.worth(row)[0]))
-        if not any(row in each for each in table.copies if each is not self._copies):
+        if not any(each.keeps(row) for each in table.copies if each is not self._copies):
             self._leaves(row)
         self._removal.drop(copies, row, MissReason.EVICTED)

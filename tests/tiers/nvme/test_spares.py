@@ -125,8 +125,10 @@ def test_memory_that_gives_way_to_a_second_copy_demotes_the_chunk() -> None:
     async def scenario() -> None:
         await only_a_spare(service)
         row = service.row()
-        evictions = service.controller.parts.movement.evictions
-        assert evictions["dram"].evict(lambda _: True, lambda: row not in service.mapped)
+        memory, left = service.controller.parts.movement.evictions["dram"], list[int]()
+        memory._leaves = left.append
+        assert memory.evict(lambda _: True, lambda: row not in service.mapped)
+        assert row not in left
         assert row in service.device
         assert (service.counters()["demoted_chunks"], service.counters()["evicted_chunks"]) == (1, 0)
 
