@@ -101,6 +101,13 @@ class Copies:
         found: list[int] = near[np.isin(places[near], wanted)].tolist()
         return found
 
+    def spares_at(self, residencies: Sequence[Residency]) -> list[tuple[int, Residency]]:
+        """Return the spares that have these places, each with its row."""
+        wanted = set(residencies)
+        return [
+            (row, each.residency) for row, of_row in self.spares.items() for each in of_row if each.residency in wanted
+        ]
+
     def encodings(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Return the encoding of each row's copy. The tier must have all of these rows."""
         return self.tier.encodings(np.frombuffer(self.column, np.int64)[rows] & ~UNPROVEN)
@@ -114,6 +121,12 @@ class Copies:
     def put_spare(self, row: int, residency: Residency, mark: int, *, is_proven: bool) -> None:
         """Take note that a scan found a further copy of a chunk that the tier has."""
         self.spares.setdefault(row, []).append(Spare(residency, mark, is_proven))
+
+    def take_spare(self, row: int, residency: Residency) -> None:
+        """Remove a spare, whose place the caller must have the tier free."""
+        left = [each for each in self.spares.pop(row) if each.residency != residency]
+        if left:
+            self.spares[row] = left
 
     def take(self, row: int, reason: MissReason) -> list[Residency]:
         """Remove a chunk from this tier's column and policy, and its spares. Return the places of all of them, which

@@ -86,9 +86,12 @@ class Eviction:
 
     def evict_all(self, residencies: Sequence[Residency]) -> bool:
         """See ``tiers.Evictor``. Cost: looks at every row of the tier."""
-        rows = self._copies.at(residencies)
-        if len(rows) < len(set(residencies)) or any(map(self._table.is_held, rows)):
+        rows, spares = self._copies.at(residencies), self._copies.spares_at(residencies)
+        touched = [*rows, *(row for row, _ in spares)]
+        if len(touched) < len(set(residencies)) or any(map(self._table.is_held, touched)):
             return False
+        for row, residency in spares:
+            self._removal.drop_spare(self._copies, row, residency)
         for row in rows:
             self._give_up(row)
         return True

@@ -29,6 +29,11 @@ class Removal:
         if was_fastest:
             self._fastest_left(copies, row, reason)
 
+    def drop_spare(self, copies: Copies, row: int, residency: Residency) -> None:
+        """Give up a further copy of a chunk, as ``drop`` does; the others stay."""
+        copies.take_spare(row, residency)
+        copies.tier.remove([residency], erase=self._catalog.space_of(row).may_be_replaced)
+
     def _fastest_left(self, copies: Copies, row: int, reason: MissReason) -> None:
         """Update the catalog after the fastest copy left: readers find a slower copy, or the chunk is gone."""
         fastest = self._table.fastest(row) or self._spared(row)

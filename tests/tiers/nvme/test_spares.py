@@ -1,5 +1,5 @@
-"""Memory has a chunk, and the device only a second copy of it: the first one failed its check. Whoever gives up the
-copies of a tier knows of it."""
+"""Second copies that a start found: where memory has a chunk, and the device only a second copy of it, as the first one
+failed its check, whoever gives up the copies of a tier knows of it. And no file stays because of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import numpy as np
 
 from kvstore.movement.clearing import Fate, Meant
 from kvstore.movement.relocation import ChunkStep, Transit
+from kvstore.spec import Durability, LayerSpec, MissReason
+from tests.specs import small_spec
 from tests.tiers.nvme.test_erasures import OLD, twice
-from tests.tiers.nvme.test_meanwhile import held_up
+from tests.tiers.nvme.test_meanwhile import held_up, row_of
+from tests.tiers.service import KIB, DeviceService
 from tests.tiers.values import ValueService
 
 
@@ -131,5 +134,30 @@ def test_memory_that_gives_way_to_a_second_copy_demotes_the_chunk() -> None:
         assert row not in left
         assert row in service.device
         assert (service.counters()["demoted_chunks"], service.counters()["evicted_chunks"]) == (1, 0)
+
+    service.run(scenario)
+
+
+def test_a_file_with_a_second_copy_gives_way_to_another_models_chunks() -> None:
+    """A place that was free held what was written anew elsewhere since: a start after a crash finds both."""
+    service = DeviceService(capacity_bytes=64 * KIB, region_bytes=64 * KIB)
+
+    async def scenario() -> None:
+        await service.keep(1)
+        await service.keep(2)
+        rows = [row_of(service, number) for number in (1, 2)]
+        movement = service.controller.parts.movement
+        for row in rows:
+            movement.removal.drop(service.device, row, MissReason.EVICTED)
+        movement.writes[0].add(rows[0])
+        assert (await service.settled(1)).durability is Durability.LOCAL
+        await service.restart(kill=True)
+        assert service.device.spares
+        wide = service.of(small_spec(model_id="wide", layers=(LayerSpec(kv_heads=16, k_dim=8, v_dim=8),) * 2))
+        await wide.keep(3)
+        assert await wide.fetch(3) == (1, MissReason.NONE)
+        assert await service.fetch(1) == (0, MissReason.EVICTED)
+        assert not service.device.spares
+        service.balance()
 
     service.run(scenario)
