@@ -7,10 +7,15 @@ from typing import Any
 
 from kvstore_client.engines.vllm import KVStoreConnector
 from kvstore_client.engines.vllm.encoder import KVStoreECConnector
+from kvstore_client.planes.shared_memory.session import MappedSession
 
 
 class BreakingConnector(KVStoreConnector):
-    """Every load fails, in the worker, after vLLM was promised its tokens."""
+    """Every load fails, in the worker, after vLLM was promised its tokens: tickets name no places, and are released."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        MappedSession.maps_chunks = False
+        super().__init__(*arguments, **named)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         metadata = super().build_connector_meta(scheduler_output)
