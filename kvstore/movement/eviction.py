@@ -153,7 +153,7 @@ class Eviction:
             yield from self._copies.policy.victims(one_by_one)
             return
         except _TooMany:
-            pass
+            pass  # the next victims are chosen together
         after: int | None = None
         count = AHEAD_COUNT
         while rows := self._copies.policy.in_order(self._candidates(each), after, count):

@@ -120,7 +120,7 @@ def _lengths(bits: int) -> bytes:
 
 
 def render_lookup(
-    result: LookupResult, segments: Sequence[LookupResult] = (), places: Iterable[Resident] = ()
+    result: LookupResult, segments: Sequence[LookupResult] = (), places: Sequence[Resident] = ()
 ) -> pb.LookupResponse:
     """Render a lookup. Rare fields are set only where they have a value: setting an empty field costs time, too."""
     response = pb.LookupResponse(hit_count=result.hit_count, runs=_runs(result))

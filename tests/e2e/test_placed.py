@@ -175,7 +175,7 @@ def test_whatever_byte_of_a_ticket_changes_its_places_are_right_or_not_taken() -
                 try:
                     assert _places_of(client, bytes(altered)) in (None, right), (position, change)
                 except InvalidRequest:
-                    pass
+                    pass  # no ticket any more, and said so
         assert same(fetched(client, ticket, verify=True), cache)
 
 
@@ -223,7 +223,7 @@ def test_a_sidecar_that_takes_no_packets_hears_later_that_a_ticket_is_redeemed(
     os.kill(sidecar.pid, signal.SIGSTOP)
     try:
         while session._say(Redeemed("00" * 16)):
-            pass
+            pass  # until the socket takes no more
         assert same(fetched(client, ticket), cache)
     finally:
         os.kill(sidecar.pid, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""Who leaves a tier: the order, and what choosing costs where very many copies stay."""
+"""Eviction chooses who leaves a tier, in order, and at a bounded cost where very many copies stay."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZE_SHIFT = 32
 
 
 def size_of(residency: Residency) -> int:
-    """What a copy's room is good for, as these tests number the places."""
+    """Return the need that a copy's room serves, as these tests number the places."""
     return residency >> SIZE_SHIFT
 
 
@@ -154,7 +154,7 @@ def test_what_was_superseded_goes_first_unless_it_is_held() -> None:
 
 
 def test_a_part_of_a_device_is_found_without_a_look_at_each_copy_before_it() -> None:
-    """Where a whole region file goes: its places are neighbours."""
+    """A whole region file goes: its places are neighbours."""
     catalog = shelved_catalog()
     device = catalog.table.copies[1]
     for number in range(1000):
@@ -191,7 +191,7 @@ chunks = st.lists(st.builds(Drawn, st.integers(0, 3), st.integers(1, 2), st.bool
 
 
 def order_of_leaving(drawn: list[Drawn], *, last_copies: bool, by_size: bool) -> list[bytes]:
-    """What leaves memory, one after the other, until nothing can go any more."""
+    """Return what leaves memory, one after the other, until nothing can go any more."""
     catalog = shelved_catalog()
     memory = catalog.table.copies[0]
     rows: list[int] = []

@@ -1,4 +1,4 @@
-"""What is weighed may go before it is held: the plan is then of what is left."""
+"""Stored caches that were weighed may go before they are held: the plan is then of what is left."""
 
 from __future__ import annotations
 

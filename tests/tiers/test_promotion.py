@@ -168,7 +168,7 @@ def test_a_chunk_that_leaves_memory_before_the_rest_of_its_load_is_entered_is_fr
                 here.extend(entered)
                 await movement.removal.quarantine(mapped, here[0], mapped.residency(here[0]))
 
-        movement.loads._pause = fail_a_check  # type: ignore[method-assign]
+        movement.loads._pause = fail_a_check  # type: ignore[method-assign]  # the check fails between two steps
         await service.fetch(*path)
         await asyncio.sleep(1.0)
         assert len(here) == CALLS_AT_ONCE

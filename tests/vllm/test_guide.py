@@ -17,7 +17,7 @@ from tests.ports import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 ROUND = ["hits_total 0.0", "hits_total 288.0"]
-"""What an engine says that computes the prompt, and then another one that loads it."""
+"""The first engine computes the prompt and says so; the second one loads it."""
 SAID = {
     "Start": ROUND,
     "By vLLM's own block hashes": [*ROUND, "256 tokens, block 7", "32 tokens, block 8"],

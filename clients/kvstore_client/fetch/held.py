@@ -1,4 +1,4 @@
-"""What a ticket holds: opens it, and releases it."""
+"""Opens what a ticket holds, without a call where the ticket says where that lies, and releases it."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ async def clear(service: ValueService, tier: str) -> Fate:
     only = next(each for each in table.copies if each.tier.name == tier)
 
     async def pause() -> None:
-        pass
+        """Let nobody run: there is nobody else."""
 
     plan = await movement.clearing.plan(Meant(np.array([row]), np.array([space]), [digest]), only, pause)
     fate, _ = movement.clearing.do(plan, 0)
