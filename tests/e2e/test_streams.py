@@ -23,6 +23,7 @@ from tests.specs import random_cache, small_spec, tokens_of
 SPEC = small_spec(model_id="streams")
 COUNT = 32
 CALLS = 400
+ROUNDS = 4
 GROWN_BYTES_MAX = 3 << 20
 """Less than half of what so many streams leave behind that nobody ends."""
 
@@ -32,13 +33,18 @@ def own_bytes() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
-def grown_by(call: Callable[[], object]) -> int:
-    for _ in range(CALLS // 4):
+def grows(call: Callable[[], object], calls: int = CALLS, bound: int = GROWN_BYTES_MAX) -> bool:
+    """Whether the process grew by more than ``bound`` in each of some rounds of ``calls``: what is left behind is so in
+    every one of them; streams that busy processors have not ended yet, and what an allocator keeps, are not."""
+    for _ in range(calls // 4):
         call()
-    before = own_bytes()
-    for _ in range(CALLS):
-        call()
-    return own_bytes() - before
+    for _ in range(ROUNDS):
+        before = own_bytes()
+        for _ in range(calls):
+            call()
+        if own_bytes() - before < bound:
+            return False
+    return True
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +57,14 @@ def test_fetches_read_to_their_end(stored: Client) -> None:
     def fetch() -> None:
         assert [layer for layer, _ in stored.fetch_layers(SPEC, tokens_of(COUNT, 1))] == list(range(SPEC.layer_count))
 
-    assert grown_by(fetch) < GROWN_BYTES_MAX
+    assert not grows(fetch)
 
 
 def test_fetches_dropped_half_way(stored: Client) -> None:
     def fetch() -> None:
         assert next(iter(stored.fetch_layers(SPEC, tokens_of(COUNT, 1))))[0] == 0
 
-    assert grown_by(fetch) < GROWN_BYTES_MAX
+    assert not grows(fetch)
 
 
 def test_fetches_cancelled_before_they_are_read(stored: Client) -> None:
@@ -67,7 +73,7 @@ def test_fetches_cancelled_before_they_are_read(stored: Client) -> None:
         layers.cancel()
         layers.close()
 
-    assert grown_by(fetch) < GROWN_BYTES_MAX
+    assert not grows(fetch)
 
 
 def interrupt(*_: object, **_more: object) -> None:
@@ -85,7 +91,7 @@ def test_fetches_interrupted_before_anybody_has_their_stream(
     """As Ctrl-C does it, whenever it comes."""
     room, name = (shared_memory, "MappedPrefix") if plane == "local" else (stream, "StreamPrefix")
     monkeypatch.setattr(room, name, interrupt)
-    assert grown_by(lambda: interrupted_fetch(stored)) < GROWN_BYTES_MAX
+    assert not grows(lambda: interrupted_fetch(stored))
     eventually(lambda: stored.stats().sessions.lease_count == 0)
 
 
@@ -100,7 +106,7 @@ def test_a_fetch_interrupted_as_its_prefix_is_made_gives_its_lease_back(
 
 
 def test_watches(stored: Client) -> None:
-    assert grown_by(lambda: stored.watch().close()) < GROWN_BYTES_MAX
+    assert not grows(lambda: stored.watch().close())
 
 
 def fd_count() -> int:
@@ -121,11 +127,9 @@ def test_clients_that_close_at_once(sidecar: Sidecar) -> None:
     for _ in range(5):
         session()
     eventually(lambda: threading.active_count() <= threads + 8)
-    before, descriptors = own_bytes(), fd_count()
-    for _ in range(60):
-        session()
+    descriptors = fd_count()
+    assert not grows(session, 60)
     eventually(lambda: fd_count() <= descriptors + 8)
-    assert own_bytes() - before < GROWN_BYTES_MAX
 
 
 def test_a_remote_sidecar_that_is_not_there(plane: str) -> None:
@@ -138,9 +142,4 @@ def test_a_remote_sidecar_that_is_not_there(plane: str) -> None:
         with pytest.raises(Unavailable):
             connect(address, timeout_s=5.0)
 
-    for _ in range(20):
-        attempt()
-    before = own_bytes()
-    for _ in range(150):
-        attempt()
-    assert own_bytes() - before < GROWN_BYTES_MAX // 3, "each left 15 KB behind"
+    assert not grows(attempt, 150, GROWN_BYTES_MAX // 3), "each left 15 KB behind"
