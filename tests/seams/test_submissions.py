@@ -91,6 +91,7 @@ SITES = {
     ("clients/kvstore_client/copying.py", "Copier.share"): FETCH,
     ("clients/kvstore_client/copying.py", "Copier.halves"): FETCH,
     ("clients/kvstore_client/planes/shared_memory/resident.py", "ResidentPrefix.copy_all"): FETCH,
+    ("clients/kvstore_client/planes/shared_memory/landing.py", "MappedLanding._copy_hidden"): LAYERS,
     ("clients/kvstore_client/planes/shared_memory/landing.py", "MappedLanding._copy"): LAYERS,
     ("clients/kvstore_client/store/calls.py", "keep"): STORE,
     ("clients/kvstore_client/planes/shared_memory/store.py", "StagedUpload._copy_batch"): STORE,

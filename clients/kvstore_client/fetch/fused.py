@@ -125,6 +125,13 @@ class Planes(NamedTuple):
     are_alike: bool = False
     halves: Sequence[Tensor] = ()
 
+    def at(self, positions: range) -> Planes:
+        """Return the planes of some layers."""
+        some = slice(positions.start, positions.stop)
+        halves = [half[some] for half in self.halves]
+        sides = [half[:1] for half in halves] if halves else [side[some] for side in self.sides]
+        return Planes(sides, self.are_alike, halves)
+
     def parts(
         self, which: int, shape: Sequence[int], count: int, chunk_tokens: int, start: int
     ) -> Iterable[Tensor]:  # fmt: skip

@@ -232,10 +232,12 @@ class PagedTarget:
     def rows(self, layer: int, token_count: int) -> Tensor:
         raise AssertionError("no hidden states go into pages")
 
-    def fused(self, runs: Sequence[MappedRun], kept: KeptViews | None) -> Fused | None:
-        """Return all copies of the wanted layers at once. None where tokens lie in parts of pages, or a layer has work
-        of its own."""
-        copies = self._page_copies(runs, range(len(self._wanted.layers)))
+    def fused(
+        self, runs: Sequence[MappedRun], kept: KeptViews | None, positions: range | None = None
+    ) -> Fused | None:  # fmt: skip
+        """Return all copies of the wanted layers, or those at ``positions``, at once. None where tokens lie in parts of
+        pages, or a layer has work of its own."""
+        copies = self._page_copies(runs, positions or range(len(self._wanted.layers)))
         return None if copies is None else partial(pieces_of, copies, copy_pages)
 
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 from kvstore.errors import DataLoss
 from kvstore.spec import Tier
@@ -50,13 +51,13 @@ class LayerStream:
         # Begin all copies of resident chunks now: holding copies back gains nothing, and two threads bound them.
         landing = prefix.landing(target, context.copier, context.faults, bad, self._landed)
         try:
+            checked: set[Future[None]] = set()
             for position, layer in enumerate(layers):
-                while not landing.has_landed(position) and landing.advance():
-                    pass  # until ``advance`` says that no more will come
-                wait_all(landing.layers[position], context.timeout_s)
-                self.good_token_count = prefix.settle(bad)
-                if self.good_token_count < self.token_count:
-                    raise DataLoss(f"a chunk was lost while layer {layer} was copied", layer=layer)
+                # One check is enough for layers that were copied together, if nothing of them was still to come.
+                copies = landing.layers[position]
+                if not position or not landing.has_landed(position) or not checked.issuperset(copies):
+                    self._await_layer(prefix, landing, position, bad)
+                    checked.update(copies)
                 yield layer, target.layer(position, self.token_count)
             self._await_hidden(prefix, target, landing, bad)
             self._await_commit(prefix, landing, bad)
@@ -64,6 +65,15 @@ class LayerStream:
         finally:
             landing.stop(self._context.timeout_s)
             self.close()
+
+    def _await_layer(self, prefix: Prefix, landing: Landing, position: int, bad: set[int]) -> None:
+        while not landing.has_landed(position) and landing.advance():
+            pass  # until ``advance`` says that no more will come
+        wait_all(landing.layers[position], self._context.timeout_s)
+        self.good_token_count = prefix.settle(bad)
+        if self.good_token_count < self.token_count:
+            layer = prefix.wanted.layers[position]
+            raise DataLoss(f"a chunk was lost while layer {layer} was copied", layer=layer)
 
     def _await_hidden(self, prefix: Prefix, target: Target, landing: Landing, bad: set[int]) -> None:
         layers = prefix.wanted.hidden_layers

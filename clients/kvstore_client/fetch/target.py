@@ -91,13 +91,19 @@ class DenseTarget:
             else:
                 self._copy_run(run, index, self._raw[position])
 
-    def fused(self, runs: Sequence[MappedRun], kept: KeptViews | None) -> Fused | None:
-        """Return all copies of the requested layers at once; None where each layer has work of its own."""
+    def fused(
+        self, runs: Sequence[MappedRun], kept: KeptViews | None, positions: range | None = None
+    ) -> Fused | None:  # fmt: skip
+        """Return all copies of the requested layers, or those at ``positions``, at once; None where each layer has work
+        of its own."""
         wanted = self._wanted
         if wanted.verify or wanted.spec.keeps_e or not wanted.layers:
             return None
         heads = range(wanted.head_start, wanted.head_start + wanted.heads_of(wanted.layers[0]))
-        return plainly(copies_of, self._planes(), self._token_count, runs, wanted.layers, heads, kept)
+        planes, layers = self._planes(), wanted.layers
+        if positions is not None:
+            planes, layers = planes.at(positions), layers[positions.start : positions.stop]
+        return plainly(copies_of, planes, self._token_count, runs, layers, heads, kept)
 
     def _planes(self) -> Planes:
         if self._owned is not None:

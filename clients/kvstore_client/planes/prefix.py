@@ -46,9 +46,11 @@ class Target(Protocol):
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one requested layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
 
-    def fused(self, runs: Sequence[MappedRun], kept: KeptViews | None) -> Fused | None:
-        """Return all copies of the requested layers, for one pass. None where each layer has work of its own. ``kept``:
-        views that earlier fetches made."""
+    def fused(
+        self, runs: Sequence[MappedRun], kept: KeptViews | None, positions: range | None = None
+    ) -> Fused | None:  # fmt: skip
+        """Return all copies of the requested layers, or those at ``positions``, for one pass. None where each layer has
+        work of its own. ``kept``: views that earlier fetches made."""
 
     def copy_hidden(self, layer: int, runs: Sequence[MappedRun], bad: set[int]) -> None:
         """Copy E of a hidden layer, as ``copy_layer`` does."""
@@ -61,7 +63,8 @@ class Target(Protocol):
 
 
 class Landing(Protocol):
-    """Copies of a prefix as it comes. ``layers``: per requested layer, the copies that run beside the caller."""
+    """Copies of a prefix as it comes. ``layers``: per requested layer, the copies that run beside the caller; one copy
+    may be of several layers."""
 
     layers: list[list[Future[None]]]
 

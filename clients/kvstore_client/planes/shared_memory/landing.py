@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from itertools import chain
 from typing import Protocol
 
 from kvstore.chunk import layout_of
@@ -12,6 +13,9 @@ from kvstore_client.copying import Copier, stopped, wait_all
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Target
 from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun, runs_of
+
+JOB_BYTES = 2 << 20
+"""Small layers are copied together, so many bytes in a job: to hand a job over takes as long as to copy some 300 KB."""
 
 
 class Arriving(Protocol):
@@ -52,35 +56,58 @@ class MappedLanding:
         self._coming += [(part, 0, part) for part in range(1, len(prefix.wanted.hidden_layers) + 1)]
         self.layers: list[list[Future[None]]] = [[] for _ in prefix.wanted.layers]
         self._hidden: list[Future[None]] = []
-        here = {part: prefix.runs(part) for part in range(1 + len(prefix.wanted.hidden_layers))}
-        for part, _, position in self._coming:
-            self._copy(part, position, here[part])
+        self._copy(range(len(self.layers)), prefix.runs(0))
+        for number in range(len(prefix.wanted.hidden_layers)):
+            self._copy_hidden(number, prefix.runs(number + 1))
+        self._copy_arrived()
 
-    def _copy(self, part: int, position: int, runs: list[MappedRun]) -> None:
+    def _copy(self, positions: Sequence[int], runs: list[MappedRun]) -> None:
+        """Begin to copy layers, small ones together."""
         if not runs:
             return
-        if part == 0:
-            self.layers[position].append(self._copier.submit(self._copy_layer, position, runs))
-        else:
-            layer = self._prefix.wanted.hidden_layers[part - 1]
-            self._hidden.append(self._copier.submit(self._target.copy_hidden, layer, runs, self._bad))
+        wanted = self._prefix.wanted
+        byte_count = wanted.byte_count(sum(chunk.layout.token_count for run in runs for chunk in run.chunks))
+        count = max(1, JOB_BYTES * len(wanted.layers) // max(1, byte_count))
+        for some in _ranges(positions, count):
+            copies = self._copier.submit(self._copy_layers, some, runs)
+            for position in some:
+                self.layers[position].append(copies)
 
-    def _copy_layer(self, position: int, runs: list[MappedRun]) -> None:
-        self._target.copy_layer(position, runs, self._bad, self._faults)
+    def _copy_layers(self, positions: range, runs: list[MappedRun]) -> None:
+        fused = self._target.fused(runs, None, positions)
+        if fused is None:
+            for position in positions:
+                self._target.copy_layer(position, runs, self._bad, self._faults)
+        else:
+            for copy in fused(self._faults, 1):
+                copy()
         self._on_copied()
+
+    def _copy_hidden(self, number: int, runs: list[MappedRun]) -> None:
+        if runs:
+            layer = self._prefix.wanted.hidden_layers[number]
+            self._hidden.append(self._copier.submit(self._target.copy_hidden, layer, runs, self._bad))
 
     def advance(self) -> bool:
         """Wait for news and start the copies it allows. False when nothing is arriving any more."""
         more = self._prefix.advance()
-        waiting = []
+        self._copy_arrived()
+        return more
+
+    def _copy_arrived(self) -> None:
+        waiting, positions = [], []
+        cache: list[Chunk] = []  # each layer's are the same
         for part, slab, position in self._coming:
             chunks = self._prefix.arrived(part, slab)
             if chunks is None:
                 waiting.append((part, slab, position))
+            elif part:
+                self._copy_hidden(part - 1, runs_of(chunks))
             else:
-                self._copy(part, position, runs_of(chunks))
+                positions.append(position)
+                cache = chunks
         self._coming = waiting
-        return more
+        self._copy(positions, runs_of(cache))
 
     @property
     def is_waiting(self) -> bool:
@@ -89,7 +116,7 @@ class MappedLanding:
 
     def has_landed(self, position: int) -> bool:
         """Return True when all copies of a layer have been started."""
-        return (0, position) not in {(part, number) for part, _, number in self._coming}
+        return not any(part == 0 and number == position for part, _, number in self._coming)
 
     def stop(self, timeout_s: float) -> None:
         """Begin no more copies, wait for those that run, at most ``timeout_s`` s, and drop all of them: a failed copy
@@ -99,8 +126,21 @@ class MappedLanding:
         self._hidden.clear()
 
     def _jobs(self) -> list[Future[None]]:
-        return [future for layer in self.layers for future in layer] + self._hidden
+        return list(dict.fromkeys(chain(*self.layers, self._hidden)))
 
     def finish(self, timeout_s: float) -> None:
         """Wait for the copies. Raises DeadlineExceeded while one may still be running."""
         wait_all(self._jobs(), timeout_s)
+
+
+def _ranges(positions: Sequence[int], length_max: int) -> Iterator[range]:
+    """Yield ascending positions as ranges, of ``length_max`` at most."""
+    start = stop = -1
+    for position in positions:
+        if position != stop or stop - start == length_max:
+            if stop > start:
+                yield range(start, stop)
+            start = position
+        stop = position + 1
+    if stop > start:
+        yield range(start, stop)
