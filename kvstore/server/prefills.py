@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
 
-from kvstore.controller import Controller, Session
+from kvstore.controller import Controller, Resident, Session
 from kvstore.controller.prefills import PartialPrefills, PlannedPrefill, PlanRecord, PrefillEnd, PrefillRequest
 from kvstore.controller.prefills.engines import EngineRate
 from kvstore.controller.profiles import RegisteredProfiles
@@ -56,7 +56,8 @@ class PrefillService:
                 raise InvalidRequest("a partial prefill begins with its begin step")
             planned = await self._prefills.begin(parse_begin(first.begin), deadline)
             try:
-                yield _response(planned)
+                ticket = planned.found.ticket if first.begin.with_places else b""
+                yield _response(planned, self._controller.places(ticket) if ticket else ())
                 last = await _next(began, session, PREFILL_S_MAX)
                 if last is not None:
                     if last.WhichOneof("step") != "end":
@@ -137,9 +138,9 @@ def _end(message: prefill_pb2.EndPrefill) -> PrefillEnd:
     return PrefillEnd(message.ttft_seconds, message.wait_seconds, message.is_given_up, computed)
 
 
-def _response(planned: PlannedPrefill) -> prefill_pb2.PartialPrefillResponse:
+def _response(planned: PlannedPrefill, places: Sequence[Resident]) -> prefill_pb2.PartialPrefillResponse:
     response = prefill_pb2.PartialPrefillResponse(
-        found=render.render_lookup(planned.found), chunk_first=planned.chunk_first,
+        found=render.render_lookup(planned.found, places=places), chunk_first=planned.chunk_first,
         chunk_count=planned.chunk_count,
     )  # fmt: skip
     if planned.plan is not None:

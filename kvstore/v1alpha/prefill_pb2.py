@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from kvstore.v1 import cache_pb2 as kvstore_dot_v1_dot_cache__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvstore/v1alpha/prefill.proto\x12\x0fkvstore.v1alpha\x1a\x16kvstore/v1/cache.proto\")\n\x16RegisterProfileRequest\x12\x0f\n\x07profile\x18\x01 \x01(\x0c\"*\n\x17RegisterProfileResponse\x12\x0f\n\x07is_kept\x18\x01 \x01(\x08\"Y\n\x12\x46indProfileRequest\x12\x10\n\x08receiver\x18\x01 \x01(\t\x12\x0e\n\x06sender\x18\x02 \x01(\t\x12\r\n\x05reuse\x18\x03 \x01(\t\x12\x12\n\nprovenance\x18\x04 \x01(\t\"&\n\x13\x46indProfileResponse\x12\x0f\n\x07profile\x18\x01 \x01(\x0c\"\x9a\x01\n\x0b\x43omputeRate\x12\x14\n\x0cpass_seconds\x18\x01 \x01(\x01\x12\x15\n\rtoken_seconds\x18\x02 \x01(\x01\x12\x14\n\x0cpair_seconds\x18\x03 \x01(\x01\x12\x0c\n\x04load\x18\x04 \x01(\x01\x12\x0f\n\x07\x63\x61ution\x18\x05 \x01(\x01\x12\x14\n\x0csample_count\x18\x06 \x01(\r\x12\x13\n\x0bmost_tokens\x18\x07 \x01(\r\"u\n\x08LinkRate\x12\x17\n\x0flatency_seconds\x18\x01 \x01(\x01\x12\x14\n\x0c\x62yte_seconds\x18\x02 \x01(\x01\x12\x0f\n\x07\x63\x61ution\x18\x03 \x01(\x01\x12\x14\n\x0csample_count\x18\x04 \x01(\r\x12\x13\n\x0bleast_bytes\x18\x05 \x01(\x04\"\xa1\x03\n\x0c\x42\x65ginPrefill\x12%\n\x05query\x18\x01 \x01(\x0b\x32\x16.kvstore.v1.ChainQuery\x12\x13\n\x0btoken_count\x18\x02 \x01(\x04\x12\x1c\n\x14reusable_token_count\x18\x03 \x01(\x04\x12\x13\n\x0bstep_tokens\x18\x04 \x01(\r\x12\"\n\x04ways\x18\x05 \x03(\x0e\x32\x14.kvstore.v1alpha.Way\x12+\n\x04mode\x18\x06 \x01(\x0e\x32\x1d.kvstore.v1alpha.PlanningMode\x12-\n\x07\x63ompute\x18\x07 \x01(\x0b\x32\x1c.kvstore.v1alpha.ComputeRate\x12\'\n\x04link\x18\x08 \x01(\x0b\x32\x19.kvstore.v1alpha.LinkRate\x12\x0f\n\x07readers\x18\t \x01(\r\x12\x1d\n\x10\x64\x65\x61\x64line_seconds\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x34\n\rrequest_class\x18\x0b \x01(\x0e\x32\x1d.kvstore.v1alpha.RequestClassB\x13\n\x11_deadline_seconds\"^\n\x0fMeasuredPrefill\x12\x12\n\nnew_tokens\x18\x01 \x01(\x04\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x0e\n\x06passes\x18\x04 \x01(\r\"\x81\x01\n\nEndPrefill\x12\x14\n\x0cttft_seconds\x18\x01 \x01(\x01\x12\x14\n\x0cwait_seconds\x18\x02 \x01(\x01\x12\x13\n\x0bis_given_up\x18\x03 \x01(\x08\x12\x32\n\x08\x63omputed\x18\x04 \x01(\x0b\x32 .kvstore.v1alpha.MeasuredPrefill\"{\n\x15PartialPrefillRequest\x12.\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x1d.kvstore.v1alpha.BeginPrefillH\x00\x12*\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x1b.kvstore.v1alpha.EndPrefillH\x00\x42\x06\n\x04step\"}\n\x10RecomputeSetting\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x12\n\nlast_layer\x18\x02 \x01(\x05\x12\r\n\x05ratio\x18\x03 \x01(\x01\x12\x10\n\x08selector\x18\x04 \x01(\t\x12\x0e\n\x06metric\x18\x05 \x01(\t\x12\x0f\n\x07gradual\x18\x06 \x01(\x01\"\xc3\x02\n\tCandidate\x12!\n\x03way\x18\x01 \x01(\x0e\x32\x14.kvstore.v1alpha.Way\x12\x0c\n\x04\x66orm\x18\x02 \x01(\t\x12\x12\n\nload_start\x18\x03 \x01(\x04\x12\x11\n\tload_stop\x18\x04 \x01(\x04\x12\x14\n\x0cttft_seconds\x18\x05 \x01(\x01\x12\x19\n\x11ttft_high_seconds\x18\x06 \x01(\x01\x12\x15\n\rfront_seconds\x18\x07 \x01(\x01\x12\x14\n\x0cload_seconds\x18\x08 \x01(\x01\x12\x17\n\x0f\x63ompute_seconds\x18\t \x01(\x01\x12\x14\n\x0ctier_seconds\x18\n \x01(\x01\x12\x0c\n\x04\x63ost\x18\x0b \x01(\x01\x12\x0f\n\x07refused\x18\x0c \x01(\t\x12\x32\n\x07setting\x18\r \x01(\x0b\x32!.kvstore.v1alpha.RecomputeSetting\"\xb5\x01\n\x08LoadPlan\x12\x13\n\x0btoken_count\x18\x01 \x01(\x04\x12.\n\ncandidates\x18\x02 \x03(\x0b\x32\x1a.kvstore.v1alpha.Candidate\x12\x0e\n\x06\x63hosen\x18\x03 \x01(\r\x12\x0b\n\x03why\x18\x04 \x01(\t\x12\x13\n\x0bis_measured\x18\x05 \x01(\x08\x12\x1d\n\x10\x64\x65\x61\x64line_seconds\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x13\n\x11_deadline_seconds\"\x96\x01\n\x16PartialPrefillResponse\x12)\n\x05\x66ound\x18\x01 \x01(\x0b\x32\x1a.kvstore.v1.LookupResponse\x12\'\n\x04plan\x18\x02 \x01(\x0b\x32\x19.kvstore.v1alpha.LoadPlan\x12\x13\n\x0b\x63hunk_first\x18\x03 \x01(\r\x12\x13\n\x0b\x63hunk_count\x18\x04 \x01(\r*u\n\x0cPlanningMode\x12\x1d\n\x19PLANNING_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11PLANNING_MODE_OFF\x10\x01\x12\x19\n\x15PLANNING_MODE_OBSERVE\x10\x02\x12\x14\n\x10PLANNING_MODE_ON\x10\x03*e\n\x0cRequestClass\x12\x1d\n\x19REQUEST_CLASS_UNSPECIFIED\x10\x00\x12\x1d\n\x19REQUEST_CLASS_INTERACTIVE\x10\x01\x12\x17\n\x13REQUEST_CLASS_BATCH\x10\x02*e\n\x03Way\x12\x13\n\x0fWAY_UNSPECIFIED\x10\x00\x12\x0f\n\x0bWAY_PREFILL\x10\x01\x12\x0c\n\x08WAY_LOAD\x10\x02\x12\r\n\tWAY_FIRST\x10\x03\x12\x0c\n\x08WAY_MEET\x10\x04\x12\r\n\tWAY_BLEND\x10\x05\x32\xb7\x02\n\x0ePrefillService\x12\x65\n\x0ePartialPrefill\x12&.kvstore.v1alpha.PartialPrefillRequest\x1a\'.kvstore.v1alpha.PartialPrefillResponse(\x01\x30\x01\x12\x64\n\x0fRegisterProfile\x12\'.kvstore.v1alpha.RegisterProfileRequest\x1a(.kvstore.v1alpha.RegisterProfileResponse\x12X\n\x0b\x46indProfile\x12#.kvstore.v1alpha.FindProfileRequest\x1a$.kvstore.v1alpha.FindProfileResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvstore/v1alpha/prefill.proto\x12\x0fkvstore.v1alpha\x1a\x16kvstore/v1/cache.proto\")\n\x16RegisterProfileRequest\x12\x0f\n\x07profile\x18\x01 \x01(\x0c\"*\n\x17RegisterProfileResponse\x12\x0f\n\x07is_kept\x18\x01 \x01(\x08\"Y\n\x12\x46indProfileRequest\x12\x10\n\x08receiver\x18\x01 \x01(\t\x12\x0e\n\x06sender\x18\x02 \x01(\t\x12\r\n\x05reuse\x18\x03 \x01(\t\x12\x12\n\nprovenance\x18\x04 \x01(\t\"&\n\x13\x46indProfileResponse\x12\x0f\n\x07profile\x18\x01 \x01(\x0c\"\x9a\x01\n\x0b\x43omputeRate\x12\x14\n\x0cpass_seconds\x18\x01 \x01(\x01\x12\x15\n\rtoken_seconds\x18\x02 \x01(\x01\x12\x14\n\x0cpair_seconds\x18\x03 \x01(\x01\x12\x0c\n\x04load\x18\x04 \x01(\x01\x12\x0f\n\x07\x63\x61ution\x18\x05 \x01(\x01\x12\x14\n\x0csample_count\x18\x06 \x01(\r\x12\x13\n\x0bmost_tokens\x18\x07 \x01(\r\"u\n\x08LinkRate\x12\x17\n\x0flatency_seconds\x18\x01 \x01(\x01\x12\x14\n\x0c\x62yte_seconds\x18\x02 \x01(\x01\x12\x0f\n\x07\x63\x61ution\x18\x03 \x01(\x01\x12\x14\n\x0csample_count\x18\x04 \x01(\r\x12\x13\n\x0bleast_bytes\x18\x05 \x01(\x04\"\xb6\x03\n\x0c\x42\x65ginPrefill\x12%\n\x05query\x18\x01 \x01(\x0b\x32\x16.kvstore.v1.ChainQuery\x12\x13\n\x0btoken_count\x18\x02 \x01(\x04\x12\x1c\n\x14reusable_token_count\x18\x03 \x01(\x04\x12\x13\n\x0bstep_tokens\x18\x04 \x01(\r\x12\"\n\x04ways\x18\x05 \x03(\x0e\x32\x14.kvstore.v1alpha.Way\x12+\n\x04mode\x18\x06 \x01(\x0e\x32\x1d.kvstore.v1alpha.PlanningMode\x12-\n\x07\x63ompute\x18\x07 \x01(\x0b\x32\x1c.kvstore.v1alpha.ComputeRate\x12\'\n\x04link\x18\x08 \x01(\x0b\x32\x19.kvstore.v1alpha.LinkRate\x12\x0f\n\x07readers\x18\t \x01(\r\x12\x1d\n\x10\x64\x65\x61\x64line_seconds\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x34\n\rrequest_class\x18\x0b \x01(\x0e\x32\x1d.kvstore.v1alpha.RequestClass\x12\x13\n\x0bwith_places\x18\x0c \x01(\x08\x42\x13\n\x11_deadline_seconds\"^\n\x0fMeasuredPrefill\x12\x12\n\nnew_tokens\x18\x01 \x01(\x04\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x0e\n\x06passes\x18\x04 \x01(\r\"\x81\x01\n\nEndPrefill\x12\x14\n\x0cttft_seconds\x18\x01 \x01(\x01\x12\x14\n\x0cwait_seconds\x18\x02 \x01(\x01\x12\x13\n\x0bis_given_up\x18\x03 \x01(\x08\x12\x32\n\x08\x63omputed\x18\x04 \x01(\x0b\x32 .kvstore.v1alpha.MeasuredPrefill\"{\n\x15PartialPrefillRequest\x12.\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x1d.kvstore.v1alpha.BeginPrefillH\x00\x12*\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x1b.kvstore.v1alpha.EndPrefillH\x00\x42\x06\n\x04step\"}\n\x10RecomputeSetting\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x12\n\nlast_layer\x18\x02 \x01(\x05\x12\r\n\x05ratio\x18\x03 \x01(\x01\x12\x10\n\x08selector\x18\x04 \x01(\t\x12\x0e\n\x06metric\x18\x05 \x01(\t\x12\x0f\n\x07gradual\x18\x06 \x01(\x01\"\xc3\x02\n\tCandidate\x12!\n\x03way\x18\x01 \x01(\x0e\x32\x14.kvstore.v1alpha.Way\x12\x0c\n\x04\x66orm\x18\x02 \x01(\t\x12\x12\n\nload_start\x18\x03 \x01(\x04\x12\x11\n\tload_stop\x18\x04 \x01(\x04\x12\x14\n\x0cttft_seconds\x18\x05 \x01(\x01\x12\x19\n\x11ttft_high_seconds\x18\x06 \x01(\x01\x12\x15\n\rfront_seconds\x18\x07 \x01(\x01\x12\x14\n\x0cload_seconds\x18\x08 \x01(\x01\x12\x17\n\x0f\x63ompute_seconds\x18\t \x01(\x01\x12\x14\n\x0ctier_seconds\x18\n \x01(\x01\x12\x0c\n\x04\x63ost\x18\x0b \x01(\x01\x12\x0f\n\x07refused\x18\x0c \x01(\t\x12\x32\n\x07setting\x18\r \x01(\x0b\x32!.kvstore.v1alpha.RecomputeSetting\"\xb5\x01\n\x08LoadPlan\x12\x13\n\x0btoken_count\x18\x01 \x01(\x04\x12.\n\ncandidates\x18\x02 \x03(\x0b\x32\x1a.kvstore.v1alpha.Candidate\x12\x0e\n\x06\x63hosen\x18\x03 \x01(\r\x12\x0b\n\x03why\x18\x04 \x01(\t\x12\x13\n\x0bis_measured\x18\x05 \x01(\x08\x12\x1d\n\x10\x64\x65\x61\x64line_seconds\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x13\n\x11_deadline_seconds\"\x96\x01\n\x16PartialPrefillResponse\x12)\n\x05\x66ound\x18\x01 \x01(\x0b\x32\x1a.kvstore.v1.LookupResponse\x12\'\n\x04plan\x18\x02 \x01(\x0b\x32\x19.kvstore.v1alpha.LoadPlan\x12\x13\n\x0b\x63hunk_first\x18\x03 \x01(\r\x12\x13\n\x0b\x63hunk_count\x18\x04 \x01(\r*u\n\x0cPlanningMode\x12\x1d\n\x19PLANNING_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11PLANNING_MODE_OFF\x10\x01\x12\x19\n\x15PLANNING_MODE_OBSERVE\x10\x02\x12\x14\n\x10PLANNING_MODE_ON\x10\x03*e\n\x0cRequestClass\x12\x1d\n\x19REQUEST_CLASS_UNSPECIFIED\x10\x00\x12\x1d\n\x19REQUEST_CLASS_INTERACTIVE\x10\x01\x12\x17\n\x13REQUEST_CLASS_BATCH\x10\x02*e\n\x03Way\x12\x13\n\x0fWAY_UNSPECIFIED\x10\x00\x12\x0f\n\x0bWAY_PREFILL\x10\x01\x12\x0c\n\x08WAY_LOAD\x10\x02\x12\r\n\tWAY_FIRST\x10\x03\x12\x0c\n\x08WAY_MEET\x10\x04\x12\r\n\tWAY_BLEND\x10\x05\x32\xb7\x02\n\x0ePrefillService\x12\x65\n\x0ePartialPrefill\x12&.kvstore.v1alpha.PartialPrefillRequest\x1a\'.kvstore.v1alpha.PartialPrefillResponse(\x01\x30\x01\x12\x64\n\x0fRegisterProfile\x12\'.kvstore.v1alpha.RegisterProfileRequest\x1a(.kvstore.v1alpha.RegisterProfileResponse\x12X\n\x0b\x46indProfile\x12#.kvstore.v1alpha.FindProfileRequest\x1a$.kvstore.v1alpha.FindProfileResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvstore.v1alpha.prefill_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PLANNINGMODE']._serialized_start=2131
-  _globals['_PLANNINGMODE']._serialized_end=2248
-  _globals['_REQUESTCLASS']._serialized_start=2250
-  _globals['_REQUESTCLASS']._serialized_end=2351
-  _globals['_WAY']._serialized_start=2353
-  _globals['_WAY']._serialized_end=2454
+  _globals['_PLANNINGMODE']._serialized_start=2152
+  _globals['_PLANNINGMODE']._serialized_end=2269
+  _globals['_REQUESTCLASS']._serialized_start=2271
+  _globals['_REQUESTCLASS']._serialized_end=2372
+  _globals['_WAY']._serialized_start=2374
+  _globals['_WAY']._serialized_end=2475
   _globals['_REGISTERPROFILEREQUEST']._serialized_start=74
   _globals['_REGISTERPROFILEREQUEST']._serialized_end=115
   _globals['_REGISTERPROFILERESPONSE']._serialized_start=117
@@ -51,21 +51,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LINKRATE']._serialized_start=449
   _globals['_LINKRATE']._serialized_end=566
   _globals['_BEGINPREFILL']._serialized_start=569
-  _globals['_BEGINPREFILL']._serialized_end=986
-  _globals['_MEASUREDPREFILL']._serialized_start=988
-  _globals['_MEASUREDPREFILL']._serialized_end=1082
-  _globals['_ENDPREFILL']._serialized_start=1085
-  _globals['_ENDPREFILL']._serialized_end=1214
-  _globals['_PARTIALPREFILLREQUEST']._serialized_start=1216
-  _globals['_PARTIALPREFILLREQUEST']._serialized_end=1339
-  _globals['_RECOMPUTESETTING']._serialized_start=1341
-  _globals['_RECOMPUTESETTING']._serialized_end=1466
-  _globals['_CANDIDATE']._serialized_start=1469
-  _globals['_CANDIDATE']._serialized_end=1792
-  _globals['_LOADPLAN']._serialized_start=1795
-  _globals['_LOADPLAN']._serialized_end=1976
-  _globals['_PARTIALPREFILLRESPONSE']._serialized_start=1979
-  _globals['_PARTIALPREFILLRESPONSE']._serialized_end=2129
-  _globals['_PREFILLSERVICE']._serialized_start=2457
-  _globals['_PREFILLSERVICE']._serialized_end=2768
+  _globals['_BEGINPREFILL']._serialized_end=1007
+  _globals['_MEASUREDPREFILL']._serialized_start=1009
+  _globals['_MEASUREDPREFILL']._serialized_end=1103
+  _globals['_ENDPREFILL']._serialized_start=1106
+  _globals['_ENDPREFILL']._serialized_end=1235
+  _globals['_PARTIALPREFILLREQUEST']._serialized_start=1237
+  _globals['_PARTIALPREFILLREQUEST']._serialized_end=1360
+  _globals['_RECOMPUTESETTING']._serialized_start=1362
+  _globals['_RECOMPUTESETTING']._serialized_end=1487
+  _globals['_CANDIDATE']._serialized_start=1490
+  _globals['_CANDIDATE']._serialized_end=1813
+  _globals['_LOADPLAN']._serialized_start=1816
+  _globals['_LOADPLAN']._serialized_end=1997
+  _globals['_PARTIALPREFILLRESPONSE']._serialized_start=2000
+  _globals['_PARTIALPREFILLRESPONSE']._serialized_end=2150
+  _globals['_PREFILLSERVICE']._serialized_start=2478
+  _globals['_PREFILLSERVICE']._serialized_end=2789
 # @@protoc_insertion_point(module_scope)

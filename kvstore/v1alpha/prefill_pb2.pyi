@@ -106,7 +106,7 @@ class LinkRate(_message.Message):
     def __init__(self, latency_seconds: _Optional[float] = ..., byte_seconds: _Optional[float] = ..., caution: _Optional[float] = ..., sample_count: _Optional[int] = ..., least_bytes: _Optional[int] = ...) -> None: ...
 
 class BeginPrefill(_message.Message):
-    __slots__ = ("query", "token_count", "reusable_token_count", "step_tokens", "ways", "mode", "compute", "link", "readers", "deadline_seconds", "request_class")
+    __slots__ = ("query", "token_count", "reusable_token_count", "step_tokens", "ways", "mode", "compute", "link", "readers", "deadline_seconds", "request_class", "with_places")
     QUERY_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     REUSABLE_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +118,7 @@ class BeginPrefill(_message.Message):
     READERS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_CLASS_FIELD_NUMBER: _ClassVar[int]
+    WITH_PLACES_FIELD_NUMBER: _ClassVar[int]
     query: _cache_pb2.ChainQuery
     token_count: int
     reusable_token_count: int
@@ -129,7 +130,8 @@ class BeginPrefill(_message.Message):
     readers: int
     deadline_seconds: float
     request_class: RequestClass
-    def __init__(self, query: _Optional[_Union[_cache_pb2.ChainQuery, _Mapping]] = ..., token_count: _Optional[int] = ..., reusable_token_count: _Optional[int] = ..., step_tokens: _Optional[int] = ..., ways: _Optional[_Iterable[_Union[Way, str]]] = ..., mode: _Optional[_Union[PlanningMode, str]] = ..., compute: _Optional[_Union[ComputeRate, _Mapping]] = ..., link: _Optional[_Union[LinkRate, _Mapping]] = ..., readers: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., request_class: _Optional[_Union[RequestClass, str]] = ...) -> None: ...
+    with_places: bool
+    def __init__(self, query: _Optional[_Union[_cache_pb2.ChainQuery, _Mapping]] = ..., token_count: _Optional[int] = ..., reusable_token_count: _Optional[int] = ..., step_tokens: _Optional[int] = ..., ways: _Optional[_Iterable[_Union[Way, str]]] = ..., mode: _Optional[_Union[PlanningMode, str]] = ..., compute: _Optional[_Union[ComputeRate, _Mapping]] = ..., link: _Optional[_Union[LinkRate, _Mapping]] = ..., readers: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., request_class: _Optional[_Union[RequestClass, str]] = ..., with_places: _Optional[bool] = ...) -> None: ...
 
 class MeasuredPrefill(_message.Message):
     __slots__ = ("new_tokens", "context_tokens", "seconds", "passes")

@@ -7,17 +7,22 @@ import os
 import signal
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from kvstore_client import Client, Durability, connect
 from kvstore_client.fetch.held import TicketFields
 from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.loading.call import Asked, match_of_call
+from kvstore_client.lookup import calls
 from kvstore_client.planes.shared_memory import placed
 from kvstore_client.planes.shared_memory.session import MappedSession
+from kvstore_client.prompt import Prompt
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.controller.fetches.fetch import PLACES_MAX
-from kvstore.errors import DataLoss, InvalidRequest
+from kvstore.errors import DataLoss, Exhausted, InvalidRequest
 from kvstore.handoff.messages import Redeemed
+from kvstore.spec import Exactness
 from kvstore.v1 import cache_pb2 as pb
 from tests.server.raw import eventually
 from tests.specs import bits, random_cache, small_spec, tokens_of
@@ -244,3 +249,72 @@ def test_a_sidecar_that_names_no_places_is_called(client: Client) -> None:
     before = streams(client)
     assert same(fetched(client, message.SerializeToString()), cache)
     assert streams(client) == before + 1
+
+
+class Calls:
+    """Counts a client's Lookup calls. The first ends as told, if it is told so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *first: pb.LookupResponse | Exhausted) -> None:
+        call, self.count, said = calls._call, 0, list(first)
+
+        def counted(*arguments: object) -> pb.LookupResponse:
+            self.count += 1
+            answer = said.pop() if said else call(*arguments)  # type: ignore[arg-type]
+            if isinstance(answer, Exhausted):
+                raise answer
+            return answer
+
+        monkeypatch.setattr(calls, "_call", counted)
+
+
+def behind_a_partial_chunk(client: Client, seed: int) -> np.ndarray:
+    """Store a context, and return a longer prompt: its last whole chunk begins with the stored partial one."""
+    held(client, seed)
+    eventually(lambda: bool(client.peek(SPEC, tokens_of(COUNT, seed))))  # shared memory shows it
+    return np.concatenate([tokens_of(COUNT, seed), tokens_of(30, seed + 1)])
+
+
+def test_a_partial_chunk_is_held_by_one_call(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = behind_a_partial_chunk(client, 80)
+    made = Calls(monkeypatch)
+    match = client.lookup(SPEC, asked, hold=True)
+    assert (match.prefix_token_count, made.count) == (COUNT, 1)
+    assert match.ticket is not None
+    assert same(fetched(client, match.ticket), random_cache(SPEC, COUNT, 80))
+
+
+def test_who_peeks_to_hold_is_told_to_call(client: Client) -> None:
+    """Also where a partial chunk follows that is not the prompt's."""
+    behind_a_partial_chunk(client, 86)
+    asked = np.concatenate([tokens_of(48, 86), tokens_of(30, 87)])
+    seen = client.peek(SPEC, asked)
+    assert seen is not None
+    assert seen.prefix_token_count == 48
+    assert client.peek(SPEC, asked, hold=True) is None
+
+
+@pytest.mark.parametrize("first", [pb.LookupResponse(hit_count=3), Exhausted("no room")], ids=["left", "no room"])
+def test_whole_chunks_are_held_without_the_partial_one(
+    client: Client, monkeypatch: pytest.MonkeyPatch, first: pb.LookupResponse | Exhausted
+) -> None:
+    """It left since shared memory showed it, or there is no room to hold it, too."""
+    asked = behind_a_partial_chunk(client, 82)
+    made = Calls(monkeypatch, first)
+    match = client.lookup(SPEC, asked, hold=True)
+    assert (match.prefix_token_count, made.count) == (48, 2)
+    assert match.ticket is not None
+    whole = [tuple(half[:, :48] for half in layer) for layer in random_cache(SPEC, COUNT, 82)]
+    assert same(fetched(client, match.ticket), whole)
+
+
+def test_a_plans_ticket_names_places(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticket, cache = held(client, 84, count=48)
+    client.release_ticket(ticket)
+    asked = Prompt.of(SPEC, np.concatenate([tokens_of(48, 84), tokens_of(30, 85)]), (), Exactness.EXACT)
+    call = client.planner.begin(asked, Asked(48, 0, (), "off"))
+    assert call is not None
+    with call:
+        match = match_of_call(client._context, asked, call)
+        assert match.ticket is not None
+        NoCall(client, monkeypatch)
+        assert same(fetched(client, match.ticket), cache)

@@ -8,6 +8,7 @@ from tests.mutants.mutant import Mutant
 TAILS = "kvstore/catalog/tails.py"
 PRESENCE = "kvstore/presence.py"
 LOOKING = "clients/kvstore_client/lookup/presence.py"
+LOOKUPS = "clients/kvstore_client/lookup/calls.py"
 NEWEST = "kvstore/tiers/nvme/newest.py"
 PUBLISHING = "kvstore/server/publishing.py"
 DERIVED = "clients/kvstore_client/derived.py"
@@ -18,7 +19,7 @@ PROFILES = "clients/kvstore_client/gate/profiles.py"
 RECEIVING = "kvstore/remote/receiving.py"
 T_CATALOG = "tests/catalog/test_catalog.py"
 T_LOOKUP = "tests/presence/test_lookup.py"
-T_LOOKUP_WITHOUT = "tests/presence/test_lookup_without.py"
+T_PLACED = "tests/e2e/test_placed.py"
 T_NEWEST = "tests/tiers/nvme/test_newest.py"
 T_PUBLISHING = "tests/server/test_publishing.py"
 T_EXACTNESS = "tests/e2e/test_exactness.py"
@@ -137,11 +138,19 @@ MUTANTS = [
     ),
     Mutant(
         "held-without-a-ticket",
-        LOOKING,
-        "        if seen is None or (readers and seen[0].hit_count):\n",
-        "        if seen is None:\n",
+        LOOKUPS,
+        "    if hits and readers and not ticket:\n",
+        "    if False:\n",
         "who asks to hold what is there is given nothing that holds it",
-        (f"{T_LOOKUP_WITHOUT}::test_a_peek_waits_for_nobody", f"{T_LOOKUP}::test_ragged_tails_are_found"),
+        (f"{T_PLACED}::test_whole_chunks_are_held_without_the_partial_one",),
+    ),
+    Mutant(
+        "peeked-without-a-ticket",
+        LOOKUPS,
+        "    if tail is None or (hold and prefix + tail[0]):\n",
+        "    if tail is None or (hold and tail[0]):\n",
+        "who asks to hold what is there is given nothing that holds it, where a partial chunk follows",
+        (f"{T_PLACED}::test_who_peeks_to_hold_is_told_to_call",),
     ),
     Mutant(
         "newest-before-the-format-says-so",

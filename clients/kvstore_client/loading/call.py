@@ -164,7 +164,7 @@ def begin(
         query=prompt.query(name, prompt.digests[:whole]), token_count=prompt.token_count,
         reusable_token_count=asked.reusable_tokens, step_tokens=asked.step_tokens,
         ways=[WAY_NUMBERS[way] for way in asked.ways],
-        mode=MODE_NUMBERS[asked.mode], readers=asked.readers,
+        mode=MODE_NUMBERS[asked.mode], readers=asked.readers, with_places=session.maps_chunks,
     )  # fmt: skip
     message.request_class = CLASS_NUMBERS[asked.terms.request_class]
     if math.isfinite(asked.terms.deadline_s):
@@ -199,5 +199,7 @@ def match_of_call(context: Context, prompt: Prompt, call: PrefillCall) -> Match:
         prefix, ticket = with_tail(context, prompt, found, 1)
         return Match(prefix, chunks, ticket)
     digests = prompt.digests[first : first + count]
-    ticket = pack_ticket(found.ticket, prompt.spec, digests, prompt.exactness, count * step) if found.ticket else None
+    ticket = None
+    if found.ticket:
+        ticket = pack_ticket(found.ticket, prompt.spec, digests, prompt.exactness, count * step, found.places)
     return Match(found.hit_count * step, chunks, ticket)

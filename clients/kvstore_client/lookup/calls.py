@@ -30,7 +30,7 @@ def peek(context: Context, prompt: Prompt, *, hold: bool) -> Match | None:
     step, count = prompt.spec.chunk_tokens, prompt.token_count
     prefix = min(seen.hit_count * step, count)
     tail = peeked_tail(session.presence, name, prompt, prefix, seen)
-    if tail is None or (tail[0] and hold):
+    if tail is None or (hold and prefix + tail[0]):
         return None
     return Match(prefix + tail[0], chunk_matches(seen.runs, step, 0, count))
 
@@ -66,21 +66,22 @@ def with_tail(
 ) -> tuple[int, bytes | None]:
     """Return the tokens found, and a ticket for all of them where there are ``readers``. Beyond the whole chunks, they
     include the partial chunk behind these where a stored one matches the prompt. Releases the ticket that the new one
-    replaces, and both when it raises."""
+    replaces, and both when it raises. What shared memory showed has no ticket yet: one call gets it where the partial
+    chunk matches."""
     hits, ticket, places = found.hit_count, found.ticket, found.places
-    prefix = min(hits * prompt.spec.chunk_tokens, prompt.token_count)
     digests, longer = prompt.digests[:hits], None
+    prefix = _token_count(prompt, hits)
     try:
         tail = longest_tail(
             prompt, prefix, hits, found,
             lambda names: first_held(*context.ready(prompt.spec), prompt, (), context.timeout_s, names),
         )  # fmt: skip
-        longer = _ask(context, prompt, [*digests, tail[1]], readers) if tail and readers else None
+        longer = _call(context, prompt, [*digests, tail[1]], readers) if tail and readers else None
     except BaseException as error:
-        if not ticket or not isinstance(error, Exhausted):
+        if not (hits and readers) or not isinstance(error, Exhausted):
             release(context, ticket)  # nobody else knows of it
             raise
-        tail = None  # the limit has room for one ticket, not for two at a time: hold the whole chunks
+        tail = None  # the limit may have room for the whole chunks, or for one ticket, not for two at a time
     if tail and longer:
         if longer.hit_count > hits:
             release(context, ticket)
@@ -88,12 +89,20 @@ def with_tail(
         else:
             release(context, longer.ticket)
             tail = None
+    if hits and readers and not ticket:
+        whole = _call(context, prompt, digests, readers)
+        ticket, digests, places = whole.ticket, digests[: whole.hit_count], whole.places
+        prefix = _token_count(prompt, whole.hit_count)
     prefix += tail[0] if tail else 0
     try:
         return prefix, pack_ticket(ticket, prompt.spec, digests, prompt.exactness, prefix, places) if ticket else None
     except BaseException:
         release(context, ticket)
         raise
+
+
+def _token_count(prompt: Prompt, hit_count: int) -> int:
+    return min(hit_count * prompt.spec.chunk_tokens, prompt.token_count)
 
 
 def _ask(
@@ -106,6 +115,13 @@ def _ask(
         seen = session.presence.answer(chains, readers)
         if seen is not None:
             return seen
+    return _call(context, prompt, digests, readers, segments)
+
+
+def _call(
+    context: Context, prompt: Prompt, digests: Sequence[bytes], readers: int, segments: Sequence[Prompt] = ()
+) -> pb.LookupResponse:  # fmt: skip
+    session, name = context.ready(prompt.spec)
     query = prompt.query(name, digests)
     queries = [each.query(name, each.digests) for each in segments]
     request = pb.LookupRequest(

@@ -218,13 +218,16 @@ class Presence:
 
     def answer(self, chains: Sequence[Chain], readers: int) -> LookupAnswer | None:
         """Return the answer for the first chain, with the segments behind it and the lengths of the partial chunks that
-        may follow the first; count the lookup. None where only a call can tell, or must hold chunks."""
+        may follow the first; count the lookup. None where only a call can tell. With ``readers`` a call must hold the
+        hits, and counts them: the answer is None then, but where partial chunks follow that it may hold, too."""
         seen = self.look_up(chains)
-        if seen is None or (readers and seen[0].hit_count):
+        if seen is None:
             return None
         first = self.with_tails(chains[0], seen[0])
         if first is None:
             return None
+        if readers and first.hit_count:
+            return first._replace(segments=seen[1:]) if first.tail_lengths else None
         hits = sum(each.hit_count for each in seen)
         misses = sum(len(each.digests) for each in chains) - hits
         self.count(lookup_calls=1, lookup_hit_chunks=hits, lookup_miss_chunks=misses)
