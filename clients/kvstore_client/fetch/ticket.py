@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import DIGEST_BYTES
@@ -15,13 +16,30 @@ from kvstore_client.prompt import EXACTNESSES
 TICKET_BYTES = 16
 
 
+@lru_cache(maxsize=64)
+def packed_spec(spec: ModelSpec) -> pb.ModelSpec:
+    """Return the spec as a message, for tickets; do not change it. It is kept, as ``unpacked_spec`` keeps specs: to
+    convert and to check 30 layers takes as long as to copy two of them."""
+    return spec_to_message(spec)
+
+
+def unpacked_spec(message: pb.ModelSpec) -> ModelSpec:
+    """Return the spec that a ticket brings. Raises InvalidRequest naming the field that is wrong."""
+    return _unpacked(message.SerializeToString())
+
+
+@lru_cache(maxsize=64)
+def _unpacked(spec: bytes) -> ModelSpec:
+    return spec_from_message(pb.ModelSpec.FromString(spec))
+
+
 def pack_ticket(
     ticket: bytes, spec: ModelSpec, digests: list[bytes], exactness: int, token_count: int,
     places: Iterable[pb.ResidentChunk] = (),
 ) -> bytes:  # fmt: skip
     """Return all that another process needs to fetch by this ticket, as one run of bytes."""
     return pb.HeldPrefix(
-        ticket=ticket, spec=spec_to_message(spec), digests=b"".join(digests), token_count=token_count, places=places,
+        ticket=ticket, spec=packed_spec(spec), digests=b"".join(digests), token_count=token_count, places=places,
         exactness=exactness,  # type: ignore[arg-type]  # the wire's number
     ).SerializeToString()  # fmt: skip
 
@@ -43,7 +61,7 @@ class TicketFields:
         if not message.ticket or not message.token_count or len(message.digests) % DIGEST_BYTES:
             raise InvalidRequest("ticket must be the bytes that a match with hold=True carries")
         self.ticket = message.ticket
-        self.spec = spec_from_message(message.spec)
+        self.spec = unpacked_spec(message.spec)
         self.digests = split_digests(message.digests)
         self.exactness = int(message.exactness)
         if self.exactness not in EXACTNESSES:

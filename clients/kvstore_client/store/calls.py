@@ -9,13 +9,12 @@ from functools import partial
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.spec import LEVELS, Durability, Exactness
 from kvstore.v1 import cache_pb2 as pb
-from kvstore.wire import spec_from_message
 from kvstore.wire.bounds import decode
 from kvstore_client.arrays import Layer, Tensor
 from kvstore_client.context import Context
 from kvstore_client.copying import commit_beside
 from kvstore_client.fetch.paged import Paged
-from kvstore_client.fetch.ticket import split_digests
+from kvstore_client.fetch.ticket import split_digests, unpacked_spec
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.lookup.tails import superseded
 from kvstore_client.prompt import EXACTNESSES, Prompt, check_count
@@ -120,7 +119,7 @@ def join(
     """See ``Client.join_store``."""
     check_durability(durability)
     held = _writer_ticket(ticket)
-    prompt = Prompt.known(spec_from_message(held.spec), split_digests(held.digests), int(held.exactness))
+    prompt = Prompt.known(unpacked_spec(held.spec), split_digests(held.digests), int(held.exactness))
     reservation = ReservedChunks(
         prompt.spec, prompt.digests, prompt.exactness, int(held.token_count), tuple(held.hidden_layers),
         int(held.shards), is_claimed=exactness is not None,

@@ -17,12 +17,12 @@ from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError
 from kvstore.seams.jobs import NotBegun, begun, failure_of
 from kvstore.spec import CacheKind, Durability, ModelSpec, StoreState
 from kvstore.v1 import cache_pb2 as pb
-from kvstore.wire import spec_to_message
 from kvstore_client.arrays import Layer, Tensor, checked
 from kvstore_client.context import Context
 from kvstore_client.copying import commit_beside
 from kvstore_client.derived import check_exact
 from kvstore_client.fetch.paged import Paged, Pages
+from kvstore_client.fetch.ticket import packed_spec
 from kvstore_client.fetch.wanted import Heads, Wanted
 from kvstore_client.halves import checked_planes
 from kvstore_client.planes.session import ClientSession
@@ -81,7 +81,7 @@ class ReservedChunks:
         if not self.ticket:
             return b""
         return pb.SharedStore(
-            ticket=self.ticket, spec=spec_to_message(self.spec), digests=b"".join(self.digests),
+            ticket=self.ticket, spec=packed_spec(self.spec), digests=b"".join(self.digests),
             exactness=self.exactness,  # type: ignore[arg-type]  # the wire's number
             token_count=self.token_count, hidden_layers=self.hidden_layers, shards=self.shards,
         ).SerializeToString()  # fmt: skip
