@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -178,9 +179,27 @@ class Oracle:
             await quarantine(copies, row, residency)
 
         removal.drop, removal.remove = on_drop, on_remove  # type: ignore[method-assign]
+        removal.drop_spare = partial(self._on_drop_spare, life, removal.drop_spare)  # type: ignore[method-assign]
         removal.quarantine, checks._give_up = on_quarantine, on_give_up  # type: ignore[method-assign]
         self._watch_evictions(life)
         self._watch_moves(life)
+
+    def _on_drop_spare(
+        self, life: Life, drop_spare: Callable[[Copies, int, int], None], copies: Copies, row: int, residency: int
+    ) -> None:  # fmt: skip
+        """One of several copies on the device gives way: what was promised rests on another one."""
+        name, place = name_of(life, row), place_of(residency)
+        drop_spare(copies, row, residency)
+        if copies is not life.device or life.is_over or self.must.get(name) != place:
+            return
+        self.withdraw(name)
+        left = [copies.residency(row)] if row in copies else []
+        left += [spare.residency for spare in copies.spares.get(row, ())]
+        good = next((each for each in map(place_of, left) if each not in self.excused), None)
+        self.trace.add("oracle", f"{told(name)} gave way at {place}, and is at {good}")
+        if good is not None:
+            self.must[name] = good
+            self._owners[good] = name
 
     def _watch_evictions(self, life: Life) -> None:
         eviction = life.controller.parts.movement.evictions.get("nvme")
