@@ -29,8 +29,9 @@ class S3Proxy:
     connection ends, or nothing more comes. ``refusals``: (HTTP status, code) in the place of the next answers;
     ``abort_count``: so many requests end with their connection. ``denied``: the methods that are answered by
     AccessDenied. ``owner``: whose the bucket is; who expects another one is denied. ``region``: the bucket's; who signs
-    for another one is sent there. ``expired``: an access key that was good once. ``asked``: every request: method,
-    path, headers."""
+    for another one is sent there. ``expired``: an access key that was good once. ``drops``: headers that are lost on
+    the way, there and back. ``page``, ``page_status``: what everybody is given, as by a login page. ``asked``: every
+    request: method, path, headers."""
 
     def __init__(self, upstream: str) -> None:
         self._upstream = upstream
@@ -54,7 +55,9 @@ class S3Proxy:
         self.stall_at: int | None = None
         self.refusals: list[tuple[int, str]] = []
         self.denied: frozenset[str] = frozenset()
-        self.owner = self.region = self.expired = ""
+        self.owner = self.region = self.expired = self.page = ""
+        self.page_status = 200
+        self.drops: frozenset[str] = frozenset()
         self.abort_count = 0
         self._held, self._heard = "", threading.Event()
 
@@ -92,6 +95,8 @@ class S3Proxy:
         sent = await request.read()
         if self.refusals:
             return refusal(*self.refusals.pop(0))
+        if self.page:
+            return web.Response(status=self.page_status, text=self.page, content_type="text/html")
         if self.region and f"/{self.region}/s3/" not in request.headers.get("Authorization", ""):
             return refusal(301, "PermanentRedirect", {"x-amz-bucket-region": self.region})
         if self.expired and f"Credential={self.expired}/" in request.headers.get("Authorization", ""):
@@ -101,14 +106,14 @@ class S3Proxy:
         expected = request.headers.get("x-amz-expected-bucket-owner", self.owner)
         if request.method in self.denied or (self.owner and expected != self.owner):
             return refusal(403, "AccessDenied")
-        dropped = OF_A_HOP | CONDITIONS if self.ignores_conditions else OF_A_HOP
+        dropped = OF_A_HOP | self.drops | (CONDITIONS if self.ignores_conditions else frozenset())
         headers = {name: value for name, value in request.headers.items() if name.lower() not in dropped}
         url = self._upstream + request.raw_path
-        if self.ignores_conditions and "Authorization" in headers:
+        if (self.ignores_conditions or self.drops) and "Authorization" in headers:
             headers = signed_anew(request.method, url, headers, sent)
         async with self._session.request(request.method, url, data=sent, headers=headers) as answer:
             data = bytearray(await answer.read())
-        answered = {name: value for name, value in answer.headers.items() if name.lower() not in OF_A_HOP}
+        answered = {name: value for name, value in answer.headers.items() if name.lower() not in OF_A_HOP | self.drops}
         status = self._altered(request, answer.status, data)
         if status != answer.status:
             return refusal(404, "NoSuchKey") if status == 404 else web.Response(status=status)

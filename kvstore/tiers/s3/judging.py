@@ -16,13 +16,30 @@ from kvstore.tiers.s3.looking import Looked
 class Finding(Enum):
     """The kind of an object. ABSENT: there is none. HIDDEN: denied, and perhaps not there. OURS: any write of the
     chunk. NEWER: written by a newer release, or in an envelope whose key this node lacks: it neither reads nor replaces
-    that. DAMAGED: not the chunk, or not whole: it may be replaced."""
+    that. ARCHIVED: in a storage class that gives no bytes, so nobody can tell what it is: it is not replaced either.
+    DAMAGED: not the chunk, or not whole: it may be replaced."""
 
     ABSENT = "absent"
     HIDDEN = "hidden"
     OURS = "ours"
     NEWER = "newer"
+    ARCHIVED = "archived"
     DAMAGED = "damaged"
+
+
+KEPT = {
+    Finding.NEWER: "an object is a newer release's, or sealed with a key that is not in this node's envelope key file",
+    Finding.ARCHIVED: "an object was moved to an archive, which gives no bytes before they are restored: see the rules "
+    "that kvstore doctor names, and Intelligent-Tiering",
+}
+"""What is said of objects that are misses here, and stay."""
+REFUSED = {
+    Finding.NEWER: "tiers.s3: a newer release, or a node with another envelope key, has stored this chunk: update this "
+    "node, or its key file",
+    Finding.ARCHIVED: "tiers.s3: this chunk's object was moved to an archive: end the bucket's rule that does so "
+    "(kvstore doctor), and restore or remove what it moved",
+}
+"""Why a chunk is not written where such an object lies."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +58,8 @@ def judge(looked: Looked | None, name: ChunkName, trust: Trust) -> Judgement:
     """Classify an object by its header and its length. Any write of the chunk will do. Strips are not checked."""
     if looked is None:
         return Judgement(Finding.ABSENT)
+    if looked.is_archived:
+        return Judgement(Finding.ARCHIVED)
     try:
         header = trust.read_header(np.frombuffer(bytearray(looked.data), np.uint8), name.layout)
         if header is None:

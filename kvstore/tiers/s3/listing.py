@@ -25,6 +25,7 @@ from kvstore.seams import EnvelopeRing
 from kvstore.tiers.s3.connection import S3Connection, together
 from kvstore.tiers.s3.looking import Looked, first_bytes
 from kvstore.tiers.s3.objects import LOOK_S_MAX, VERSION, bucket_of, finished, object_key
+from kvstore.tiers.s3.refusals import ODD, Refused, told
 
 HEADER_BYTES = 16 << 10
 """Bytes of an object that are read first. A longer header is read again."""
@@ -35,6 +36,8 @@ SEVERAL_BYTES_MAX = 64 << 20
 """Objects up to this size are read whole ``WHOLE_AT_ONCE`` at a time, larger ones one at a time."""
 WHOLE_AT_ONCE = 4
 EXAMINE_S_MAX = 600.0
+_OF_A_LIST = ("Contents", "IsTruncated", "KeyCount", "Name", "NextContinuationToken")
+"""Every store's list has some of these."""
 
 
 class Listed(NamedTuple):
@@ -50,9 +53,9 @@ class Listed(NamedTuple):
 class Examined:
     """The result of examining an object. ``header``: None where it is damaged itself, or was not read. Of a chunk in an
     envelope that was not opened it has only the fields that are shown. ``reason``: why the object is damaged; "newer":
-    only a newer release can tell; "gone": it was removed meanwhile; empty: it is right as far as it was checked.
-    ``is_too_large``: it was to be read whole, and only its header was. ``is_unopened``: it was read whole, and could
-    not be checked, because its envelope's key is missing."""
+    only a newer release can tell; "archived": its storage class gives no bytes; "gone": it was removed meanwhile;
+    empty: it is right as far as it was checked. ``is_too_large``: it was to be read whole, and only its header was.
+    ``is_unopened``: it was read whole, and could not be checked, because its envelope's key is missing."""
 
     listed: Listed
     header: ChunkHeader | None = None
@@ -80,11 +83,14 @@ async def _page(settings: S3Settings, token: str, connection: S3Connection) -> t
     answer = await connection.ask(
         lambda client: client.list_objects_v2(Prefix=f"{settings.prefix}/{VERSION}/", **bucket_of(settings), **more)
     )
+    if answer.keys().isdisjoint(_OF_A_LIST):  # an empty list must not be taken from a page that is none
+        raise Refused(ODD)
     found, rows = [], answer.get("Contents", [])
     for row in rows:
-        key = storage_key_of(settings, row["Key"])
+        key = storage_key_of(settings, told(row, "Key"))
         if key is not None:
-            found.append(Listed(key, row["ETag"], int(row["Size"]), row["LastModified"].timestamp()))
+            etag, size, modified = (told(row, part) for part in ("ETag", "Size", "LastModified"))
+            found.append(Listed(key, etag, int(size), modified.timestamp()))
     following = answer.get("NextContinuationToken", "")
     if answer.get("IsTruncated") and not following:
         raise Unavailable("tiers.s3: the store ends its list in the middle: see its log")
@@ -154,6 +160,8 @@ def _examined(each: Listed, looked: Looked | None, judged: Callable[[Looked], Ch
     """``judged`` returns None for an object that it cannot open."""
     if looked is None:
         return Examined(each, reason="gone")
+    if looked.is_archived:
+        return Examined(each, reason="archived")
     if is_newer_format(looked.data) and not is_sealed(looked.data):
         return Examined(each, reason="newer")
     header: ChunkHeader | None = None

@@ -18,16 +18,18 @@ from kvstore.tiers.s3.bodies import pour
 from kvstore.tiers.s3.connection import S3Connection, connection_to
 from kvstore.tiers.s3.depth import are_there
 from kvstore.tiers.s3.objects import LOOK_S_MAX, READ_S_MAX, finished, object_place
-from kvstore.tiers.s3.refusals import ABSENT, DENIED, NO_BUCKET, TOO_SHORT, WORDLESS, Refused, error_of
+from kvstore.tiers.s3.refusals import ABSENT, ARCHIVED, DENIED, NO_BUCKET, TOO_SHORT, WORDLESS, Refused, error_of, told
 
 
 class Looked(NamedTuple):
-    """The first bytes of an object, its ETag, and its length. ``is_ahead``: the bytes that follow were read, too."""
+    """The first bytes of an object, its ETag, and its length. ``is_ahead``: the bytes that follow were read, too.
+    ``is_archived``: an object is there, and its storage class gives none of its bytes."""
 
     data: bytes
     etag: str
     total_bytes: int
     is_ahead: bool = False
+    is_archived: bool = False
 
 
 def look(settings: S3Settings, storage_key: bytes, byte_count: int, ahead: Sequence[Bytes] = ()) -> Looked | None:
@@ -47,23 +49,25 @@ async def first_bytes(
 
     async def request(client: Any) -> Looked:
         answer = await client.get_object(Range=f"bytes=0-{stop - 1}", **place)
-        length = int(answer["ContentLength"])
+        length = int(told(answer, "ContentLength"))
         is_ahead = bool(ahead) and length >= stop
         data = np.zeros(min(byte_count, length), np.uint8)
         async with answer["Body"] as body:
             await pour(body, [data, *ahead] if is_ahead else [data])
         whole = answer.get("ContentRange", "").rpartition("/")[2]
-        return Looked(data.tobytes(), answer["ETag"], int(whole if whole.isdecimal() else length), is_ahead)
+        return Looked(data.tobytes(), told(answer, "ETag"), int(whole if whole.isdecimal() else length), is_ahead)
 
     try:
         return await connection.ask(request)
     except Refused as refused:
         if refused.code in ABSENT:
             return None
+        if refused.code == ARCHIVED:
+            return Looked(b"", "", 0, is_archived=True)
         if refused.code not in TOO_SHORT:
             raise
     empty = await connection.ask(lambda client: client.head_object(**place))  # an empty object has no range
-    return Looked(b"", empty["ETag"], int(empty["ContentLength"]))
+    return Looked(b"", told(empty, "ETag"), int(told(empty, "ContentLength")))
 
 
 class Probed(NamedTuple):

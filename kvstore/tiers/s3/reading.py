@@ -26,7 +26,7 @@ from kvstore.tiers.pace import limit_s
 from kvstore.tiers.s3.bodies import pour, ranges_of
 from kvstore.tiers.s3.connection import S3Connection, together
 from kvstore.tiers.s3.objects import READ_S_MAX, finished, object_place
-from kvstore.tiers.s3.refusals import ABSENT, CHANGED, Refused
+from kvstore.tiers.s3.refusals import ABSENT, CHANGED, ODD, Refused, told
 
 
 class ObjectReader(Protocol):
@@ -175,8 +175,10 @@ async def _fill_range(place: dict[str, str], etag: str, start: int, pieces: Sequ
     stop = start + sum(piece.size for piece in pieces)
     answer = await client.get_object(Range=f"bytes={start}-{stop - 1}", IfMatch=etag, **place)
     async with answer["Body"] as body:
-        if answer["ETag"] != etag:  # the store ignores conditions
+        if told(answer, "ETag") != etag:  # the store ignores conditions
             raise Refused("PreconditionFailed", 412)
-        if int(answer["ContentLength"]) != stop - start:
+        if int(told(answer, "ContentLength")) != stop - start:
+            if "ContentRange" not in answer:  # the whole object: the range was lost on the way
+                raise Refused(ODD)
             raise DataLoss("the object ends before the chunk does", reason="truncated")
         await pour(body, pieces)

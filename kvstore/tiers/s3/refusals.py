@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from kvstore.errors import DataLoss, Exhausted, KVStoreError, PermissionDenied, Unavailable
 
 ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
+ARCHIVED = "InvalidObjectState"
+"""A rule moved the object to a storage class that gives its bytes only once they were restored."""
 NO_BUCKET = "NoSuchBucket"
 """Only an answer with a body has this code: to a HEAD it is "404", as for a missing object."""
 DENIED = frozenset({"AccessDenied", "AllAccessDisabled", "AccountProblem", "MethodNotAllowed"})
@@ -31,6 +36,8 @@ _CREDENTIALS = (
     "set tiers.s3.profile, tiers.s3.credentials_file or AWS_ACCESS_KEY_ID in the service's environment to credentials "
     "that the endpoint knows"
 )
+ODD = "OddAnswer"
+"""An answer that lacks what every S3 store says: of a login page, or of a proxy that alters answers."""
 _ENDPOINT = "check tiers.s3.endpoint_url, tiers.s3.proxy, and whether the endpoint runs"
 _REGION = (
     "set tiers.s3.region to the bucket's region, or tiers.s3.endpoint_url to that region's endpoint, or to https:// "
@@ -55,6 +62,9 @@ _REMEDIES = {
     "ProfileNotFound": "set tiers.s3.profile to a profile of tiers.s3.credentials_file or ~/.aws",
     "SSLError": "set tiers.s3.ca_file to the authority of the endpoint's certificate, or mend the certificate",
     "FileNotFoundError": "tiers.s3.ca_file names no file",
+    **dict.fromkeys((ODD, "ResponseParserError", "404"), "what answers is no S3 store, or a proxy alters its answers: "
+                    "check tiers.s3.endpoint_url and tiers.s3.proxy"),
+    "304": "the answer is an old one's: a proxy or cache that keeps answers must not stand before the store",
     "ProxyConnectionError": "check tiers.s3.proxy, or HTTPS_PROXY in the service's environment",
     "InvalidEndpoint": "set tiers.s3.endpoint_url to http://HOST:PORT or https://HOST:PORT",
     "SlowDown": "the store asks for fewer requests: lower tiers.s3.reader_count and writer_count, or share less",
@@ -77,6 +87,13 @@ class Refused(Exception):
         super().__init__(code, status)
         self.code = code
         self.status = status
+
+
+def told(answer: Mapping[str, Any], what: str) -> Any:
+    """Return a part that every store's answer has. Raises Refused where this one lacks it."""
+    if what not in answer:
+        raise Refused(ODD)
+    return answer[what]
 
 
 def refusal_of(error: Exception) -> Refused:

@@ -39,7 +39,7 @@ from kvstore.tiers.contract import (
 from kvstore.tiers.pace import Pace, Timed, grace_s, timed
 from kvstore.tiers.s3.allowance import Allowance
 from kvstore.tiers.s3.bucket import BucketPresence
-from kvstore.tiers.s3.judging import Finding, Judgement, judge
+from kvstore.tiers.s3.judging import KEPT, REFUSED, Finding, Judgement, judge
 from kvstore.tiers.s3.looking import RawGuesses, ask_for_bucket, look, probe_objects
 from kvstore.tiers.s3.objects import warm_up
 from kvstore.tiers.s3.reading import S3Chunk
@@ -230,11 +230,8 @@ class S3Tier:
             raise
         self._bucket.seen()
         found = judge(looked, name, self._trust)
-        if found.finding is Finding.NEWER:
-            self._say(
-                "an object is a newer release's, or sealed with a key that is not in this node's envelope key file: it "
-                "is a miss here, and stays", etag=found.etag,
-            )  # fmt: skip
+        if found.finding in KEPT:
+            self._say(f"{KEPT[found.finding]}: it is a miss here, and stays", etag=found.etag)
         return found
 
     async def open(self, name: ChunkName, ahead: Sequence[Buffer] = ()) -> StoredChunk | None:
@@ -244,11 +241,10 @@ class S3Tier:
         memory = host_memory(ahead)
         is_one_request = self._raw.of(name.layout) and sum(each.size for each in memory) <= self._settings.range_bytes
         found = await self._judge(name, joined(memory) if memory and is_one_request else ())
-        if found.finding in (Finding.ABSENT, Finding.HIDDEN, Finding.NEWER):
-            return None
         if found.header is None:
-            assert found.reason is not None
-            raise found.reason
+            if found.reason is not None:
+                raise found.reason
+            return None
         header = check_header(name, found.header)
         self._raw.saw(name.layout, is_raw=header.encoding == "raw")
         return S3Chunk(self, self._settings, header, name.layout, found.etag, memory if found.is_ahead else ())
@@ -299,11 +295,8 @@ class S3Tier:
             begun_s = self._clock.monotonic()
             found = await self._judge(name)
             self._choice.answered(self._clock.monotonic() - begun_s)
-            if found.finding is Finding.NEWER:
-                raise Exhausted(
-                    "tiers.s3: a newer release, or a node with another envelope key, has stored this chunk: update "
-                    "this node, or its key file"
-                )
+            if found.finding in REFUSED:
+                raise Exhausted(REFUSED[found.finding])
             is_damaged = found.finding is Finding.DAMAGED or self._damaged.get(header.storage_key) == found.etag
             if found.header is not None and not is_damaged:
                 if await self._is_whole(found.header, layout, found.etag):

@@ -18,7 +18,7 @@ from kvstore.tiers.s3.bodies import Body, ranges_of
 from kvstore.tiers.s3.connection import S3Connection, together
 from kvstore.tiers.s3.depth import HEAD_COUNT_MAX
 from kvstore.tiers.s3.objects import REMOVE_S_MAX, WRITE_S_MAX, finished, object_place
-from kvstore.tiers.s3.refusals import ABSENT, CHANGED, UNCONDITIONAL, Refused
+from kvstore.tiers.s3.refusals import ABSENT, CHANGED, UNCONDITIONAL, Refused, told
 
 MULTIPART_BYTES = 64 << 20
 PART_BYTES = 16 << 20
@@ -113,7 +113,7 @@ async def _put_parts(
     begun = await connection.ask(
         lambda client: client.create_multipart_upload(ChecksumAlgorithm="CRC32", **options, **place)
     )
-    upload = {"UploadId": begun["UploadId"], **place}
+    upload = {"UploadId": told(begun, "UploadId"), **place}
 
     async def send(number: int, runs: Sequence[Bytes], checksum: str) -> dict[str, Any]:
         sent = await connection.ask(
@@ -121,7 +121,7 @@ async def _put_parts(
                 Body=Body(runs), ContentLength=len(Body(runs)), PartNumber=number, ChecksumCRC32=checksum, **upload
             )
         )
-        return {"PartNumber": number, "ETag": sent["ETag"], "ChecksumCRC32": checksum}
+        return {"PartNumber": number, "ETag": told(sent, "ETag"), "ChecksumCRC32": checksum}
 
     try:
         parts = await together((send(number, *body) for number, body in enumerate(bodies, 1)), PARTS_AT_ONCE)

@@ -1,0 +1,99 @@
+"""Answers that no S3 store gives, and objects that give no bytes: named as what they are, never taken for chunks, for
+damage, or for an empty bucket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from kvstore.errors import Exhausted, Unavailable
+from kvstore.tiers.s3.listing import examine, pages
+from tests.contracts.chunks import LARGE, chunk
+from tests.contracts.shared.s3_stand import S3Stand
+from tests.contracts.shared.stands import found, write
+from tests.tiers.s3.objects import bytes_of, there
+
+LOGIN = "<html>Who are you?</html>"
+ARCHIVED = (403, "InvalidObjectState")
+
+
+@pytest.mark.parametrize("drops", ["etag", "content-length", "range"])
+def test_a_proxy_that_drops_a_header_is_named_and_condemns_no_object(stand: S3Stand, drops: str) -> None:
+    """Without its range a request is answered by the whole object: nothing says then that it is damaged."""
+    what = chunk(1, LARGE)
+
+    async def scenario() -> None:
+        await write(stand.tier, what)
+        before = there(stand, what)
+        stand.switches.drops = frozenset({drops})
+        for call in (found(stand.other, what), write(stand.other, chunk(1, LARGE, write=1))):
+            with pytest.raises(Unavailable, match=r"proxy.*tiers\.s3\.endpoint_url"):
+                await call
+        stand.switches.drops = frozenset()
+        await write(stand.other, chunk(1, LARGE, write=1))
+        assert there(stand, what) == before == bytes_of(what)
+
+    stand.run(scenario)
+
+
+@pytest.mark.parametrize("status", [200, 204, 404])
+def test_what_is_no_store_is_named_also_to_a_scan(stand: S3Stand, status: int) -> None:
+    """A page that lets nobody through, or a web server where the endpoint was thought to be: no bucket is empty."""
+
+    async def scenario() -> None:
+        await write(stand.tier, chunk(1))
+        stand.switches.page, stand.switches.page_status = LOGIN if status != 204 else " ", status
+        with pytest.raises(Unavailable, match=r"no S3 store.*tiers\.s3\.endpoint_url"):
+            await asyncio.to_thread(lambda: list(pages(stand.settings)))
+        with pytest.raises(Unavailable, match=r"no S3 store.*tiers\.s3\.endpoint_url"):
+            await write(stand.tier, chunk(2))
+        stand.switches.turn_off()
+
+    stand.run(scenario)
+
+
+def test_an_answer_that_is_kept_before_the_store_is_named(stand: S3Stand) -> None:
+    async def scenario() -> None:
+        await write(stand.tier, chunk(1))
+        stand.switches.refusals = [(304, "")]
+        with pytest.raises(Unavailable, match="cache"):
+            await stand.tier.open(chunk(1).name)
+
+    stand.run(scenario)
+
+
+def test_an_archived_object_is_a_miss_that_stays_and_is_no_denial(
+    stand: S3Stand, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bucket's rule moved it. Nobody can tell what it is, so nobody replaces it; others are read and written."""
+
+    async def scenario() -> None:
+        await write(stand.tier, chunk(1))
+        stand.switches.refusals = [ARCHIVED]
+        with caplog.at_level(logging.WARNING):
+            assert await stand.tier.open(chunk(1).name) is None
+        assert "archive" in caplog.text
+        assert "denies" not in caplog.text
+        stand.switches.refusals = [ARCHIVED]
+        with pytest.raises(Exhausted, match="kvstore doctor"):
+            await write(stand.tier, chunk(1, write=1))
+        assert stand.tier.statistics().state == "up"
+        await write(stand.tier, chunk(2))
+        assert there(stand, chunk(1)) == bytes_of(chunk(1))
+
+    stand.run(scenario)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["headers", "all bytes"])
+def test_a_scan_counts_archived_objects_and_goes_on(stand: S3Stand, whole: bool) -> None:
+    async def scenario() -> None:
+        for number in range(3):
+            await write(stand.tier, chunk(number))
+        [(listed, _)] = await asyncio.to_thread(lambda: list(pages(stand.settings)))
+        stand.switches.refusals = [ARCHIVED]
+        examined = await asyncio.to_thread(examine, stand.settings, listed, whole=whole)
+        assert sorted(each.reason for each in examined) == ["", "", "archived"]
+
+    stand.run(scenario)
