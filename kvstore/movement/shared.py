@@ -16,6 +16,7 @@ from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, KVStoreError, 
 from kvstore.movement.breaker import Breaker, told_of
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.questions import Questions
+from kvstore.movement.sources import WENT
 from kvstore.seams import Clock
 from kvstore.seams.memory import Bytes
 from kvstore.spec import Durability
@@ -270,19 +271,17 @@ class SharedTarget:
         return key in self._answers and self.shared.clock.monotonic() - self._answered_s < ANSWER_AGE_S_MAX
 
     async def is_whole(self, row: int) -> bool:
-        """Return True when the copy there is the chunk, by every check that a read makes. Raises Unavailable."""
+        """Return True when the copy there is the chunk, by every check that a read makes. A copy that goes while it is
+        read is looked for once more: it was dropped, or another node wrote it anew. Raises Unavailable."""
         name, shared = self._names.of(row), self.shared
         try:
             async with asyncio.timeout(limit_s(WRITE_S_MAX, name.layout.total_bytes)):
-                stored = await shared.tier.open(ChunkName(name.storage_key, name.layout))  # any write of it
-                if stored is None:
-                    return False
                 try:
-                    if not self._names.fits(row, stored.header):
-                        raise DataLoss("another chunk lies where this one should", reason="header")
-                    await stored.check(range(len(name.layout.slabs)))
-                finally:
-                    stored.close()
+                    found = await self._read_through(row, name)
+                except DataLoss as error:
+                    if error.fields.get("reason") not in WENT:
+                        raise
+                    found = await self._read_through(row, name)
         except DataLoss:
             shared.is_bad(name.storage_key)
             return False
@@ -290,6 +289,20 @@ class SharedTarget:
             if not isinstance(error, Exhausted):  # a limit of our own says nothing of the tier
                 shared.breaker.failed(_reason_of(error))
             raise Unavailable(f"tiers.{self.name} did not give a chunk that it has: {error!r}") from error
+        shared.bad.pop(name.storage_key, None)
+        return found
+
+    async def _read_through(self, row: int, name: ChunkName) -> bool:
+        """Read a whole copy. False: there is none. Raises DataLoss; the tier's errors."""
+        stored = await self.shared.tier.open(ChunkName(name.storage_key, name.layout))  # any write of it
+        if stored is None:
+            return False
+        try:
+            if not self._names.fits(row, stored.header):
+                raise DataLoss("another chunk lies where this one should", reason="header")
+            await stored.check(range(len(name.layout.slabs)))
+        finally:
+            stored.close()
         return True
 
     async def check(self, row: int) -> bool | None:

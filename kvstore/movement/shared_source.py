@@ -55,6 +55,7 @@ class SharedSource:
     def worked(self) -> None:
         self._shared.worked()
         self._shared.see(self._row)
+        self._shared.bad.pop(self._chunk.storage_key, None)
 
     async def failed(self, error: KVStoreError) -> None:
         """Record the error. A copy that failed its check is written anew when the chunk is stored again."""

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from kvstore.errors import DataLoss
+from kvstore.movement.shared_tiers import HINT_S
 from kvstore.spec import MissReason
-from tests.tiers.shared.world import Wide, World, run
+from tests.tiers.shared.world import Wide, World, run, spoil
 
 
 @pytest.mark.parametrize(
@@ -72,5 +73,53 @@ def test_what_a_device_that_does_not_answer_has_is_not_called_evicted(
         going.set()
         await asyncio.sleep(0.01)
         await node.controller.close_session(session)
+
+    world.run(scenario)
+
+
+@pytest.mark.parametrize(("reason", "again", "told"), [
+    ("gone", "dropped", None), ("replaced", "there", True), ("gone", "broken", False), ("checksum", "there", False),
+])  # fmt: skip
+def test_a_copy_that_goes_while_it_is_verified_is_damaged_only_if_it_goes_again(
+    world: World, reason: str, again: str, told: bool | None
+) -> None:
+    """Dropped, or written anew by another node: that is no damage. A copy of which a part is never there is."""
+
+    async def scenario() -> None:
+        node = world.one
+        await node.give(1)
+        opened, count = node.shared[0].open, 0
+
+        async def lost(*_: Any) -> None:
+            raise DataLoss("it went", reason=reason)
+
+        async def opened_and_lost(name: Any, ahead: Sequence[Any] = ()) -> Any:
+            nonlocal count
+            count += 1
+            stored = await opened(name, ahead)
+            if count == 1 or again == "broken":
+                stored.check = lost
+                return stored
+            return None if again == "dropped" else stored
+
+        node.shared[0].open = opened_and_lost
+        [look] = [look for name, look in node.controller.parts.movement.looks(node.row(1)) if name == "redis"]
+        assert await look() is told
+        assert bool(node.controller.parts.movement.shared_tiers.tiers[0].bad) == (told is False)
+
+    world.run(scenario)
+
+
+def test_a_copy_that_another_node_put_right_is_bad_no_more(world: World) -> None:
+    async def scenario() -> None:
+        node, other = world.one, world.other
+        await node.give(1)
+        good = dict(world.engine.values)
+        spoil(world.engine, node, 1)
+        assert (await other.fetch(1))[0] == 0
+        world.engine.values.update(good)
+        await asyncio.sleep(HINT_S)
+        assert (await other.fetch(1))[0] == 1
+        assert not other.controller.parts.movement.shared_tiers.tiers[0].bad
 
     world.run(scenario)
