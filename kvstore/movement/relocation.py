@@ -59,6 +59,12 @@ class Relocation:
 
     # ------------------------------------------------------------ down
 
+    async def confirm(self, rows: Sequence[int], targets: Sequence[Writes]) -> None:
+        """Have shared tiers among ``targets`` asked whether they still have what they once had of these chunks, which
+        are about to leave the node."""
+        for each in targets:
+            await each.target.confirm(rows)
+
     def step(self, row: int, targets: Sequence[Writes], leaving: Sequence[Copies]) -> ChunkStep:
         """Plan how a chunk gets to the first of these tiers that has it, or else takes it; ``leaving`` are the tiers
         that give it up then. Changes nothing."""

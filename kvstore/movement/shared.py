@@ -15,7 +15,7 @@ from kvstore.chunk import ChunkHeader, ChunkLayout
 from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, KVStoreError, PermissionDenied, Unavailable
 from kvstore.movement.breaker import Breaker, told_of
 from kvstore.movement.names import ChunkNames
-from kvstore.movement.questions import Questions
+from kvstore.movement.questions import PROBE_COUNT_MAX, Questions
 from kvstore.movement.sources import WENT
 from kvstore.seams import Clock
 from kvstore.seams.memory import Bytes
@@ -38,6 +38,8 @@ ANSWER_AGE_S_MAX = 2.0
 CLAIM_S, CLAIM_BYTES_PER_S, CLAIM_S_MAX = 5.0, 20e6, 15.0
 """Seconds for which other nodes leave chunks to us: CLAIM_S plus the time for the chunks' bytes, at most CLAIM_S_MAX. A
 node that dies meanwhile delays the others no longer than that."""
+CONFIRM_S_MAX = 10.0
+"""Seconds that an operator's command waits for a tier's word on chunks that are to leave the node."""
 BAD_COUNT_MAX = 65_536
 SILENT = "no answer at present: it is left alone for a while"
 REUSED = 2
@@ -88,6 +90,10 @@ class SharedCopies:
     def take(self, row: int) -> None:
         """Record that the tier does not have the chunk."""
         self._column[row] &= ~(self._said | self._seen)
+
+    def doubt(self, row: int) -> None:
+        """Record that no promise may rest on the copy before it was read again."""
+        self._column[row] &= ~self._seen
 
     def is_bad(self, storage_key: bytes) -> None:
         """Record that the copy there failed its check: it is no reason not to write the chunk."""
@@ -228,6 +234,18 @@ class SharedTarget:
         if policy is WritePolicy.REUSE:
             return self._catalog.table.uses[row] >= REUSED
         return policy is WritePolicy.BACK
+
+    async def confirm(self, rows: Sequence[int]) -> None:
+        """See ``MoveTarget``. A chunk that was seen a week ago may have been dropped since."""
+        table, names = self._catalog.table, self._names
+        seen = [(row, table.identity(row), names.of(row).storage_key) for row in rows if self.shared.is_seen(row)]
+        for start in range(0, len(seen), PROBE_COUNT_MAX):
+            part = seen[start : start + PROBE_COUNT_MAX]
+            is_asked = self.shared.is_asked
+            answers = await self.shared.ask([key for *_, key in part], CONFIRM_S_MAX) if is_asked else None
+            for (row, identity, _), is_there in zip(part, answers or [None] * len(part), strict=True):
+                if not is_there and table.identity(row) == identity:
+                    self.shared.doubt(row) if is_there is None else self.shared.take(row)
 
     async def finds(self, row: int, others: Iterable[int], *, is_proof: bool) -> UploadState:
         """See ``MoveTarget``. Many nodes that meet one prompt send it once. The tier is asked first; the same question

@@ -36,6 +36,10 @@ class MoveTarget(Protocol):
     def is_proven(self, row: int) -> bool:
         """Return True when a promise may rest on the copy there."""
 
+    async def confirm(self, rows: Sequence[int]) -> None:
+        """Ask anew for chunks whose last copy on the node is to be given up for the one there. A chunk of which the
+        tier does not say that it has it is proven no more."""
+
     def admits(self, row: int) -> bool:
         """Return True when the chunk may go there, and is worth its room."""
 
@@ -74,6 +78,9 @@ class LocalTarget:
 
     def is_proven(self, row: int) -> bool:
         return self._copies.is_proven(row)
+
+    async def confirm(self, rows: Sequence[int]) -> None:
+        """Do nothing: the catalog knows exactly what a local tier has."""
 
     def admits(self, row: int) -> bool:
         return self._copies.policy.admits(self._table.digests[row], *self._catalog.worth(row))

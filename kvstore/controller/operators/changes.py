@@ -195,6 +195,9 @@ class Changes:
         for first in range(0, len(meant), BATCH_COUNT):
             await turn.next()
             places = range(first, min(first + BATCH_COUNT, len(meant)))
+            if not dry_run:
+                there_yet = [row for row, identity in map(meant.at, places) if self._is_visible(row, identity)]
+                await relocation.confirm([row for row in there_yet if self._size(row)], targets)
             batch = [row for row, identity in map(meant.at, places) if self._is_visible(row, identity)]
             steps = [relocation.step(row, targets, leaving) for row in batch]
             tally.add(WORDS[Fate.GONE], 0, len(places) - len(batch))

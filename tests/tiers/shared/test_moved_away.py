@@ -1,0 +1,75 @@
+"""Chunks that leave the node by an operator's word, while the tier that they are to be in has lost them since."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.controller.operators import Operators, Selection
+from kvstore.controller.operators.changes import FREED
+from kvstore.controller.operators.values import Tally
+from kvstore.keys import ROOT_DIGEST
+from kvstore.spec import MissReason
+from tests.fakes import Switch
+from tests.tiers.shared.world import Node, Wide, run
+
+
+async def moved(node: Node, to: str) -> Tally:
+    """What became of all chunks that a node has."""
+    changes = Operators(node.parts, node.controller).move(Selection(), to, keep=False, dry_run=False)
+    return [news async for news in changes][-1].tally
+
+
+def drop(wide: Wide, node: Node, name: str, *path: int) -> None:
+    """As a rule of the bucket, somebody's ``kvstore scan --delete`` or a full server does."""
+    if name == "redis":
+        wide.engine.values.pop(node.key(*path))
+    else:
+        (wide.object_settings.directory / node.key(*path).hex()).unlink()
+
+
+@pytest.mark.parametrize("name", ["redis", "s3"])
+def test_what_a_tier_lost_since_is_sent_again_before_the_node_gives_it_up(tmp_path: Path, name: str) -> None:
+    wide = Wide(tmp_path)
+    node, other = (wide.node(**({"s3": "never"} if name == "redis" else {"redis": "never"})) for _ in range(2))
+
+    async def scenario() -> None:
+        await node.give(1, 2)
+        drop(wide, node, name, 1)
+        tally = await moved(node, name)
+        assert (tally.counts["written"], tally.counts["there already"]) == (1, 1)
+        assert node.lookup_now(1, 2) == 0
+        assert await other.fetch(1, 2) == (2, MissReason.NONE)
+
+    run([node, other], scenario)
+
+
+@pytest.mark.parametrize("switch", [Switch.AWAY, Switch.STALLED])
+def test_what_a_tier_does_not_say_that_it_has_is_not_given_up(
+    tmp_path: Path, switch: Switch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answered when the operator's command began."""
+    wide = Wide(tmp_path)
+    node = wide.node(redis="never")
+
+    async def scenario() -> None:
+        await node.give(1, 2)
+        s3 = node.controller.parts.movement.shared_tiers.tiers[1]
+        asked = s3.ask
+
+        async def ask(keys: Sequence[bytes], *args: Any, **options: Any) -> Any:
+            if list(keys) != [ROOT_DIGEST]:
+                wide.s3.turn_on(switch)
+            return await asked(keys, *args, **options)
+
+        monkeypatch.setattr(s3, "ask", ask)
+        tally = await moved(node, "s3")
+        assert FREED not in tally.counts
+        assert tally.counts["failed"] == 2
+        assert node.lookup_now(1, 2) == 2
+        wide.s3.turn_off()
+
+    run([node], scenario)
