@@ -52,15 +52,15 @@ MUTANTS = [
     Mutant(
         "what-is-claimed-is-looked-for",
         "kvstore/tiers/s3/tier.py",
-        "        there = set(compress(own, await self.probe(own, timeout_s)))\n",
-        "        there = set(compress(keys, await self.probe(keys, timeout_s)))\n",
+        "        states = dict(zip(own, map(self._state_of, await self.probe(own, timeout_s)), strict=True))\n",
+        "        states = dict(zip(keys, map(self._state_of, await self.probe(keys, timeout_s)), strict=True))\n",
         "each look for what another node uploads is a request that is billed",
         (f"{CLAIMS}::test_what_another_node_uploads_is_not_looked_for_in_s3",),
     ),
     Mutant(
         "what-is-there-stays-claimed",
         "kvstore/tiers/s3/tier.py",
-        "        await claims.release(list(there))\n",
+        "        await claims.release([key for key, state in states.items() if state is UploadState.THERE])\n",
         "",
         "nodes wait for a chunk that is in the bucket until the claim of who looked for it ends",
         (f"{CLAIMS}::test_uploads_to_s3_are_claimed_in_redis_while_it_answers",),

@@ -21,15 +21,16 @@ def points(low: int, high: int) -> list[int]:
 
 
 async def are_there(
-    keys: Sequence[Key], is_there: Callable[[Key], Coroutine[Any, Any, bool]], chains: Sequence[int] = ()
-) -> tuple[list[bool], int]:
-    """Return a flag per key, True when it is there, and the number of questions. A few keys, and keys without
-    ``chains`` (the number of keys of each, in order), are asked for one by one. For a chain the first key is asked for,
-    then keys in between, for a chain ends where its first chunk is missing: 128 keys take 19 questions at most, in four
-    round trips, or one where nothing is there. Chunks behind a gap are not found."""
+    keys: Sequence[Key], is_there: Callable[[Key], Coroutine[Any, Any, bool | None]], chains: Sequence[int] = ()
+) -> tuple[list[bool | None], int]:
+    """Return a flag per key, True when it is there, None when it cannot be had now, and the number of questions. A few
+    keys, and keys without ``chains`` (the number of keys of each, in order), are asked for one by one. For a chain the
+    first key is asked for, then keys in between, for a chain ends where its first chunk is missing (what cannot be had
+    ends none): 128 keys take 19 questions at most, in four round trips, or one where nothing is there. Chunks behind a
+    gap are not found."""
     limit, count = asyncio.Semaphore(HEAD_COUNT_MAX), 0
 
-    async def ask(key: Key) -> bool:
+    async def ask(key: Key) -> bool | None:
         nonlocal count
         async with limit:
             count += 1
@@ -44,7 +45,7 @@ async def are_there(
     return [at < length for part, length in zip(parts, lengths, strict=True) for at in range(len(part))], count
 
 
-async def _depth(chain: Sequence[Key], is_there: Callable[[Key], Coroutine[Any, Any, bool]]) -> int:
+async def _depth(chain: Sequence[Key], is_there: Callable[[Key], Coroutine[Any, Any, bool | None]]) -> int:
     """Return the number of leading keys of a chain that are there."""
     low, high = -1, len(chain)
     asked = [0]

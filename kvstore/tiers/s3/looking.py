@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +19,10 @@ from kvstore.tiers.s3.connection import S3Connection, connection_to
 from kvstore.tiers.s3.depth import are_there
 from kvstore.tiers.s3.objects import LOOK_S_MAX, READ_S_MAX, finished, object_place
 from kvstore.tiers.s3.refusals import ABSENT, ARCHIVED, DENIED, NO_BUCKET, TOO_SHORT, WORDLESS, Refused, error_of, told
+
+ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
+RESTORED = 'ongoing-request="false"'
+"""An archived object has its bytes again for a while."""
 
 
 class Looked(NamedTuple):
@@ -71,10 +75,10 @@ async def first_bytes(
 
 
 class Probed(NamedTuple):
-    """A flag per key, True when it is probably there; the number of requests; whether reads were denied; and whether
-    the answers prove that the bucket is there."""
+    """A flag per key, True when it is probably there, None when it is in an archive; the number of requests; whether
+    reads were denied; and whether the answers prove that the bucket is there."""
 
-    answers: list[bool]
+    answers: list[bool | None]
     request_count: int
     is_denied: bool
     is_bucket_seen: bool
@@ -95,11 +99,11 @@ async def _probe(
     settings: S3Settings, storage_keys: Sequence[bytes], chains: Sequence[int], asks_bucket: bool,
     connection: S3Connection,
 ) -> Probed:  # fmt: skip
-    async def is_there(storage_key: bytes) -> bool:
+    async def is_there(storage_key: bytes) -> bool | None:
         return await _is_there(object_place(settings, storage_key), connection)
 
     answers, count = await are_there(storage_keys, is_there, chains)
-    is_seen = any(answers)
+    is_seen = any(each is not False for each in answers)
     if asks_bucket and not is_seen:
         is_seen, count = await _is_bucket_told(object_place(settings, storage_keys[0]), connection), count + 1
     return Probed(answers, count, connection.hides and not any(answers), is_seen)
@@ -126,18 +130,18 @@ async def _is_bucket_told(place: dict[str, str], connection: S3Connection) -> bo
     return True
 
 
-async def _is_there(place: dict[str, str], connection: S3Connection) -> bool:
-    """Return True when an object is there. Without the right to list, a request for an absent object is denied: a miss
-    like any other."""
+async def _is_there(place: dict[str, str], connection: S3Connection) -> bool | None:
+    """Return True when an object is there; None when it is in an archive, so that nothing may rest on it. Without the
+    right to list, a request for an absent object is denied: a miss like any other."""
     try:
-        await connection.ask(lambda client: client.head_object(**place), is_urgent=True)
+        answer = await connection.ask(lambda client: client.head_object(**place), is_urgent=True)
     except Refused as refused:
         if refused.code in ABSENT or (refused.code == "403" and connection.hides):
             return False
         if refused.code not in WORDLESS:
             raise
     else:
-        return True
+        return None if _is_archived(answer) else True
     try:  # a GET's refusal says why
         await connection.ask(partial(_first_byte, place), is_urgent=True)
     except Refused as refused:
@@ -148,6 +152,12 @@ async def _is_there(place: dict[str, str], connection: S3Connection) -> bool:
         connection.was_denied()
         return False
     return True
+
+
+def _is_archived(answer: Mapping[str, Any]) -> bool:
+    """Return True when a HEAD's answer says that a GET would give no bytes."""
+    is_away = answer.get("StorageClass") in ARCHIVES or "ArchiveStatus" in answer
+    return is_away and RESTORED not in str(answer.get("Restore", ""))
 
 
 async def _first_byte(place: dict[str, str], client: Any) -> None:

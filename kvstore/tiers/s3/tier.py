@@ -190,12 +190,16 @@ class S3Tier:
         keys, claims = list(storage_keys), self._claims
         if claims is None or not keys or self._is_read_only or self._is_spent():
             found = await self.probe(keys, timeout_s)
-            return [UploadState.THERE if each else UploadState.FREE for each in found]
+            return list(map(self._state_of, found))
         own = list(compress(keys, await claims.claim(keys, claim_s)))
-        there = set(compress(own, await self.probe(own, timeout_s)))
-        await claims.release(list(there))
-        states = {key: UploadState.THERE if key in there else UploadState.FREE for key in own}
+        states = dict(zip(own, map(self._state_of, await self.probe(own, timeout_s)), strict=True))
+        await claims.release([key for key, state in states.items() if state is UploadState.THERE])
         return [states.get(key, UploadState.TAKEN) for key in keys]
+
+    def _state_of(self, answer: bool | None) -> UploadState:
+        """Return the state for an answer to ``probe``; None: an archived object, or a limit let nothing be asked."""
+        is_free = self._is_spent() if answer is None else not answer
+        return UploadState.FREE if is_free else UploadState.THERE
 
     def _say_denied(self) -> None:
         self._say(

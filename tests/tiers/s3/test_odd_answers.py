@@ -9,7 +9,10 @@ import logging
 import pytest
 
 from kvstore.errors import Exhausted, Unavailable
+from kvstore.tiers import UploadState
+from kvstore.tiers.s3.depth import HEAD_COUNT_MAX
 from kvstore.tiers.s3.listing import examine, pages
+from kvstore.tiers.s3.objects import object_key
 from tests.contracts.chunks import LARGE, chunk
 from tests.contracts.shared.s3_stand import S3Stand
 from tests.contracts.shared.stands import found, write
@@ -97,3 +100,32 @@ def test_a_scan_counts_archived_objects_and_goes_on(stand: S3Stand, whole: bool)
         assert sorted(each.reason for each in examined) == ["", "", "archived"]
 
     stand.run(scenario)
+
+
+@pytest.mark.parametrize("count", [3, 20])
+def test_no_promise_rests_on_an_archived_object_and_it_is_not_sent_again(stand: S3Stand, count: int) -> None:
+    """A HEAD finds it, and no GET reads it. A chain goes on behind it: that is a hint."""
+
+    async def scenario() -> None:
+        keys = [chunk(number).header.storage_key for number in range(count)]
+        for number in range(count):
+            await write(stand.tier, chunk(number))
+        archive(stand, keys[1])
+        expected = [None if number == 1 else True for number in range(count)]
+        assert list(await stand.tier.probe(keys, 10.0)) == expected
+        states = await stand.tier.claim([*keys, bytes(32)], 1.0, 10.0)
+        assert states == [UploadState.THERE] * count + [UploadState.FREE]
+        if count > HEAD_COUNT_MAX:
+            assert list(await stand.tier.probe(keys, 10.0, [count])) == [True] * count
+        assert await stand.tier.open(chunk(1).name) is None
+
+    stand.run(scenario)
+
+
+def archive(stand: S3Stand, key: bytes) -> None:
+    """As a bucket's rule does after some days."""
+    place = {"Bucket": stand.server.bucket, "Key": object_key(stand.settings, key)}
+    data = stand.server.get(place["Key"])
+    stand.server.client.put_object(**place, Body=data, StorageClass="GLACIER")
+    if stand.server.client.head_object(**place).get("StorageClass") != "GLACIER":
+        pytest.skip("this server has no archive")
