@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.seams import Workers
-from kvstore.simulated import InlineWorkers
+from tests.simulated import InlineWorkers
 
 Job = Callable[..., Any]
 

@@ -1,6 +1,6 @@
 """Seams: the service's access to the world, which is time, randomness, disk, threads, memory, secrets and fault points.
 
-Every other package takes these as arguments, so that the whole service can run on their twins in ``kvstore.simulated``.
+Every other package takes these as arguments, so that the whole service can run on their twins in ``tests.simulated``.
 One file per seam. A lint rule forbids ``time``, ``random``, bare threads and stray tasks anywhere else.
 """
 

@@ -1,5 +1,5 @@
 """Files. The state directory and the tiers on disk reach the disk through this seam, so that a simulated disk
-(``kvstore.simulated``) can lose, tear and refuse writes.
+(``tests.simulated``) can lose, tear and refuse writes.
 
 Every method but ``close`` may raise OSError; the caller translates it.
 """

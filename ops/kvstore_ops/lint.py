@@ -1,11 +1,11 @@
 """House rules that ruff cannot check: the calls and imports that a package may use, the length of files and functions,
 and one definition per public name of the service and the client.
 
-Seams: outside ``kvstore/seams`` and its twins no clock, no randomness, no bare thread, no stray task; code that users
-run imports no twin. Hostile bytes: nowhere a reader that can run code. Imports point one way and in no circle, and no
-room (package) uses another room's private names. Tiers: the service asks a tier only through its contract, and only a
-residency's tier reads that number. Planes: the client's rooms never ask for the class of a plane's object. A line may
-carry ``# seam: <reason>`` where a rule must yield.
+Seams: outside ``kvstore/seams`` no clock, no randomness, no bare thread, no stray task. Only tests import tests.
+Hostile bytes: nowhere a reader that can run code. Imports point one way and in no circle, and no room (package) uses
+another room's private names. Tiers: the service asks a tier only through its contract, and only a residency's tier
+reads that number. Planes: the client's rooms never ask for the class of a plane's object. A line may carry
+``# seam: <reason>`` where a rule must yield.
 
     python -m kvstore_ops.lint
 """
@@ -33,7 +33,7 @@ SEAMED_CALLS = {
     "asyncio.ensure_future",
     "loop.create_task",
 }
-SEAMS = ("kvstore/seams/", "kvstore/simulated/")
+SEAMS = "kvstore/seams/"
 HOSTILE_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "tarfile"}
 CHECKING_ROOMS = ("kvstore/remote/", "kvstore/server/")
 SECRET_NAMES = {"authorization", "digest", "given", "mac", "password", "secret", "secrets", "token", "tokens"}
@@ -50,7 +50,6 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"config"}),
     frozenset({"policy"}),
     frozenset({"spec", "v1", "v1alpha"}),
-    frozenset({"simulated"}),
     frozenset({"errors", "units", "seams"}),
 )
 SAME_LAYER = {
@@ -115,8 +114,8 @@ def check_source(path: str, text: str) -> list[Finding]:
         found += _imports(path, tree)
     if path.startswith("clients/") and not path.startswith(PLANES):
         found += _planes(path, tree)
-    if path.startswith(("kvstore/", "clients/", "kernels/")) and not path.startswith("kvstore/simulated/"):
-        found += _simulated(path, tree)
+    if not path.startswith("tests/"):
+        found += _tests(path, tree)
     if path.startswith("kvstore/"):
         found += _nvme(path, tree)
         found += _residencies(path, tree)
@@ -244,11 +243,10 @@ def _imports(path: str, tree: ast.AST) -> Iterator[Finding]:
             yield Finding(path, line, f"kvstore.{own} imports kvstore.{room}: imports point one way, downwards")
 
 
-def _simulated(path: str, tree: ast.AST) -> Iterator[Finding]:
-    """Yield imports of the simulated seams in code that users run."""
-    for line, module in {*_imported(tree), *_named(tree)}:
-        if _room(module) == "simulated":
-            yield Finding(path, line, "imports kvstore.simulated: it is for tests and benchmarks")
+def _tests(path: str, tree: ast.AST) -> Iterator[Finding]:
+    for line, module in _imported(tree):
+        if module.split(".")[0] == "tests":
+            yield Finding(path, line, f"imports {module}: an installed kvstore has no tests")
 
 
 def _nvme(path: str, tree: ast.AST) -> Iterator[Finding]:

@@ -17,9 +17,9 @@ from kvstore.arena import Arena, Placement, Staging, prefault
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.seams import FaultPoints, SystemMemory
 from kvstore.seams.memory import Mapping
-from kvstore.simulated import BytearrayMemory, InlineWorkers, ManualClock
-from kvstore.simulated.memory import POISON
 from tests.faulty_workers import FaultyWorkers, cancelled, refused
+from tests.simulated import BytearrayMemory, InlineWorkers, ManualClock
+from tests.simulated.memory import POISON
 
 PAGE = 4096
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from kvstore.catalog import NOWHERE, Catalog, Copies
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.seams import Memory
-from kvstore.simulated import BytearrayMemory
 from kvstore.spec import Durability, MissReason, Tier
 from kvstore.tiers import LocalTier, Residency
+from tests.simulated import BytearrayMemory
 
 
 class Shelf:

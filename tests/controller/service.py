@@ -16,9 +16,9 @@ from kvstore.config import LimitSettings
 from kvstore.controller import ChainQuery, Controller, Fill, Parts, ReserveRequest, Session, StoreResult
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.seams import Clock, FaultPoints, TenantKeys, Workers
-from kvstore.simulated import BytearrayMemory, InlineWorkers, ManualClock, SeededRandom
 from kvstore.spec import Durability, Exactness, ModelSpec, StoreState
 from kvstore.telemetry import Counters
+from tests.simulated import BytearrayMemory, InlineWorkers, ManualClock, SeededRandom
 from tests.specs import small_spec
 
 CHUNK = 16

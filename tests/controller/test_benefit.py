@@ -18,9 +18,9 @@ from kvstore.controller.benefit.served import COUNT_MAX, HOUR_COUNT_MAX, HOUR_S,
 from kvstore.errors import InvalidRequest
 from kvstore.planning.kept import digest_of
 from kvstore.planning.loading import ComputeRate, Prefill, Prefills, saved_seconds
-from kvstore.simulated import ManualClock
 from kvstore.spec import CacheKind
 from tests.controller.service import CHUNK, Service
+from tests.simulated import ManualClock
 
 NAME = bytes(31) + b"\1"
 

@@ -16,12 +16,12 @@ from kvstore.controller.operators.selection import Chosen
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.movement import Fate
 from kvstore.movement.clearing import ClearingPlan
-from kvstore.simulated import InlineWorkers
 from kvstore.spec import MissReason
 from kvstore.tiers import WritePolicy
 from tests.controller.service import Service
 from tests.controller.test_operators import Held, meant_rows, pause, words_of
 from tests.fakes import ObjectSettings, ObjectTier
+from tests.simulated import InlineWorkers
 from tests.tiers.service import DeviceService
 from tests.tiers.shared.world import Node, run
 

@@ -12,9 +12,9 @@ import pytest
 from kvstore.controller import Fill, ReserveRequest, Session, StoreResult
 from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.seams.scheduler import run_for
-from kvstore.simulated import LoopClock, simulate
 from kvstore.spec import StoreState
 from tests.controller.service import Service
+from tests.simulated import LoopClock, simulate
 from tests.tiers.values import ValueService
 
 SEED = 5

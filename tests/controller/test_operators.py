@@ -16,9 +16,9 @@ from kvstore.controller.operators.selection import BLOCK_ROWS
 from kvstore.controller.operators.turns import REST, STEP_S, Turns
 from kvstore.errors import InvalidRequest
 from kvstore.movement import Fate, Meant
-from kvstore.simulated import ManualClock
 from kvstore.spec import MissReason
 from tests.controller.service import Service
+from tests.simulated import ManualClock
 from tests.specs import small_spec
 
 

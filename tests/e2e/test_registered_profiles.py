@@ -23,10 +23,10 @@ from kvstore.errors import InvalidRequest
 from kvstore.planning import Calibration, Pair, Point, Profile, Recompute, Side
 from kvstore.planning.permit import UNPROFILED
 from kvstore.planning.profile import PROFILE_SENT_BYTES_MAX, PROFILES_MAX, Origin
-from kvstore.simulated.clock import ManualClock
 from kvstore.spec import ModelSpec
 from kvstore.v1alpha import prefill_pb2
 from tests.server.raw import eventually
+from tests.simulated.clock import ManualClock
 from tests.specs import random_cache, small_spec, tokens_of
 
 SETTING = Recompute.cacheblend(1, 0.25)

@@ -39,9 +39,9 @@ from kvstore.presence import (
 )
 from kvstore.seams import SystemMemory
 from kvstore.seams.mapping import SharedMap
-from kvstore.simulated import BytearrayMemory
 from kvstore.spec import ChunkState, Encoding, MissReason, Tier
 from tests.presence.shown import words_of
+from tests.simulated import BytearrayMemory
 
 
 def find(words: Words, tags: Words) -> NDArray[np.uint64] | None:

@@ -6,7 +6,7 @@ from kvstore_client.lookup.presence import INTERVAL_S, ChainName, Presence
 
 from kvstore.handoff.messages import USED_MAX, LookedUp, Question
 from kvstore.handoff.packets import PACKET_BYTES_MAX, decode_question, encode
-from kvstore.simulated import ManualClock
+from tests.simulated import ManualClock
 
 NAME = ChainName(bytes(32), 1, 1)
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.errors import Unavailable
 from kvstore.seams import Disk, SystemDisk
-from kvstore.simulated import SimulatedDisk
+from tests.simulated import SimulatedDisk
 
 CREATE = os.O_RDWR | os.O_CREAT
 

@@ -18,9 +18,9 @@ from kvstore.arena import Arena
 from kvstore.arena import arena as arenas
 from kvstore.presence import RETIRED, PresenceTable, find, pack_news, tag_of, tags_of
 from kvstore.seams import FaultPoints, fence
-from kvstore.simulated import BytearrayMemory
 from kvstore.spec import ChunkState, MissReason
 from tests.presence.shown import words_of
+from tests.simulated import BytearrayMemory
 from tests.specs import random_cache, small_spec, tokens_of
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 from kvstore.seams import LongWork
 from kvstore.seams.pauses import STEP_S
-from kvstore.simulated import ManualClock
+from tests.simulated import ManualClock
 
 
 async def test_others_run_after_a_step_and_not_before() -> None:

@@ -15,7 +15,7 @@ from kvstore_client.segments import known
 from kvstore_client.segments.known import ALIKE_MAX, ANCHOR_TOKENS, BUDGET_PER_TOKEN, BUDGET_TOKENS_MIN, KnownSegments
 
 from kvstore import keys
-from kvstore.simulated import SeededRandom
+from tests.simulated import SeededRandom
 from tests.specs import tokens_of
 
 NAME = b"model"

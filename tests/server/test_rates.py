@@ -21,11 +21,11 @@ from kvstore.movement import TierMeters
 from kvstore.planning.loading import Prefill
 from kvstore.seams import SystemDisk
 from kvstore.server.kept import KeptFile, KeptRates
-from kvstore.simulated import InlineWorkers
-from kvstore.simulated.clock import ManualClock
 from kvstore.spec import ChunkState, Durability, Tier
 from kvstore.v1alpha import admin_pb2, prefill_pb2
 from tests.server.raw import eventually
+from tests.simulated import InlineWorkers
+from tests.simulated.clock import ManualClock
 from tests.specs import random_cache, small_spec, tokens_of
 
 SPEC = small_spec()

@@ -21,10 +21,10 @@ from kvstore.seams import FaultPoints, SystemClock
 from kvstore.server.tenant import Tenant
 from kvstore.server.tiers import TIERS, Builder, Tiers, open_nvme
 from kvstore.server.world import TierOwner
-from kvstore.simulated import SimulatedDisk
 from kvstore.tiers import LocalTier, NotOurs
 from tests.controller.service import Service
 from tests.fakes import FilesSettings, FilesTier
+from tests.simulated import SimulatedDisk
 from tests.specs import random_cache, small_spec, tokens_of
 
 PLACE = Path("/nvme")

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvstore.simulated import SimulatedDisk
-from kvstore.simulated.disk import DiskStopped
 from tests.sim.trace import Trace
+from tests.simulated import SimulatedDisk
+from tests.simulated.disk import DiskStopped
 
 DIRECTORY = Path("/device")
 RECORD = Path("/state/plain")

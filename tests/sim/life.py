@@ -17,8 +17,6 @@ from kvstore.errors import UNREGISTERED, Exhausted, InvalidRequest, KVStoreError
 from kvstore.keys import fingerprint
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.seams import EnvelopeKey, EnvelopeRing, FaultPoints, TenantKeys
-from kvstore.simulated import LoopClock, SeededRandom, SimulatedDisk
-from kvstore.simulated.disk import DiskStopped
 from kvstore.spec import Encoding
 from kvstore.telemetry import Counters
 from kvstore.tiers.nvme import Directory, NvmeTier, PlainCopies, PosixIO, Regions
@@ -29,6 +27,8 @@ from tests.sim.movers import Movers
 from tests.sim.oracle import Oracle
 from tests.sim.trace import SimulationFailure, Trace
 from tests.sim.warm import Processors
+from tests.simulated import LoopClock, SeededRandom, SimulatedDisk
+from tests.simulated.disk import DiskStopped
 
 KIB = 1024
 DEADLINE_S = 10.0

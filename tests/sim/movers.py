@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from kvstore.simulated.disk import DiskStopped
+from tests.simulated.disk import DiskStopped
 
 SECONDS_MAX = 0.001
 

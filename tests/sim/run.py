@@ -13,8 +13,6 @@ from typing import Any
 
 from kvstore.chunk import envelope, sealed_file
 from kvstore.movement import pieces
-from kvstore.simulated import SeededRandom, SimulatedDisk, simulate
-from kvstore.simulated.disk import DiskStopped
 from kvstore.spec import ENVELOPES
 from kvstore.tiers.nvme import newest, plain
 from tests.sim.books import settle_down
@@ -26,6 +24,8 @@ from tests.sim.nemesis import Nemesis, draw_errors
 from tests.sim.oracle import Oracle
 from tests.sim.trace import SimulationFailure, Trace
 from tests.sim.warm import reads_warm
+from tests.simulated import SeededRandom, SimulatedDisk, simulate
+from tests.simulated.disk import DiskStopped
 
 
 @dataclass

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kvstore.movement.parked import RETRY_S
-from kvstore.simulated import SimulatedDisk, simulate
-from kvstore.simulated.disk import DiskStopped
 from kvstore.spec import ENVELOPES, Durability
 from tests.sim.books import settle_down
 from tests.sim.clients import SETTLE_S, Client
@@ -24,6 +22,8 @@ from tests.sim.models import KEYS, NARROW, WIDE, Chain
 from tests.sim.oracle import Oracle
 from tests.sim.run import Outcome, run_seed, surroundings
 from tests.sim.trace import Trace
+from tests.simulated import SimulatedDisk, simulate
+from tests.simulated.disk import DiskStopped
 
 SETUP = Setup(arena_bytes=160 * KIB, arena_region_bytes=160 * KIB, device_bytes=176 * KIB, region_bytes=64 * KIB)
 FIRST = [Chain(NARROW, (0, 1)), Chain(NARROW, (1, 2), 5, (1,)), Chain(WIDE, (0, 1), 8), Chain(NARROW, (2, 0, 1))]

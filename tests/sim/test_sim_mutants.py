@@ -14,13 +14,13 @@ from kvstore.catalog import ChunkTable, Copies
 from kvstore.movement.levels import Levels, _Reached
 from kvstore.movement.shared import SharedCopies
 from kvstore.presence import PresenceTable, unpack_news
-from kvstore.simulated import SimulatedDisk
 from kvstore.spec import ChunkState
 from tests.sim.cloud import has_cloud
 from tests.sim.run import Outcome, run_seed
 from tests.sim.steps import every_cut, passage
 from tests.sim.test_warm import ARENA_BYTES
 from tests.sim.warm import reads_warm
+from tests.simulated import SimulatedDisk
 
 RUNS_MAX = 60
 

@@ -33,12 +33,12 @@ from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes, Mapping
 from kvstore.server.handoff import _chain as chain_of
 from kvstore.server.render import render_fetch
-from kvstore.simulated import BytearrayMemory, LoopClock
 from kvstore.spec import Exactness, Provenance
 from kvstore.v1 import cache_pb2 as pb
 from tests.presence.shown import words_of
 from tests.sim.models import Chain, body
 from tests.sim.oracle import row_of, told
+from tests.simulated import BytearrayMemory, LoopClock
 from tests.specs import bits
 
 if TYPE_CHECKING:

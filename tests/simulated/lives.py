@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kvstore.simulated import SimulatedDisk
+from tests.simulated import SimulatedDisk
 
 HOME = Path("/home")
 

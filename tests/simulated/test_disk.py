@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.simulated import SimulatedDisk
 from tests.seams.test_disk_contract import CREATE, put, read, write
+from tests.simulated import SimulatedDisk
 from tests.simulated.lives import FILE, HOME, NEW, OLD, SEEDS, outcomes, over_seeds, sectors
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import Unavailable
-from kvstore.simulated import DiskStopped, SimulatedDisk
 from tests.seams.test_disk_contract import CREATE, get, put, read, write
+from tests.simulated import DiskStopped, SimulatedDisk
 from tests.simulated.lives import FILE, HOME, NEW, OLD, SEEDS, outcomes
 from tests.simulated.test_disk_names import replace
 

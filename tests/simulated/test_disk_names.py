@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvstore.simulated import SimulatedDisk
 from tests.seams.test_disk_contract import CREATE, put, write
+from tests.simulated import SimulatedDisk
 from tests.simulated.lives import FILE, HOME, NEW, OLD, outcomes, over_seeds
 
 

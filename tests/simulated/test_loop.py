@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore.seams import Clock
-from kvstore.simulated import LoopClock, SimulatedLoop, simulate
+from tests.simulated import LoopClock, SimulatedLoop, simulate
 
 
 def test_a_day_takes_no_time() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.seams import Workers
-from kvstore.simulated import DiskStopped, SeededWorkers, SimulatedDisk, simulate
+from tests.simulated import DiskStopped, SeededWorkers, SimulatedDisk, simulate
 
 
 def order(seed: int) -> list[int]:

@@ -18,7 +18,12 @@ from kvstore.controller import Controller, Parts, Session, Settled, StoreResult
 from kvstore.errors import KVStoreError
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.seams import Clock, FaultPoints, TenantKeys, Workers
-from kvstore.simulated import (
+from kvstore.spec import Durability, Encoding, MissReason, ModelSpec
+from kvstore.telemetry import Counters
+from kvstore.tiers.nvme import NvmeTier
+from tests.contracts.local.stands import nvme_tier
+from tests.controller.service import Service
+from tests.simulated import (
     BytearrayMemory,
     InlineWorkers,
     LoopClock,
@@ -27,11 +32,6 @@ from kvstore.simulated import (
     SimulatedDisk,
     simulate,
 )
-from kvstore.spec import Durability, Encoding, MissReason, ModelSpec
-from kvstore.telemetry import Counters
-from kvstore.tiers.nvme import NvmeTier
-from tests.contracts.local.stands import nvme_tier
-from tests.controller.service import Service
 from tests.specs import small_spec
 
 HOME = Path("/nvme")

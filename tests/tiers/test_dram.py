@@ -13,10 +13,10 @@ import pytest
 from kvstore.arena import Arena, Placement
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import FaultPoints
-from kvstore.simulated import BytearrayMemory, InlineWorkers
 from kvstore.tiers.dram import DramTier
 from tests.contracts.chunks import SMALL, Chunk, balance, chunk, holds, write
 from tests.contracts.evictors import KeepsAll
+from tests.simulated import BytearrayMemory, InlineWorkers
 
 CAPACITY_BYTES = 8 * SMALL.total_bytes
 

@@ -10,9 +10,9 @@ import pytest
 
 from kvstore.errors import KVStoreError
 from kvstore.seams import Workers
-from kvstore.simulated import InlineWorkers, SeededWorkers
 from kvstore.spec import Durability, Encoding
 from tests.faulty_workers import WAYS, FaultyWorkers
+from tests.simulated import InlineWorkers, SeededWorkers
 from tests.tiers.service import DeviceService
 
 PATHS = ((1, 2), (3,))

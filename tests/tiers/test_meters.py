@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from kvstore.movement import TierMeters
-from kvstore.simulated.clock import ManualClock
 from kvstore.spec import Tier
+from tests.simulated.clock import ManualClock
 from tests.tiers.service import DeviceService
 
 MIB = 1 << 20

@@ -18,7 +18,6 @@ import pytest
 
 from kvstore.errors import DataLoss, Exhausted, KVStoreError
 from kvstore.seams import FaultPoints
-from kvstore.simulated import DiskStopped, LoopClock, SeededWorkers, SimulatedDisk, simulate
 from kvstore.tiers import Residency
 from kvstore.tiers.nvme import NvmeTier, Regions
 from kvstore.tiers.nvme.io import erase_at
@@ -27,6 +26,7 @@ from kvstore.tiers.nvme.sync import GroupSync
 from tests.contracts.chunks import SMALL, Chunk, balance, chunk
 from tests.contracts.evictors import KeepsAll
 from tests.contracts.local.stands import HOME, nvme_tier, scan
+from tests.simulated import DiskStopped, LoopClock, SeededWorkers, SimulatedDisk, simulate
 
 SEEDS = range(12)
 LIVES = 5

@@ -9,8 +9,8 @@ import pytest
 
 from kvstore.errors import Unavailable
 from kvstore.movement.loads import CALLS_AT_ONCE
-from kvstore.simulated.memory import POISON
 from kvstore.spec import MissReason
+from tests.simulated.memory import POISON
 from tests.tiers.service import DeviceService
 
 PATH = (1, 2, 3, 4, 5, 6)

@@ -8,8 +8,8 @@ from kvstore_client.opaque.value import Key, namespace_spec
 
 from kvstore.chunk import Trust
 from kvstore.controller import ChainQuery, Fill, ReserveRequest
-from kvstore.simulated import SimulatedDisk
 from kvstore.spec import Durability, MissReason
+from tests.simulated import SimulatedDisk
 from tests.tiers.service import DeviceService
 
 SPEC = replace(namespace_spec("notes"), chunk_tokens=4)

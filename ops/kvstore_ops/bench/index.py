@@ -32,9 +32,8 @@ from kvstore.config import load
 from kvstore.controller import ChainQuery, Controller, Parts
 from kvstore.keys import ROOT_DIGEST, fingerprint
 from kvstore.policy import LeastRecentlyUsed
-from kvstore.seams import FaultPoints, SystemClock, SystemDisk, SystemMemory, SystemRandom, TenantKeys
+from kvstore.seams import FaultPoints, SystemClock, SystemDisk, SystemMemory, SystemRandom, TenantKeys, WorkerThreads
 from kvstore.server.tiers import open_nvme
-from kvstore.simulated import InlineWorkers
 from kvstore.spec import Encoding, Exactness, Provenance
 from kvstore.telemetry import Counters
 from kvstore.tiers import IndexColumns
@@ -172,7 +171,7 @@ async def opened(path: Path, count: int, lookup_count: int) -> dict[str, float]:
     parts = Parts(
         arena=Arena(memory, faults, capacity_bytes=settings.arena.capacity_bytes, region_bytes=1 << 20),
         policy=LeastRecentlyUsed, limits=settings.limits, clock=clock, random=SystemRandom(), memory=memory,
-        workers=InlineWorkers(), keys=TenantKeys(), faults=faults, counters=Counters(),
+        workers=WorkerThreads(1, "kvstore-bench"), keys=TenantKeys(), faults=faults, counters=Counters(),
     )  # fmt: skip
     controller = Controller(parts)
     before = anonymous_bytes()

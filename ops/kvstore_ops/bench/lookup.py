@@ -61,15 +61,14 @@ def _controller() -> Any:
     from kvstore.config import load
     from kvstore.controller import Controller, Parts
     from kvstore.policy import LeastRecentlyUsed
-    from kvstore.seams import FaultPoints, SystemClock, SystemRandom, TenantKeys
-    from kvstore.simulated import BytearrayMemory, InlineWorkers
+    from kvstore.seams import FaultPoints, SystemClock, SystemMemory, SystemRandom, TenantKeys, WorkerThreads
     from kvstore.telemetry import Counters
 
-    memory, faults = BytearrayMemory(), FaultPoints()
+    memory, faults = SystemMemory(), FaultPoints()
     parts = Parts(
         arena=Arena(memory, faults, capacity_bytes=1 << 20, region_bytes=1 << 20), policy=LeastRecentlyUsed,
         limits=load().settings.limits, clock=SystemClock(), random=SystemRandom(), memory=memory,
-        workers=InlineWorkers(), keys=TenantKeys(), faults=faults, counters=Counters(),
+        workers=WorkerThreads(1, "kvstore-bench"), keys=TenantKeys(), faults=faults, counters=Counters(),
     )  # fmt: skip
     return Controller(parts)
 

@@ -24,7 +24,6 @@ from kvstore.seams import (
     Workers,
     WorkerThreads,
 )
-from kvstore.simulated import BytearrayMemory, LoopClock, SeededRandom, SeededWorkers, SimulatedDisk, simulate
 from kvstore.spec import Encoding
 from kvstore.tiers import IndexColumns, LocalTier, Recovered, Residency
 from kvstore.tiers.dram import DramTier
@@ -35,6 +34,7 @@ from tests.contracts.evictors import OldestFirst
 from tests.contracts.wrappers import Faulty, Latency, LocalUnder, Throttle
 from tests.fakes import FilesSettings, FilesTier, Switch
 from tests.fakes.files import columns_of as columns_of_files
+from tests.simulated import BytearrayMemory, LoopClock, SeededRandom, SeededWorkers, SimulatedDisk, simulate
 
 CAPACITY_BYTES = 1 << 20
 REGION_BYTES = 64 << 10

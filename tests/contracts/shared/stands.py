@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvstore.simulated import LoopClock, SeededRandom, SeededWorkers, simulate
 from kvstore.tiers import ChunkName, SharedTier
 from tests.contracts.chunks import Chunk
 from tests.contracts.shared.redis_stand import EncodedRedisStand, OtherRedisStand, RedisStand
 from tests.contracts.shared.s3_stand import EncodedS3Stand, S3Stand
 from tests.contracts.wrappers import Faulty, Latency, SharedUnder, Throttle
 from tests.fakes import EngineSettings, EngineTier, ObjectSettings, ObjectTier, Switches
+from tests.simulated import LoopClock, SeededRandom, SeededWorkers, simulate
 
 CAPACITY_BYTES = 1 << 20
 

@@ -12,8 +12,8 @@ from kvstore_client import Client, connect
 from kvstore_client.engines.vllm.embeddings import ITEM_COUNT_MAX, WAIT_S_MAX, Fetching, Keeping
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.simulated import ManualClock
 from tests.faulty_workers import FaultyWorkers, cancelled, refused
+from tests.simulated import ManualClock
 from tests.specs import small_spec
 
 SPEC = small_spec(model_id="seeing", layers=())

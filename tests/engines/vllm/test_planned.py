@@ -29,10 +29,10 @@ from kvstore.planning.loading import (
     plan_loading,
 )  # fmt: skip
 from kvstore.planning.loading.outcome import PlanOutcome
-from kvstore.simulated import ManualClock
 from kvstore.spec import Tier
 from tests.engines.vllm.engine import BLOCK, SPEC, Engine, blocks_of, matched, request, scheduled
 from tests.server.raw import eventually
+from tests.simulated import ManualClock
 from tests.specs import tokens_of
 
 COUNT = 90  # five chunks of 16, and two blocks and a half

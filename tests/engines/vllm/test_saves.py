@@ -17,9 +17,9 @@ from kvstore_client.engines.vllm.step import Save
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Internal
-from kvstore.simulated import ManualClock
 from tests.engines.vllm.engine import BLOCK, SPEC, Engine, blocks_of, matched, request, scheduled, wait_stored
 from tests.server.raw import eventually
+from tests.simulated import ManualClock
 from tests.specs import tokens_of
 
 

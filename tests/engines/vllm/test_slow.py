@@ -13,9 +13,9 @@ from kvstore_client.engines.vllm.scheduler import SchedulerSide
 from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.simulated import ManualClock
 from tests.engines.vllm.engine import BLOCK, SPEC, Engine, blocks_of, matched, request
 from tests.server.raw import eventually
+from tests.simulated import ManualClock
 from tests.specs import tokens_of
 
 

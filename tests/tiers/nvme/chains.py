@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from kvstore.simulated import SimulatedDisk
 from kvstore.spec import MissReason
+from tests.simulated import SimulatedDisk
 from tests.tiers.service import DeviceService
 
 PATHS = [(number, 50 + number) for number in range(10)]

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from kvstore.errors import DataLoss, KVStoreError, Unavailable
-from kvstore.simulated import InlineWorkers, LoopClock, SimulatedDisk, simulate
 from kvstore.spec import Encoding
 from kvstore.tiers import NotOurs
 from kvstore.tiers.nvme import NvmeTier
 from tests.contracts.chunks import SMALL, Chunk, balance, chunk, holds, layouts, write
 from tests.contracts.evictors import KeepsAll
 from tests.contracts.local.stands import HOME, columns_of, nvme_tier, proven
+from tests.simulated import InlineWorkers, LoopClock, SimulatedDisk, simulate
 
 CORRUPTIONS = 10_000 if os.environ.get("KVSTORE_TEST_SCALE") == "full" else 1_000
 PER_IMAGE = 10

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.simulated import SimulatedDisk
 from kvstore.spec import ChunkState, Durability, LayerSpec, MissReason
+from tests.simulated import SimulatedDisk
 from tests.specs import small_spec
 from tests.tiers.nvme.chains import PATHS, STARTS, damaged, served, storable, stored
 from tests.tiers.service import DeviceService

@@ -13,7 +13,6 @@ import pytest
 
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import SystemClock, SystemDisk, WorkerThreads
-from kvstore.simulated import SimulatedDisk
 from kvstore.spec import Durability
 from kvstore.tiers.nvme import erasures, newest
 from kvstore.tiers.nvme.slots import RegionFile
@@ -22,6 +21,7 @@ from kvstore.units import PAGE_BYTES
 from tests.contracts.chunks import SMALL, balance, chunk, holds, write
 from tests.contracts.evictors import KeepsAll
 from tests.contracts.local.stands import nvme_tier
+from tests.simulated import SimulatedDisk
 from tests.tiers.nvme.test_meanwhile import held_up
 from tests.tiers.nvme.test_newest import RETRY_S
 from tests.tiers.values import ValueService

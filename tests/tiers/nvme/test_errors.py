@@ -9,12 +9,12 @@ import random
 import pytest
 
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.simulated import LoopClock, SeededWorkers, SimulatedDisk, simulate
 from kvstore.spec import Durability, LayerSpec, MissReason
 from kvstore.tiers import Residency
 from tests.contracts.chunks import Chunk, balance, chunk, holds, write
 from tests.contracts.evictors import KeepsAll
 from tests.contracts.local.stands import HOME, nvme_tier
+from tests.simulated import LoopClock, SeededWorkers, SimulatedDisk, simulate
 from tests.specs import small_spec
 from tests.tiers.service import KIB, DeviceService
 

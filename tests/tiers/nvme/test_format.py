@@ -17,9 +17,9 @@ from blake3 import blake3
 
 from kvstore.controller import FetchResult
 from kvstore.keys import fingerprint
-from kvstore.simulated import SimulatedDisk, simulate
 from kvstore.spec import Encoding, LayerSpec, MissReason, ModelSpec, RopeSpec
 from kvstore.tiers.nvme import recovery
+from tests.simulated import SimulatedDisk, simulate
 from tests.tiers.service import HOME, KIB, DeviceService
 
 FIXTURE = Path(__file__).parent / "fixtures" / "format-1"

@@ -13,10 +13,10 @@ import pytest
 from kvstore.chunk import read_seat, write_seat
 from kvstore.errors import KVStoreError
 from kvstore.seams import FaultPoints
-from kvstore.simulated import SimulatedDisk
 from kvstore.spec import Durability
 from kvstore.tiers import NotOurs
 from kvstore.tiers.nvme import Directory, directory, newest
+from tests.simulated import SimulatedDisk
 from tests.tiers.service import HOME, refused
 from tests.tiers.values import ValueService
 

@@ -10,9 +10,9 @@ import pytest
 
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import FaultPoints
-from kvstore.simulated import SimulatedDisk, simulate
 from kvstore.tiers import NotOurs
 from kvstore.tiers.nvme import Directory
+from tests.simulated import SimulatedDisk, simulate
 from tests.tiers.nvme.chains import PATHS, served, storable, stored
 from tests.tiers.service import HOME, SEED, DeviceService, refused
 

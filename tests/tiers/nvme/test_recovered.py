@@ -12,9 +12,9 @@ import pytest
 
 from kvstore.config import PolicySettings
 from kvstore.errors import Unavailable
-from kvstore.simulated import InlineWorkers, SimulatedDisk
 from kvstore.spec import Durability, Encoding, MissReason, StoreState
 from tests.fakes import FilesSettings, FilesTier
+from tests.simulated import InlineWorkers, SimulatedDisk
 from tests.tiers.service import DeviceService
 
 ENCODINGS = [Encoding.RAW, Encoding.LZ4]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore.simulated import SimulatedDisk
+from tests.simulated import SimulatedDisk
 from tests.tiers.nvme.chains import PATHS, served, storable, stored
 from tests.tiers.service import HOME, DeviceService
 

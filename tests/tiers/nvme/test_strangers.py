@@ -10,13 +10,13 @@ import pytest
 
 from kvstore.errors import DataLoss
 from kvstore.seams import FaultPoints, TenantKeys
-from kvstore.simulated import SimulatedDisk
 from kvstore.spec import MissReason
 from kvstore.tiers import IndexColumns, NotOurs
 from kvstore.tiers.nvme import Directory
 from kvstore.tiers.nvme.directory import Snapshot
 from kvstore.tiers.nvme.io import PosixIO, aligned
 from kvstore.tiers.nvme.newest import NEWEST_FILE, Newest
+from tests.simulated import SimulatedDisk
 from tests.tiers.service import HOME, SEED, DeviceService
 
 PATH = (3, 53)

@@ -8,10 +8,10 @@ from contextlib import suppress
 from typing import Any
 
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.simulated import LoopClock, simulate
 from kvstore.tiers.redis.control import Account
 from kvstore.tiers.redis.errands import Errands
 from kvstore.tiers.redis.replies import refusal
+from tests.simulated import LoopClock, simulate
 
 
 class Server:

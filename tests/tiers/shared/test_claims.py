@@ -17,7 +17,6 @@ from kvstore.config import RedisSettings
 from kvstore.errors import KVStoreError, PermissionDenied
 from kvstore.movement import shared, writes
 from kvstore.seams import Clock, SystemClock, Workers, WorkerThreads
-from kvstore.simulated import InlineWorkers
 from kvstore.spec import Durability, MissReason
 from kvstore.tiers import Buffer, ChunkName, StoredChunk, UploadState
 from kvstore.tiers.redis.claims import RedisClaims
@@ -29,6 +28,7 @@ from tests.contracts.shared.s3_stand import LANES, S3Stand
 from tests.fakes import Switch
 from tests.fakes.proxy import Proxy
 from tests.fakes.redis_server import KEYS, RedisServer
+from tests.simulated import InlineWorkers
 from tests.tiers.redis.tiers import put, redis_tier, until
 from tests.tiers.shared.world import PATH, Node, Wide, run
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from kvstore.presence import PARTIAL, STATE_MASK
-from kvstore.simulated import InlineWorkers
 from kvstore.spec import ChunkState, Durability, MissReason, Tier
 from tests.fakes import EngineSettings, EngineTier, ObjectSettings, ObjectTier, Switch
 from tests.fakes.engine import ENGINES
+from tests.simulated import InlineWorkers
 from tests.tiers.shared.world import PATH, Node, World, redeemed, run, spoil, tiers_of
 
 

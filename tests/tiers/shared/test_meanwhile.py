@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from kvstore.simulated import InlineWorkers
 from kvstore.spec import MissReason, StoreState, Tier
 from tests.fakes import EngineSettings, EngineTier, ObjectSettings, ObjectTier, Switch
+from tests.simulated import InlineWorkers
 from tests.tiers.shared.world import LOOKUP_S, PATH, Node, World, run, tiers_of
 
 

@@ -14,10 +14,10 @@ from kvstore.controller import ReserveRequest
 from kvstore.errors import InvalidRequest
 from kvstore.movement import queue
 from kvstore.seams.memory import Bytes
-from kvstore.simulated import InlineWorkers
 from kvstore.spec import Durability, MissReason
 from kvstore.tiers import UploadState
 from tests.fakes import FilesSettings, FilesTier, Switch
+from tests.simulated import InlineWorkers
 from tests.specs import small_spec
 from tests.tiers.service import KIB, DeviceService
 from tests.tiers.shared.world import PATH, ValueNode, Wide, World, run

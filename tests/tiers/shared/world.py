@@ -9,11 +9,11 @@ from typing import Any
 
 from kvstore.controller import LookupResult
 from kvstore.errors import DataLoss
-from kvstore.simulated import InlineWorkers, SimulatedDisk, simulate
 from kvstore.spec import ChunkState, MissReason, Tier
 from kvstore.tiers import SharedTier, SharedUse, WritePolicy
 from tests.fakes import EngineSettings, EngineTier, ObjectSettings, ObjectTier, Switches
 from tests.fakes.engine import ENGINES, Engine
+from tests.simulated import InlineWorkers, SimulatedDisk, simulate
 from tests.tiers.service import SEED, DeviceService
 from tests.tiers.values import ValueService
 

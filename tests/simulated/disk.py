@@ -30,7 +30,7 @@ from pathlib import Path
 import xxhash
 
 from kvstore.errors import Unavailable
-from kvstore.simulated.files import DIRECTORY, SECTOR_BYTES, Names, SimulatedFile, os_error
+from tests.simulated.files import DIRECTORY, SECTOR_BYTES, Names, SimulatedFile, os_error
 
 FIRST_DESCRIPTOR = 1 << 20
 """Above all descriptors of the process itself, so that a stray ``os.close`` closes nothing."""
@@ -90,7 +90,7 @@ class SimulatedDisk:
         self.steps = 0
         self.stop_after: int | None = None
         self._capacity_bytes = capacity_bytes
-        self._chance = random.Random(seed)  # noqa: S311 - simulation only
+        self._chance = random.Random(seed)
         self._names = Names()
         self._opened: dict[int, _Opened] = {}
         self._last_descriptor = FIRST_DESCRIPTOR

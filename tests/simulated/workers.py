@@ -29,7 +29,7 @@ class SeededWorkers:
     DELAY_SECONDS_MAX = 0.001
 
     def __init__(self, random_seed: int) -> None:
-        self._chance = random.Random(random_seed)  # noqa: S311 - simulation only
+        self._chance = random.Random(random_seed)
         self._due: dict[Callable[[], None], asyncio.TimerHandle] = {}
         self._closed = False
 
