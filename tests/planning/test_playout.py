@@ -5,15 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
-from kvstore_ops.fleet.papers import (
-    Device,
-    Group,
-    cacheblend_device,
-    cacheblend_ratio,
-    cacheblend_ttft_s,
-    droidspeak_group,
-    droidspeak_ttft_s,
-)
+from kvstore_ops.fleet.papers import cacheblend_ratio
 from kvstore_ops.fleet.playout import play
 
 from kvstore.planning.loading import (
@@ -30,6 +22,14 @@ from kvstore.planning.loading import (
 from kvstore.planning.loading.compute import Prefill, Prefills
 from kvstore.planning.loading.rates import ASSUMED, SLOWEST, BusyTime, BusyTimes, is_probe_due
 from kvstore.spec import Tier
+from tests.planning.papers import (
+    Device,
+    Group,
+    cacheblend_device,
+    cacheblend_ttft_s,
+    droidspeak_group,
+    droidspeak_ttft_s,
+)
 
 CHUNKS, UNIT, TOKEN_BYTES = 32, 64, 131072.0
 """A context of 256 MiB."""
