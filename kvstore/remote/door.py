@@ -95,12 +95,13 @@ class Door:
         for service, methods in FORWARDED.items():
             handlers = {name: self._unary(self._forward(service, name), name) for name in methods}
             for name in FORWARDED_STREAMS[service]:
-                stream = guarded(self._forward_stream(service, name), name, self._counters)
+                stream = guarded(self._forward_stream("unary_stream", service, name), name, self._counters)
                 handlers[name] = grpc.unary_stream_rpc_method_handler(stream)
             if service == ADMIN:
                 handlers[REFUSED] = self._unary(self._refuse, REFUSED)
             self._add(service, handlers)
-        talk = guarded(self._forward_talk(PREFILLS, "PartialPrefill"), "PartialPrefill", self._counters)
+        talk = self._forward_stream("stream_stream", PREFILLS, "PartialPrefill")
+        talk = guarded(talk, "PartialPrefill", self._counters)
         profiles = {name: self._unary(self._forward(PREFILLS, name), name) for name in FORWARDED_PROFILES}
         self._add(PREFILLS, {"PartialPrefill": grpc.stream_stream_rpc_method_handler(talk), **profiles})
         own = {
@@ -150,27 +151,23 @@ class Door:
 
         return forward
 
-    def _forward_stream(self, service: str, name: str) -> Callable[..., Awaitable[None]]:
-        """As ``_forward``, for a stream of small replies. The sidecar deals with slow readers."""
+    def _forward_stream(self, kind: str, service: str, name: str) -> Callable[..., Awaitable[None]]:
+        """As ``_forward``, for a stream of small replies. The sidecar deals with slow readers. ``kind``: unary_stream,
+        or stream_stream where the client sends a stream, too."""
         path = f"/{service}/{name}"
 
-        async def forward(request: bytes, context: Context) -> None:
+        async def forward(request: Any, context: Context) -> None:
             node, session = self._admitted(service, name, context)
             carried = carried_by(session, context)
-            call = node.channel.unary_stream(path)(request, timeout=context.time_remaining(), metadata=carried)
-            await _answered(call, context)
-
-        return forward
-
-    def _forward_talk(self, service: str, name: str) -> Callable[..., Awaitable[None]]:
-        """As ``_forward``, for a stream in both directions."""
-        path = f"/{service}/{name}"
-
-        async def forward(requests: Any, context: Context) -> None:
-            node, session = self._admitted(service, name, context)
-            carried = carried_by(session, context)
-            call = node.channel.stream_stream(path)(requests, timeout=context.time_remaining(), metadata=carried)
-            await _answered(call, context)
+            make = getattr(node.channel, kind)(path)
+            call = make(request, timeout=context.time_remaining(), metadata=carried)
+            try:
+                async for message in call:
+                    await context.write(message)
+            except grpc.aio.AioRpcError as error:
+                await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
+            finally:
+                call.cancel()
 
         return forward
 
@@ -244,17 +241,6 @@ class Door:
             session.stream_count -= 1
 
         context.add_done_callback(leave)
-
-
-async def _answered(call: Any, context: Context) -> None:
-    """Pass the sidecar's replies on until the stream ends or fails, or the client is gone."""
-    try:
-        async for message in call:
-            await context.write(message)
-    except grpc.aio.AioRpcError as error:
-        await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
-    finally:
-        call.cancel()
 
 
 def _note_end(leaving: asyncio.Future[Any]) -> None:

@@ -3,8 +3,7 @@ however many of them there are."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterable, AsyncIterator
 from typing import Any
 
 from google.protobuf.descriptor import MethodDescriptor
@@ -12,7 +11,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from kvstore.errors import Exhausted, KVStoreError
-from kvstore.server.rpc import LASTING, Context, abort
+from kvstore.server.rpc import LASTING, Context, abort, within
 from kvstore.telemetry import Counters
 
 
@@ -45,27 +44,8 @@ class CallPlaces:
 
     def placed(self, method: MethodDescriptor, function: Any) -> Any:
         """Return a servicer's method whose calls each take a place."""
-        if not method.server_streaming:
-            return _placed(function, self._others)
-        return _placed_stream(function, self.lasting if method.name in LASTING else self._others)
-
-
-def _placed(function: Callable[[Any, Context], Awaitable[Any]], places: CallLimit) -> Any:
-    async def call(request: Any, context: Context) -> Any:
-        with places:
-            return await function(request, context)
-
-    return call
-
-
-def _placed_stream(function: Callable[[Any, Context], AsyncGenerator[Any]], places: CallLimit) -> Any:
-    async def call(request: Any, context: Context) -> AsyncGenerator[Any]:
-        with places:
-            async with aclosing(function(request, context)) as responses:
-                async for response in responses:
-                    yield response
-
-    return call
+        limit = self.lasting if method.name in LASTING else self._others
+        return within(method, function, lambda _: limit)
 
 
 class CountedHealth(health.aio.HealthServicer):  # type: ignore[misc]  # grpcio ships no types

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from typing import Any
 
 import grpc
@@ -44,8 +44,7 @@ def register(
         request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
         function = placed(method, getattr(servicer, method.name))
         if tracing.is_on and method.name not in ENDLESS:
-            trace = _traced_stream if method.server_streaming else _traced
-            function = trace(function, f"{service.full_name}/{method.name}", tracing)
+            function = within(method, function, _spans(tracing, f"{service.full_name}/{method.name}"))
         make = _HANDLERS[method.client_streaming, method.server_streaming]
         wrap = _streaming if method.server_streaming else _unary
         handlers[method.name] = make(
@@ -69,22 +68,25 @@ def _tolerant(message: Any) -> Callable[[bytes], Any]:
     return read
 
 
-def _traced(function: Callable[[Any, Context], Awaitable[Any]], name: str, tracing: Tracing) -> Any:
+def _spans(tracing: Tracing, name: str) -> Callable[[Context], AbstractContextManager[Any]]:
+    return lambda context: tracing.call(name, context.invocation_metadata())
+
+
+def within(method: MethodDescriptor, function: Any, entered: Callable[[Context], AbstractContextManager[Any]]) -> Any:
+    """Return a servicer's method each of whose calls runs, to its last response, inside a context manager of its
+    own."""
+
     async def call(request: Any, context: Context) -> Any:
-        with tracing.call(name, context.invocation_metadata()):
+        with entered(context):
             return await function(request, context)
 
-    return call
-
-
-def _traced_stream(function: Callable[[Any, Context], AsyncGenerator[Any]], name: str, tracing: Tracing) -> Any:
-    async def call(request: Any, context: Context) -> AsyncGenerator[Any]:
-        with tracing.call(name, context.invocation_metadata()):
+    async def stream(request: Any, context: Context) -> AsyncGenerator[Any]:
+        with entered(context):
             async with aclosing(function(request, context)) as responses:
                 async for response in responses:
                     yield response
 
-    return call
+    return stream if method.server_streaming else call
 
 
 def _unary(

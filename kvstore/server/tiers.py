@@ -163,7 +163,7 @@ def _claims(settings: Settings, world: World) -> UploadClaims | None:
         return None
     from kvstore.tiers.redis.claims import RedisClaims  # redis-py costs memory and time: only where it is used
 
-    return RedisClaims(settings.tiers.redis, "s3", world.clock)
+    return RedisClaims(settings.tiers.redis, world.clock)
 
 
 def _needs_of_s3(settings: Settings) -> list[Need]:

@@ -20,19 +20,19 @@ ANSWER_S_MAX = 0.25
 AGAIN_S = 5.0
 """Seconds for which a Redis that did not answer is asked for no claim."""
 WHO_BYTES = 16
+TIER = "s3"
 _random = SystemRandom()
 _log = logging.getLogger("kvstore.redis")
 
 
 class RedisClaims:
-    """Implements ``UploadClaims``. ``tier``: the name of the tier whose chunks are claimed."""
+    """Implements ``UploadClaims`` for chunks of the S3 tier."""
 
-    def __init__(self, settings: RedisSettings, tier: str, clock: Clock) -> None:
+    def __init__(self, settings: RedisSettings, clock: Clock) -> None:
         address = RedisAddress.of(settings.url)
         topology = topology_of(settings, address, CONNECTION_COUNT)
         self._control = Control(topology, CONNECTION_COUNT, Waits(clock))
         self._keys = ChunkKeys(settings.prefix)
-        self._tier = tier
         self._clock = clock
         self._who = _random.bytes(WHO_BYTES).hex().encode()
         self._again_at_s = float("-inf")
@@ -41,11 +41,11 @@ class RedisClaims:
         """See ``UploadClaims``."""
         if self._clock.monotonic() < self._again_at_s:
             return [True] * len(storage_keys)
-        claims = [self._keys.claim(key, self._tier) for key in storage_keys]
+        claims = [self._keys.claim(key, TIER) for key in storage_keys]
         try:
             states = await self._control.claim(claims, (), self._who, int(claim_s * 1000), ANSWER_S_MAX)
         except KVStoreError as error:
-            _log.info("uploads are not claimed for now", extra={"tier": self._tier, "reason": error.message})
+            _log.info("uploads are not claimed for now", extra={"tier": TIER, "reason": error.message})
             self._again_at_s = self._clock.monotonic() + AGAIN_S
             return [True] * len(storage_keys)
         return [state is UploadState.FREE for state in states]
@@ -54,7 +54,7 @@ class RedisClaims:
         """See ``UploadClaims``."""
         if storage_keys and self._clock.monotonic() >= self._again_at_s:
             with suppress(KVStoreError):  # a claim that stays expires by itself
-                claims = [self._keys.claim(key, self._tier) for key in storage_keys]
+                claims = [self._keys.claim(key, TIER) for key in storage_keys]
                 await self._control.release(claims, ANSWER_S_MAX)
 
     async def close(self) -> None:

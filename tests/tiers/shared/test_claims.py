@@ -193,7 +193,7 @@ async def test_a_claim_that_cannot_be_read_is_nobodys(server: RedisServer) -> No
     keys = [chunk(number).header.storage_key for number in (1, 2)]
     server.client().lpush(KEYS.claim(keys[1], "s3"), 1)
     for user in ("noget:pw@", ""):
-        claims = RedisClaims(RedisSettings(url=f"unix://{user}{server.path}"), "s3", SystemClock())
+        claims = RedisClaims(RedisSettings(url=f"unix://{user}{server.path}"), SystemClock())
         try:
             for _ in range(2):
                 assert await claims.claim(keys[not user :], LONG_S) == [True] * (1 + bool(user))
@@ -220,7 +220,7 @@ async def test_uploads_to_s3_are_claimed_in_redis_while_it_answers(server: Redis
 
     def tier() -> S3Tier:
         host, port = line.address
-        claims = RedisClaims(RedisSettings(url=f"redis://{host}:{port}"), "s3", SystemClock())
+        claims = RedisClaims(RedisSettings(url=f"redis://{host}:{port}"), SystemClock())
         lanes = Lanes(*(WorkerThreads(count, f"s3-{name}") for name, count in LANES))
         return S3Tier(stand.settings, lanes, SystemClock(), claims=claims)
 
@@ -246,7 +246,7 @@ async def test_what_another_node_uploads_is_not_looked_for_in_s3(server: RedisSe
 
     def tier() -> S3Tier:
         lanes = Lanes(*(WorkerThreads(count, f"s3-{name}") for name, count in LANES))
-        claims = RedisClaims(RedisSettings(url=server.url), "s3", SystemClock())
+        claims = RedisClaims(RedisSettings(url=server.url), SystemClock())
         return S3Tier(stand.settings, lanes, SystemClock(), claims=claims)
 
     one, other = tier(), tier()
