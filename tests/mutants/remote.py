@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 CLIENT = "clients/kvstore_client/planes/stream/streamed.py"
-LANDING = "clients/kvstore_client/planes/stream/landing.py"
+LANDING = "clients/kvstore_client/planes/stream/prefix.py"
 STRIPS = "clients/kvstore_client/planes/stream/strips.py"
 DATA = "kvstore/wire/data.py"
 DOOR = "kvstore/remote/door.py"

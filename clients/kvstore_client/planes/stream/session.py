@@ -27,8 +27,7 @@ from kvstore_client.planes.incoming import opened, read_out
 from kvstore_client.planes.session import ClientSession, PendingCall, translated
 from kvstore_client.planes.store import StagingRun, StoreSource
 from kvstore_client.planes.stream.prefix import StreamPrefix
-from kvstore_client.planes.stream.staging import PrivatePool, messages_of, stream_timeout_s
-from kvstore_client.planes.stream.store import StoreWay, StreamUpload
+from kvstore_client.planes.stream.store import PrivatePool, StoreWay, StreamUpload, messages_of, stream_timeout_s
 
 PROTOCOL_VERSION = 1
 SERVICE = "/kvstore.v1.RemoteService/"
