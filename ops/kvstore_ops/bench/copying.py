@@ -40,7 +40,7 @@ def tensors(spec: ModelSpec, token_count: int) -> list[tuple[Any, Any]]:
     """Return pre-faulted torch tensors, per layer (K, V)."""
     import torch
 
-    shape = (8, token_count, 128)
+    shape = (spec.layers[0].kv_heads, token_count, spec.layers[0].k_dim)
     return [
         (torch.ones(shape, dtype=torch.bfloat16), torch.full(shape, 2, dtype=torch.bfloat16))
         for _ in range(spec.layer_count)

@@ -31,11 +31,11 @@ LOOP = """
 import sys, time
 from kvstore_client import connect
 from kvstore_ops.bench import copying as shared
-from kvstore_ops.bench.fetch_small import geometry, tensors
+from kvstore_ops.bench.fetch_small import geometry
 count, seconds = int(sys.argv[2]), float(sys.argv[3])
 spec, tokens = geometry(sys.argv[4]), shared.random_tokens(count, count)
 with connect(sys.argv[1], timeout_s=60.0) as client:
-    into = tensors(spec, count)
+    into = shared.tensors(spec, count)
     client.fetch(spec, tokens, into=into)
     print("ready", flush=True)
     sys.stdin.readline()
@@ -53,17 +53,6 @@ def geometry(scale: str) -> ModelSpec:
         "bench-small", "unverified:bench", layer_count=2 if scale == "tiny" else 30, kv_heads=3, head_dim=64,
         hidden_size=576, vocab_size=shared.VOCABULARY,
     )  # fmt: skip
-
-
-def tensors(spec: ModelSpec, token_count: int) -> list[tuple[Any, Any]]:
-    """Return pre-faulted torch tensors, per layer (K, V)."""
-    import torch
-
-    shape = (3, token_count, 64)
-    return [
-        (torch.ones(shape, dtype=torch.bfloat16), torch.full(shape, 2, dtype=torch.bfloat16))
-        for _ in range(spec.layer_count)
-    ]
 
 
 def run(scale: str) -> Result:
@@ -119,7 +108,7 @@ def _measured(client: Client, copier: Copier, spec: ModelSpec, count: int, runs:
     import torch
 
     torch.set_num_threads(min(COPY_THREADS, torch.get_num_threads()))
-    tokens, into = shared.random_tokens(count, count), tensors(spec, count)
+    tokens, into = shared.random_tokens(count, count), shared.tensors(spec, count)
     client.store(spec, tokens, into).wait()
     pairs = limit_pairs(client, spec, tokens, into)
 

@@ -9,53 +9,17 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
-import redis
 
-from kvstore.tiers.redis.embedded import dying_with_us, server_binary
 from kvstore_ops.bench import lmcache_redis_peer
 from kvstore_ops.bench.peer import LMCACHE, LMCACHE_PACKAGES, Program, environment, free_port
 from kvstore_ops.bench.redis import CHUNKS, CONTEXTS, RUNS, Rig, Seconds, rig
 from kvstore_ops.bench.result import Result, quartiles, show
+from kvstore_ops.redis_server import redis_server
 
 SERVER_BYTES = 8 << 30
-START_S_MAX = 10.0
-
-
-@contextmanager
-def server() -> Iterator[tuple[int, str]]:
-    """Run a private Redis, and yield its port on loopback and its socket's path."""
-    with tempfile.TemporaryDirectory(prefix="kvstore-redis-") as directory:
-        port = free_port()
-        path = f"{directory}/redis.sock"
-        command = [
-            *dying_with_us(), str(server_binary()), "--port", str(port), "--bind", "127.0.0.1", "--unixsocket", path,
-            "--save", "", "--appendonly", "no", "--maxmemory", str(SERVER_BYTES), "--dir", directory,
-        ]  # fmt: skip
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-            try:
-                _wait(port)
-                yield port, path
-            finally:
-                process.kill()
-
-
-def _wait(port: int) -> None:
-    until_s = time.monotonic() + START_S_MAX
-    while True:
-        try:
-            redis.Redis(host="127.0.0.1", port=port).ping()
-            return
-        except redis.ConnectionError:
-            if time.monotonic() > until_s:
-                raise
-            time.sleep(0.01)
 
 
 def turn(ours: Rig, peer: Program, number: int, ours_s: Seconds, peer_s: Seconds) -> None:
@@ -80,12 +44,16 @@ def measured(scale: str, round_count: int) -> tuple[Seconds, Seconds, int]:
     import torch
 
     python = environment(LMCACHE, LMCACHE_PACKAGES)
-    with server() as (port, path), rig(scale, "none", f"redis://127.0.0.1:{port}", path) as ours:
+    port = str(free_port())
+    with (
+        redis_server(SERVER_BYTES, "--port", port, "--bind", "127.0.0.1") as path,
+        rig(scale, "none", f"redis://127.0.0.1:{port}", path) as ours,
+    ):
         with tempfile.NamedTemporaryFile() as file:
             planes = [plane.view(torch.uint8).numpy().ravel() for pair in ours.source for plane in pair]
             np.concatenate(planes).tofile(file.name)
             program = str(lmcache_redis_peer.__file__)
-            peer = Program([str(python), "-P", program, str(port), file.name, str(CHUNKS[scale])])
+            peer = Program([str(python), "-P", program, port, file.name, str(CHUNKS[scale])])
             try:
                 for number in range(CONTEXTS):
                     peer.do("store", str(number))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,10 +14,10 @@ from kvstore.errors import Unavailable
 from kvstore.tiers.redis.embedded import server_binary
 from kvstore.wire import spec_from_message
 from kvstore_ops.locate import render
+from kvstore_ops.redis_server import redis_server
 from kvstore_ops.sidecar import Sidecar
 
 REDIS_BYTES = 256 << 20
-START_S_MAX = 10.0
 WAIT_S_MAX = 30.0
 LOOKUP_S_MAX = "200 ms"
 """Longest wait of a lookup. It is long because a busy machine sometimes answers late, which must not show as a miss."""
@@ -30,38 +27,14 @@ QUIET = {"KVSTORE__POLICY__SCRUB_BYTES_PER_S": "0", "KVSTORE__POLICY__CANARY_INT
 
 @contextmanager
 def shared_redis() -> Iterator[str]:
-    """Run a private Redis server on a socket in a fresh directory, and yield its URL; empty when none is installed."""
-    with tempfile.TemporaryDirectory(prefix="kvstore-redis-") as directory:
-        path = f"{directory}/redis.sock"
-        try:
-            binary = server_binary()
-        except Unavailable:
-            yield ""
-            return
-        command = [
-            str(binary), "--port", "0", "--unixsocket", path, "--unixsocketperm", "600", "--dir", directory,
-            "--save", "", "--appendonly", "no", "--maxmemory", str(REDIS_BYTES), "--maxmemory-policy", "allkeys-lru",
-        ]  # fmt: skip
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-            try:
-                _wait(path)
-                yield f"unix://{path}"
-            finally:
-                process.kill()
-
-
-def _wait(path: str) -> None:
-    until_s = time.monotonic() + START_S_MAX
-    while True:
-        with socket.socket(socket.AF_UNIX) as line:
-            try:
-                line.connect(path)
-            except OSError:
-                if time.monotonic() > until_s:
-                    raise Unavailable(f"the demo's Redis does not answer on {path}") from None
-            else:
-                return
-        time.sleep(0.01)
+    """Run a private Redis server, and yield its URL; empty when none is installed."""
+    try:
+        server_binary()
+    except Unavailable:
+        yield ""
+        return
+    with redis_server(REDIS_BYTES, "--maxmemory-policy", "allkeys-lru") as path:
+        yield f"unix://{path}"
 
 
 def settings_of(name: str, url: str) -> dict[str, str]:
