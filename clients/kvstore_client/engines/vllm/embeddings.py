@@ -154,9 +154,9 @@ def _arrived(arrival: Future[Tensor]) -> Tensor:
 class Keeping:
     """The workers' side: keeps the embeddings that their encoder made. No call raises because of the sidecar."""
 
-    def __init__(self, client: Client, clock: Clock | None = None) -> None:
+    def __init__(self, client: Client) -> None:
         self._client = client
-        self._patience = CallPause(clock or SystemClock())
+        self._patience = CallPause(SystemClock())
 
     def keep(self, spec: ModelSpec, identifier: str, embeddings: Tensor) -> None:
         """Store an item's embeddings. Returns when the tensor may change."""

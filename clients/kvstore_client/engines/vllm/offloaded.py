@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.seams import Clock, SystemClock
+from kvstore.seams import SystemClock
 from kvstore.seams.memory import Bytes
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.patience import CallPause
@@ -50,10 +50,10 @@ class Offloaded:
     """The offloaded values of one engine. Lookups, loads and stores may each have a thread. No call raises because of
     the sidecar: values that cannot be had count as missing."""
 
-    def __init__(self, client: Client, namespace: str, clock: Clock | None = None) -> None:
+    def __init__(self, client: Client, namespace: str) -> None:
         self._client = client
         self._namespace = namespace
-        clock = clock or SystemClock()
+        clock = SystemClock()
         self._looking, self._loading, self._storing = CallPause(clock), CallPause(clock), CallPause(clock)
         self._has_told = False
 

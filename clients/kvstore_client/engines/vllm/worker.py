@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvstore.errors import Internal, KVStoreError
-from kvstore.seams import Clock, SystemClock
+from kvstore.seams import SystemClock
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.pages import LAYOUT, PagesOfModel
 from kvstore_client.engines.vllm.patience import CallPause
@@ -39,13 +39,12 @@ class WorkerSide:
 
     def __init__(
         self, client: Client, pages: PagesOfModel, block_tokens: int, *, is_layerwise: bool, is_waiting: bool = False,
-        clock: Clock | None = None,
     ) -> None:  # fmt: skip
         self._client = client
         self._pages = pages
         self._block_tokens = block_tokens
         self._is_layerwise = is_layerwise
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._saves = Saves(client, pages, block_tokens, CallPause(self._clock))
         self._is_waiting = is_waiting
         self._can_give_way = False
