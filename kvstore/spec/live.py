@@ -2,7 +2,7 @@
 
 The identity is a digest over the model's tensors, its configuration, and two more inputs of the forward pass: tables
 that are in no state dict and differ from those that the configuration makes (a model cast to bfloat16 has rounded
-rotations), and the precision of float32 products."""
+rotations), and the precision of products."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from typing import Any
 import torch
 
 from kvstore.spec.configuration import described, named
-from kvstore.spec.plain import check_global_hooks, check_plain, check_untouched, numbers_of, walked
+from kvstore.spec.plain import (
+    check_functions,
+    check_global_hooks,
+    check_plain,
+    check_untouched,
+    modeling_of,
+    numbers_of,
+    walked,
+)
+from kvstore.spec.products import precision_of_products
 from kvstore.spec.weights import WeightsWatch, digested
 
 _known: weakref.WeakKeyDictionary[Any, Identity] = weakref.WeakKeyDictionary()
@@ -22,11 +31,12 @@ _known: weakref.WeakKeyDictionary[Any, Identity] = weakref.WeakKeyDictionary()
 class _Module:
     """The state of one module at the time of the digest. It does not keep the module alive."""
 
-    __slots__ = ("forward", "names", "numbers", "ref")
+    __slots__ = ("config", "forward", "names", "numbers", "ref")
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.forward = type(module).forward
         self.ref = weakref.ref(module)
+        self.config = module.__dict__.get("config")
         self.names = numbers_of(module)
         self.numbers = tuple(map(module.__dict__.get, self.names))
 
@@ -37,21 +47,30 @@ class Identity:
     def __init__(self, model: Any) -> None:
         """Digest the model. Raises InvalidRequest when its configuration and tensors do not fully describe it."""
         plain = check_plain(model)
-        self._precision = torch.get_float32_matmul_precision()
+        self._precision = precision_of_products()
         self._configuration, self._config = described(model.config), copy.deepcopy(vars(model.config))
-        self._modules = [_Module(each) for each in walked(model)]
+        self._modules, self._modeling = [_Module(each) for each in walked(model)], modeling_of(model)
+        others = {id(each.config): each.config for each in self._modules}
+        self._others = [
+            (config, copy.deepcopy(vars(config)))
+            for config in others.values()
+            if config is not None and config is not model.config
+        ]
         self._watch = WeightsWatch(self._tensors(model) or [])
         state, beside = model.state_dict(), _tables(model, plain)
         found = digested(state)
         self._watch.learn({state[name].data_ptr(): pieces for name, pieces in found.pieces.items()})
-        if self._precision != "highest":
+        if self._precision:
             beside["float32_matmul_precision"] = self._precision
         self.digest = named(found.digest, self._configuration, beside)
 
     def holds(self, model: Any) -> bool:
         """True when the model is unchanged, by all checks that fit into a millisecond. Raises InvalidRequest when its
         configuration and tensors do not describe it any more, for example because of a new hook."""
-        if torch.get_float32_matmul_precision() != self._precision:
+        if precision_of_products() != self._precision:
+            return False
+        check_functions(getattr(model.config, "_attn_implementation", None), self._modeling)
+        if any(vars(config) != was for config, was in self._others):
             return False
         if vars(model.config) != self._config and described(model.config) != self._configuration:
             return False
@@ -70,6 +89,8 @@ class Identity:
             if "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"] or "_compiled_call_impl" in own:
                 check_untouched(each)
             if was is None or was.ref() is not each or type(each).forward is not was.forward:
+                return None
+            if own.get("config") is not was.config:
                 return None
             if tuple(map(own.get, was.names)) != was.numbers:
                 return None

@@ -1,21 +1,28 @@
 """The check that a live model computes exactly what its configuration and its tensors say.
 
-It passes when the modules and their numbers are those that transformers makes of the configuration, no hook can change
-values, and no ``forward`` was replaced. Then configuration and tensors identify its K and V. Any other model (an
-unmerged adapter, quantised layers, a compiled or patched forward pass) is refused; the error names the module."""
+It passes when the modules, their numbers and their configurations are those that transformers makes of the model's
+configuration, no hook can change values, no ``forward`` was replaced, and attention and all that the forward passes
+call is transformers' own. Then configuration and tensors identify its K and V. Any other model (an unmerged adapter,
+quantised layers, a compiled or patched forward pass) is refused; the error names the module."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvstore.errors import InvalidRequest
+from kvstore.spec.configuration import described
 
 OWN_FORWARDS = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
+OWN_FUNCTIONS = ("transformers.", "torch.")
 OBSERVING = "transformers.utils.output_capturing"
 """The module of transformers' own hooks: they record hidden states, and change none."""
 UNREAD = ("training", "gradient_checkpointing", "name_or_path", "max_seq_len_cached")
@@ -46,6 +53,30 @@ def check_global_hooks() -> None:
         raise InvalidRequest(f"forward hooks of all modules may change what they compute: remove them, {VOUCH}")
 
 
+def modeling_of(model: Module) -> list[dict[str, Any]]:
+    """Return what the names stand for in the modules of transformers that define the model's forward passes."""
+    names = {type(each).forward.__module__ for each in walked(model)}
+    return [vars(sys.modules[name]) for name in sorted(names) if name.startswith("transformers.models.")]
+
+
+def check_functions(attention: str | None, modeling: Iterable[dict[str, Any]]) -> None:
+    """Raises InvalidRequest when the kernels of ``attention``, its masks, or a function that the forward passes call are
+    not transformers' own: their names are in the key, what they compute is not."""
+    known = [registered.get(attention) for registered in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
+    called = [each for names in modeling for each in names.values() if isinstance(each, FunctionType)]
+    for each in (*known, *called):
+        if each is not None and not f"{_home(each)}.".startswith(OWN_FUNCTIONS):
+            raise InvalidRequest(
+                f"the forward pass calls {_home(each)}.{getattr(each, '__qualname__', each)!s:.80}, not a function of "
+                f"transformers: what it computes is in no key. Take transformers' own, {VOUCH}"
+            )
+
+
+def _home(function: Any) -> str:
+    """Return the name of the module that defines a function; of a partial one, that of what it calls."""
+    return str(getattr(getattr(function, "func", function), "__module__", ""))
+
+
 def check_untouched(module: Module) -> None:
     """Raises InvalidRequest when a module's forward pass was replaced or compiled, or has a hook that may change it."""
     own = module.__dict__
@@ -66,6 +97,7 @@ def check_plain(model: Module) -> Module:
     """Check a model, and return the same model made from its configuration, without weights. Raises InvalidRequest
     naming the module that differs, and how to go on."""
     check_global_hooks()
+    check_functions(getattr(model.config, "_attn_implementation", None), modeling_of(model))
     for each in walked(model):
         check_untouched(each)
         if not (type(each).forward.__module__ + ".").startswith(OWN_FORWARDS):
@@ -79,7 +111,22 @@ def check_plain(model: Module) -> Module:
         raise InvalidRequest(f"the model has other modules than transformers makes of its configuration: {VOUCH}")
     for name, each in ours.items():
         _check_same(name or "model", each, theirs[name])
+        _check_dtype(each, model.dtype)
+        config, same = vars(each).get("config"), vars(theirs[name]).get("config")
+        if config is not model.config and config is not same and described(config) != described(same):
+            raise InvalidRequest(f"{name} reads another configuration than model.config: give it that, {VOUCH}")
     return plain
+
+
+def _check_dtype(module: Module, dtype: torch.dtype) -> None:
+    """Raises InvalidRequest when K or V is of another dtype than the model, and its spec: a cache of it would round."""
+    for name in ("k_proj", "v_proj"):
+        made = vars(module)["_modules"].get(name)
+        if made is not None and made.weight.dtype is not dtype:
+            raise InvalidRequest(
+                f"the model is {dtype}, and a {name} {made.weight.dtype}: K and V are of the model's dtype. Cast all of "
+                "it (model.to), or none"
+            )
 
 
 def _check_same(name: str, each: Module, same: Module) -> None:

@@ -1,0 +1,37 @@
+"""The precision of products, which PyTorch keeps as settings of the process.
+
+A process says it by ``torch.set_float32_matmul_precision``, or since PyTorch 2.9 for each backend
+(``torch.backends.mkldnn.matmul.fp32_precision``). After the latter the former can no longer be read: it raises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+PLAIN = ("none", "ieee")
+LEGACY = {("tf32", "tf32"): "high", ("bf16", "tf32"): "medium"}
+"""What one setting for all backends makes of (mkldnn, cuda), and its name in keys of older releases."""
+USUAL = {
+    "allow_fp16_reduced_precision_reduction": True,
+    "allow_bf16_reduced_precision_reduction": True,
+    "allow_fp16_accumulation": False,
+}
+"""What half precision may lose inside a product on a GPU, by PyTorch's defaults."""
+
+
+def precision_of_products() -> str:
+    """Return a name of these settings; empty where all are PyTorch's defaults. Cost: some microseconds."""
+    cuda = torch.backends.cuda.matmul
+    parts = [_float32(cuda)]
+    parts += [name for name, usual in USUAL.items() if getattr(cuda, name, usual) != usual]
+    return "/".join(filter(None, parts))
+
+
+def _float32(cuda: Any) -> str:
+    mkldnn = getattr(torch.backends.mkldnn, "matmul", None)
+    if not hasattr(mkldnn, "fp32_precision"):
+        found = str(torch.get_float32_matmul_precision())
+        return "" if found == "highest" else found
+    both = tuple("" if each in PLAIN else str(each) for each in (mkldnn.fp32_precision, cuda.fp32_precision))
+    return LEGACY.get(both, "+".join(both) if any(both) else "")  # type: ignore[arg-type]  # of two
