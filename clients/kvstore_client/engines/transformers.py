@@ -33,7 +33,7 @@ from kvstore_client.engines.transformers_hidden import PromptE
 from kvstore_client.engines.transformers_layers import CacheLayer, LayerArrivals, cache_of
 from kvstore_client.engines.transformers_mended import Documents, documents_in, mended
 from kvstore_client.engines.transformers_model import CausalModel
-from kvstore_client.engines.transformers_options import why_left
+from kvstore_client.engines.transformers_options import why_left, why_rotation
 from kvstore_client.engines.transformers_planning import PromptPlan, Stopwatch
 from kvstore_client.engines.transformers_report import Generated, Report
 from kvstore_client.engines.transformers_runner import TransformersRunner
@@ -182,7 +182,7 @@ class CachedModel:
             self._adopt(followed(self.spec, self.model))
         except InvalidRequest as error:
             return error.message
-        return ""
+        return why_rotation(self.spec.rope.kind)  # the model may have another one than at its last call
 
     def _generate(self, input_ids: torch.Tensor, options: dict[str, Any], first: _FirstToken, **more: Any) -> Any:
         processors = LogitsProcessorList([*(options.get("logits_processor") or ()), first])

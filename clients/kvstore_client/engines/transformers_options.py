@@ -63,9 +63,17 @@ def _why_ids(input_ids: object) -> str:
     return ""
 
 
-def _why_model(model: CausalModel, rope_kind: str) -> str:
+def why_rotation(rope_kind: str) -> str:
+    """Return why a model's rotation leaves all its calls to transformers; empty when it does not."""
     if rope_kind not in KINDS:
         return f"the rotation ({rope_kind!r}) depends on the prompt's length, so that prompts share no beginning"
+    return ""
+
+
+def _why_model(model: CausalModel, rope_kind: str) -> str:
+    left = why_rotation(rope_kind)
+    if left:
+        return left
     dropout = getattr(model.config, "attention_dropout", 0.0)
     if model.training or (dropout and any(each.training for each in model.modules())):
         return "the model is in training: call eval()"
