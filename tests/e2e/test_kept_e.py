@@ -75,6 +75,14 @@ def test_projected_kv_is_the_prefills_to_the_bit(client: Client, family: str) ->
     assert found.byte_count <= kv_bytes / 2
 
 
+def test_nothing_is_projected_under_autocast(client: Client) -> None:
+    """K and V were rounded to autocast's dtype, and said to be exact."""
+    runner, tokens = runner_of(model_of("llama-biased-mha", 21)), prompt(COUNT, 21)
+    keep(client, runner, tokens)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InvalidRequest, match="autocast is on"):
+        client.fetch_projected(runner, tokens)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_steps_differ_by_rounding_at_most(client: Client, dtype: torch.dtype) -> None:
     runner, tokens = runner_of(model_of("llama-biased-mha", 7, dtype)), prompt(COUNT, 2)

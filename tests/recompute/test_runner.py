@@ -136,3 +136,11 @@ def test_another_models_spec_is_refused() -> None:
         TransformersRunner(model_of("llama-llama3", num_key_value_heads=4), spec=other)
     with pytest.raises(InvalidRequest, match="cache_dtype"):
         TransformersRunner(model_of("llama-llama3", dtype=torch.bfloat16), spec=other)
+
+
+def test_nothing_is_computed_under_autocast() -> None:
+    """It failed with an error of torch's."""
+    runner = TransformersRunner(model_of("llama", 3))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InvalidRequest, match="autocast is on"):
+        recompute(runner, prompt(9, 2), [], Recompute.full(LAYERS))
+    assert recompute(runner, prompt(9, 2), [], Recompute.full(LAYERS)).exactness is Exactness.EXACT
