@@ -181,6 +181,8 @@ def test_a_pad_token_that_ends_answers_is_no_padding(client: Client) -> None:
     """transformers hides nothing then."""
     both_ends = {"pad_token_id": int(IDS[0, 3]), "eos_token_id": [VOCABULARY - 1, int(IDS[0, 3])]}
     assert not both(client, both_ends).bypassed
+    as_tensor = {**both_ends, "eos_token_id": torch.tensor(both_ends["eos_token_id"])}
+    assert not both(client, as_tensor).bypassed
     mask = {"pad_token_id": int(IDS[0, 3]), "attention_mask": torch.ones_like(IDS)}
     assert not both(client, mask).bypassed
 

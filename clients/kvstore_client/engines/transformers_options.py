@@ -119,6 +119,8 @@ def _why_prompt(model: CausalModel, input_ids: torch.Tensor, options: Mapping[st
     found = dict(_asked(model, options))
     pad: Tensor = found.get("pad_token_id")
     stops = found.get("eos_token_id")
+    if isinstance(stops, torch.Tensor):
+        stops = stops.tolist()
     # without a mask, transformers takes pad tokens in the prompt for padding, and hides them
     if pad is not None and pad not in (stops if isinstance(stops, list | tuple) else [stops]):
         if bool((input_ids == pad).any()):
