@@ -64,7 +64,7 @@ def check_functions(attention: str | None, modeling: Iterable[dict[str, Any]]) -
     not transformers' own: their names are in the key, what they compute is not."""
     known = [registered.get(attention) for registered in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
     called = [each for names in modeling for each in names.values() if isinstance(each, FunctionType)]
-    for each in (*known, *called):
+    for each in (*known, *called, torch.nn.functional.scaled_dot_product_attention):
         if each is not None and not f"{_home(each)}.".startswith(OWN_FUNCTIONS):
             raise InvalidRequest(
                 f"the forward pass calls {_home(each)}.{getattr(each, '__qualname__', each)!s:.80}, not a function of "

@@ -79,6 +79,12 @@ def given_eager(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(modeling_llama, "eager_attention_forward", softer)
 
 
+def given_another_product(_model: Any, patch: pytest.MonkeyPatch) -> None:
+    """As users of quantised attention do."""
+    plain = torch.nn.functional.scaled_dot_product_attention
+    patch.setattr(torch.nn.functional, plain.__name__, lambda q, *rest, **named: plain(q / 2, *rest, **named))
+
+
 def given_a_configuration(model: Any, _patch: pytest.MonkeyPatch) -> None:
     attention = model.model.layers[1].self_attn
     attention.config = copy.deepcopy(attention.config)
@@ -89,7 +95,7 @@ def cast_in_part(model: Any, _patch: pytest.MonkeyPatch) -> None:
     model.model.embed_tokens.to(torch.bfloat16)
 
 
-CHANGES = (given_kernels, given_a_rotation, given_eager, given_a_configuration, cast_in_part)
+CHANGES = (given_kernels, given_a_rotation, given_eager, given_another_product, given_a_configuration, cast_in_part)
 
 
 @pytest.mark.usefixtures("registered")
