@@ -187,6 +187,16 @@ def test_a_pad_token_that_ends_answers_is_no_padding(client: Client) -> None:
     assert not both(client, mask).bypassed
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}])
+def test_an_answer_may_be_trained_on_and_written_to(client: Client, options: dict[str, Any]) -> None:
+    """As transformers' own may."""
+    cached = CachedModel(MODEL, client, chunk_tokens=STEP)
+    answer = cached.generate(IDS, max_new_tokens=3, do_sample=False, **options).sequences
+    MODEL(answer).logits.sum().backward()
+    MODEL.zero_grad()
+    answer[0, -1] = 1
+
+
 def test_a_model_that_trains_or_is_cast_on_its_way_is_left_alone(client: Client) -> None:
     model = model_of("llama", 4)
     cached = CachedModel(model, client, chunk_tokens=STEP)

@@ -146,7 +146,7 @@ class CachedModel:
         if spec != self.spec:
             self._whose = _Whose.of(self.model, spec)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # as transformers' own: tensors of inference mode are of no use to a training step behind it
     def generate(
         self, input_ids: torch.Tensor, *, quality: float | None = None, deadline_ms: float | None = None,
         deterministic: bool = False, request_class: str = RequestClass.INTERACTIVE, preamble: GivenTokens = (),

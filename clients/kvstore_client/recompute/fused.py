@@ -123,6 +123,8 @@ class _Pass:
                 self._hidden[layer] = rows.hidden.clone()
             rows = self._layer(layer, rows, logit_count)
         logits = self._runner.logits(rows.hidden)
+        with torch.inference_mode(False):
+            logits = logits.clone()  # the caller may write to them
         spared = all(run.is_exact for run in self._runs) or self._setting.computes_all(self._layer_count)
         covered = sum(run.token_count for run in self._runs) * self._layer_count
         exactness = Exactness.EXACT if spared else Exactness.DERIVED
