@@ -60,8 +60,8 @@ def modeling_of(model: Module) -> list[dict[str, Any]]:
 
 
 def check_functions(attention: str | None, modeling: Iterable[dict[str, Any]]) -> None:
-    """Raises InvalidRequest when the kernels of ``attention``, its masks, or a function that the forward passes call are
-    not transformers' own: their names are in the key, what they compute is not."""
+    """Raises InvalidRequest when the kernels of ``attention``, its masks, or a function that the forward passes call
+    are not transformers' own: their names are in the key, what they compute is not."""
     known = [registered.get(attention) for registered in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
     called = [each for names in modeling for each in names.values() if isinstance(each, FunctionType)]
     for each in (*known, *called, torch.nn.functional.scaled_dot_product_attention):
@@ -124,8 +124,8 @@ def _check_dtype(module: Module, dtype: torch.dtype) -> None:
         made = vars(module)["_modules"].get(name)
         if made is not None and made.weight.dtype is not dtype:
             raise InvalidRequest(
-                f"the model is {dtype}, and a {name} {made.weight.dtype}: K and V are of the model's dtype. Cast all of "
-                "it (model.to), or none"
+                f"the model is {dtype}, and a {name} {made.weight.dtype}: K and V are of the model's dtype. Cast all "
+                "of it (model.to), or none"
             )
 
 

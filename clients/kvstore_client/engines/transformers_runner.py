@@ -49,8 +49,8 @@ class TransformersRunner:
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def check(self) -> None:
-        """Raise InvalidRequest when the model's weights are no longer the spec's: make another runner; and under autocast,
-        which computes in another dtype than the spec's. Cost: less than a millisecond."""
+        """Raise InvalidRequest when the model's weights are no longer the spec's: make another runner; and under
+        autocast, which computes in another dtype than the spec's. Cost: less than a millisecond."""
         if torch.is_autocast_enabled(self.device.type):
             raise InvalidRequest(
                 f"autocast is on: K and V would be rounded to another dtype than {self.spec.cache_dtype}, the spec's. "
