@@ -93,7 +93,7 @@ def _observes(hook: Any) -> bool:
     return bool(getattr(hook, "observes", False)) or getattr(hook, "__module__", "") == OBSERVING
 
 
-def check_plain(model: Module) -> Module:
+def check_plain(model: Any) -> Module:
     """Check a model, and return the same model made from its configuration, without weights. Raises InvalidRequest
     naming the module that differs, and how to go on."""
     check_global_hooks()

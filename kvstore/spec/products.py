@@ -29,7 +29,7 @@ def precision_of_products() -> str:
 
 
 def _float32(cuda: Any) -> str:
-    mkldnn = getattr(torch.backends.mkldnn, "matmul", None)
+    mkldnn: Any = getattr(torch.backends.mkldnn, "matmul", None)
     if not hasattr(mkldnn, "fp32_precision"):
         found = str(torch.get_float32_matmul_precision())
         return "" if found == "highest" else found
