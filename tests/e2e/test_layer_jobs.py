@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from kvstore_client import Client, Paged, connect
 from kvstore_client.copying import Copier
 from kvstore_client.fetch import stream
@@ -46,6 +48,15 @@ def client(sidecar: Sidecar) -> Iterator[Client]:
         yield connected
 
 
+@pytest.fixture(params=["torch", "numpy"])
+def arrays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process has imported torch, or has not: the copies of layers are others."""
+    if request.param == "torch":
+        assert sys.modules["torch"] is torch
+    else:
+        monkeypatch.delitem(sys.modules, "torch")
+
+
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list[range]:
     """The positions of the layers of each job."""
@@ -81,6 +92,7 @@ def same(found: Sequence[object], cache: Sequence[object]) -> bool:
     return all((bits(got) == bits(want)).all() for layer in layers for got, want in layer)
 
 
+@pytest.mark.usefixtures("arrays")
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("spec", [ALIKE, UNLIKE, KEEPS_E], ids=["alike", "unlike", "keeps E"])
 @pytest.mark.parametrize(("layers_a_job", "job_count"), [(1, 7), (3, 3), (7, 1), (100, 1)])
@@ -105,6 +117,7 @@ def test_layers_of_every_size_of_job(
     assert len(jobs) == job_count
 
 
+@pytest.mark.usefixtures("arrays")
 @pytest.mark.parametrize("layers_a_job", [1, 3, 7])
 def test_layers_into_the_callers_memory(
     client: Client, jobs: list[range], monkeypatch: pytest.MonkeyPatch, layers_a_job: int

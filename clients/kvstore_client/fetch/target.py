@@ -99,10 +99,10 @@ class DenseTarget:
         wanted = self._wanted
         if wanted.verify or wanted.spec.keeps_e or not wanted.layers:
             return None
-        heads = range(wanted.head_start, wanted.head_start + wanted.heads_of(wanted.layers[0]))
         planes, layers = self._planes(), wanted.layers
         if positions is not None:
             planes, layers = planes.at(positions), layers[positions.start : positions.stop]
+        heads = range(wanted.head_start, wanted.head_start + wanted.heads_of(layers[0]))
         return plainly(copies_of, planes, self._token_count, runs, layers, heads, kept)
 
     def _planes(self) -> Planes:
