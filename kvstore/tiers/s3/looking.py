@@ -132,9 +132,11 @@ async def _is_bucket_told(place: dict[str, str], connection: S3Connection) -> bo
 
 async def _is_there(place: dict[str, str], connection: S3Connection) -> bool | None:
     """Return True when an object is there; None when it is in an archive, so that nothing may rest on it. Without the
-    right to list, a request for an absent object is denied: a miss like any other."""
+    right to list, a request for an absent object is denied: a miss like any other. A login page has no ETag: Refused is
+    raised for it, because operators' moves give up the node's copies where a HEAD finds an object."""
     try:
         answer = await connection.ask(lambda client: client.head_object(**place), is_urgent=True)
+        told(answer, "ETag")
     except Refused as refused:
         if refused.code in ABSENT or (refused.code == "403" and connection.hides):
             return False

@@ -41,6 +41,22 @@ def test_a_proxy_that_drops_a_header_is_named_and_condemns_no_object(stand: S3St
     stand.run(scenario)
 
 
+def test_a_page_in_the_place_of_the_store_has_no_chunk(stand: S3Stand) -> None:
+    """It answers a HEAD as an object does, but for the ETag: a move would give up the node's copies for it."""
+
+    async def scenario() -> None:
+        await write(stand.tier, chunk(1))
+        keys = [chunk(1).header.storage_key]
+        assert list(await stand.tier.probe(keys, 10.0)) == [True]
+        stand.switches.page = LOGIN
+        with pytest.raises(Unavailable, match=r"no S3 store.*tiers\.s3\.endpoint_url"):
+            await stand.tier.probe(keys, 10.0)
+        stand.switches.turn_off()
+        assert list(await stand.tier.probe(keys, 10.0)) == [True]
+
+    stand.run(scenario)
+
+
 @pytest.mark.parametrize("status", [200, 204, 404])
 def test_what_is_no_store_is_named_also_to_a_scan(stand: S3Stand, status: int) -> None:
     """A page that lets nobody through, or a web server where the endpoint was thought to be: no bucket is empty."""
