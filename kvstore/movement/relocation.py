@@ -61,9 +61,11 @@ class Relocation:
 
     async def confirm(self, rows: Sequence[int], targets: Sequence[Writes]) -> None:
         """Have shared tiers among ``targets`` asked whether they still have what they once had of these chunks, which
-        are about to leave the node."""
+        are about to leave the node. A tier is not asked for what an earlier target has: a question to S3 costs money,
+        and a tier that gives no answer would be believed no more for nothing."""
         for each in targets:
             await each.target.confirm(rows)
+            rows = [row for row in rows if not each.target.has(row)]
 
     def step(self, row: int, targets: Sequence[Writes], leaving: Sequence[Copies]) -> ChunkStep:
         """Plan how a chunk gets to the first of these tiers that has it, or else takes it; ``leaving`` are the tiers
