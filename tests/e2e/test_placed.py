@@ -283,6 +283,23 @@ def test_a_partial_chunk_is_held_by_one_call(client: Client, monkeypatch: pytest
     assert same(fetched(client, match.ticket), random_cache(SPEC, COUNT, 80))
 
 
+def test_what_is_not_stored_behind_a_held_partial_chunk_is_counted(client: Client) -> None:
+    """The call that holds the hits names nothing else."""
+    asked, presence = behind_a_partial_chunk(client, 88), client.connect_now().presence
+    assert presence is not None
+
+    def counted() -> list[int]:
+        counters = client.stats().counters
+        return [counters[name] for name in ("lookup_calls", "lookup_hit_chunks", "lookup_miss_chunks")]
+
+    presence.tell()
+    eventually(lambda: not presence._counts)
+    before = counted()
+    client.lookup(SPEC, asked, hold=True)
+    presence.tell()
+    eventually(lambda: [now - then for now, then in zip(counted(), before, strict=True)] == [1, 4, 3])
+
+
 def test_who_peeks_to_hold_is_told_to_call(client: Client) -> None:
     """Also where a partial chunk follows that is not the prompt's."""
     behind_a_partial_chunk(client, 86)

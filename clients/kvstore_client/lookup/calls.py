@@ -114,6 +114,10 @@ def _ask(
         chains.insert(0, prompt.chain(name, digests))
         seen = session.presence.answer(chains, readers)
         if seen is not None:
+            if readers and seen.hit_count:  # the call that holds the hits counts them, and nothing else
+                hits = sum(each.hit_count for each in seen.segments)
+                chunks = sum(len(each.digests) for each in chains) - seen.hit_count
+                session.presence.count(lookup_hit_chunks=hits, lookup_miss_chunks=chunks - hits)
             return seen
     return _call(context, prompt, digests, readers, segments)
 
