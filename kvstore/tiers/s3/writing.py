@@ -98,11 +98,12 @@ async def _put_whole(
     connection: S3Connection,
 ) -> None:  # fmt: skip
     [(runs, checksum)] = bodies
-    await connection.ask(
+    answer = await connection.ask(
         lambda client: client.put_object(
             Body=Body(runs), ContentLength=len(Body(runs)), ChecksumCRC32=checksum, **condition, **options, **place
         )
     )
+    told(answer, "ETag")  # else a login page has taken the bytes
 
 
 async def _put_parts(
@@ -126,7 +127,7 @@ async def _put_parts(
     try:
         parts = await together((send(number, *body) for number, body in enumerate(bodies, 1)), PARTS_AT_ONCE)
         whole = {"MultipartUpload": {"Parts": parts}, **condition, **upload}
-        await connection.ask(lambda client: client.complete_multipart_upload(**whole))
+        told(await connection.ask(lambda client: client.complete_multipart_upload(**whole)), "ETag")
     except BaseException:
         await _abort(upload, connection)
         raise

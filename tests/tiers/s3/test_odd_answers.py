@@ -57,6 +57,24 @@ def test_a_page_in_the_place_of_the_store_has_no_chunk(stand: S3Stand) -> None:
     stand.run(scenario)
 
 
+def test_a_page_that_takes_a_chunk_has_stored_nothing(stand: S3Stand) -> None:
+    """The proxy's session ends between the look and the write."""
+
+    async def scenario() -> None:
+        heard = stand.switches.hears("PUT")
+        writing = asyncio.create_task(write(stand.tier, chunk(1)))
+        await asyncio.to_thread(heard.wait, 10)
+        stand.switches.page = LOGIN
+        stand.switches.turn_on()
+        with pytest.raises(Unavailable, match=r"no S3 store.*tiers\.s3\.endpoint_url"):
+            await writing
+        stand.switches.turn_off()
+        await write(stand.tier, chunk(1))
+        assert there(stand, chunk(1)) == bytes_of(chunk(1))
+
+    stand.run(scenario)
+
+
 @pytest.mark.parametrize("status", [200, 204, 404])
 def test_what_is_no_store_is_named_also_to_a_scan(stand: S3Stand, status: int) -> None:
     """A page that lets nobody through, or a web server where the endpoint was thought to be: no bucket is empty."""
