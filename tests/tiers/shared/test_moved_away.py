@@ -90,7 +90,9 @@ def test_a_tier_is_not_asked_for_what_a_faster_one_has(tmp_path: Path, monkeypat
                 return await ask(keys, *args)
 
             monkeypatch.setattr(tier, "ask", ask)
-        changes = Operators(node.parts, node.controller).drain(Selection(tier="nvme"), end=False, service=False, dry_run=False)
+        changes = Operators(node.parts, node.controller).drain(
+            Selection(tier="nvme"), end=False, service=False, dry_run=False
+        )
         tally = [news async for news in changes][-1].tally
         assert tally.counts[FREED] == 2
         assert [key for key in asked["s3"] if key != ROOT_DIGEST] == []
