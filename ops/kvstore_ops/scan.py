@@ -126,13 +126,15 @@ class Row:
 @dataclass
 class Found:
     """The counts of a scan. ``damaged``: numbers of damaged objects by their problem. ``newer``: objects that only a
-    newer release can read. ``unread``: objects that are too large to be read whole: only their headers are checked.
+    newer release can read. ``archived``: objects that were moved to an archive, which gives no bytes: nobody can tell
+    whether they are damaged. ``unread``: objects that are too large to be read whole: only their headers are checked.
     ``unopened``: objects in envelopes whose key is not in the configuration: they were to be read whole, and are not
     checked. ``foreign``: objects that are no chunks."""
 
     rows: dict[tuple[str, str, str], Row] = field(default_factory=dict)
     damaged: dict[str, int] = field(default_factory=dict)
     newer_count: int = 0
+    archived_count: int = 0
     unread_count: int = 0
     unopened_count: int = 0
     foreign_count: int = 0
@@ -149,6 +151,8 @@ class Found:
         self.unopened_count += found.is_unopened
         if found.reason == "newer":
             self.newer_count += 1
+        elif found.reason == "archived":
+            self.archived_count += 1
         elif found.reason:
             self.damaged[found.reason] = self.damaged.get(found.reason, 0) + 1
         elif found.header is not None:
@@ -161,7 +165,7 @@ class Found:
     @property
     def is_all_checked(self) -> bool:
         """True when no object was left out of a check of all bytes."""
-        return not (self.newer_count or self.unread_count or self.unopened_count)
+        return not (self.newer_count or self.archived_count or self.unread_count or self.unopened_count)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the counts as plain values for JSON."""
@@ -251,6 +255,8 @@ def render(found: Found, now_s: float, *, is_verified: bool) -> Group:
         lines.append(f"not checked (sealed with a key that this configuration does not have): {found.unopened_count:,}")
     if found.newer_count:
         lines.append(f"written by a newer release: {found.newer_count:,}, left alone")
+    if found.archived_count:
+        lines.append(f"moved to an archive, and not read: {found.archived_count:,}")
     if found.unread_count:
         lines.append(f"too large to be read whole, headers checked: {found.unread_count:,}")
     if found.foreign_count:

@@ -30,7 +30,7 @@ from tests.contracts.chunks import SMALL, Chunk, chunk, layouts
 from tests.contracts.shared.s3_stand import S3Stand, tier_of
 from tests.contracts.shared.stands import write
 from tests.specs import random_cache, small_spec, tokens_of
-from tests.tiers.s3.objects import bytes_of, newer, put_bytes
+from tests.tiers.s3.objects import archive, bytes_of, newer, put_bytes
 
 MODELS = {"one": b"\x11" * 32, "other": b"\x22" * 32}
 
@@ -102,6 +102,16 @@ def test_it_tells_what_is_there_and_what_is_damaged(stand: S3Stand) -> None:
     assert all(word in shown for word in ("default", "111111111111", "10 objects", "newer release: 1"))
     assert scan(stand, "--json", "--tenant", "7474")["object_count"] == 4
     assert scan(stand, "--json", "--model", "1111")["object_count"] == 3
+
+
+def test_archived_objects_are_not_called_damaged(stand: S3Stand) -> None:
+    """They can be restored."""
+    chunks = filled(stand)
+    archive(stand, chunks[4].header.storage_key)
+    found = scan(stand, "--json")
+    assert found["archived_count"] == 1
+    assert "archived" not in found["damaged"]
+    assert "moved to an archive, and not read: 1" in scan(stand)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")

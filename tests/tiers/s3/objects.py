@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import xxhash
 
 from kvstore.chunk import Making
@@ -44,3 +45,12 @@ def gets(stand: S3Stand) -> list[str]:
     asked = [headers["Range"] for method, _, headers in stand.switches.asked if method == "GET"]
     stand.switches.asked.clear()
     return asked
+
+
+def archive(stand: S3Stand, key: bytes) -> None:
+    """As a bucket's rule does after some days."""
+    place = {"Bucket": stand.server.bucket, "Key": object_key(stand.settings, key)}
+    data = stand.server.get(place["Key"])
+    stand.server.client.put_object(**place, Body=data, StorageClass="GLACIER")
+    if stand.server.client.head_object(**place).get("StorageClass") != "GLACIER":
+        pytest.skip("this server has no archive")

@@ -12,11 +12,10 @@ from kvstore.errors import Exhausted, Unavailable
 from kvstore.tiers import UploadState
 from kvstore.tiers.s3.depth import HEAD_COUNT_MAX
 from kvstore.tiers.s3.listing import examine, pages
-from kvstore.tiers.s3.objects import object_key
 from tests.contracts.chunks import LARGE, chunk
 from tests.contracts.shared.s3_stand import S3Stand
 from tests.contracts.shared.stands import found, write
-from tests.tiers.s3.objects import bytes_of, there
+from tests.tiers.s3.objects import archive, bytes_of, there
 
 LOGIN = "<html>Who are you?</html>"
 ARCHIVED = (403, "InvalidObjectState")
@@ -154,12 +153,3 @@ def test_no_promise_rests_on_an_archived_object_and_it_is_not_sent_again(stand: 
         assert await stand.tier.open(chunk(1).name) is None
 
     stand.run(scenario)
-
-
-def archive(stand: S3Stand, key: bytes) -> None:
-    """As a bucket's rule does after some days."""
-    place = {"Bucket": stand.server.bucket, "Key": object_key(stand.settings, key)}
-    data = stand.server.get(place["Key"])
-    stand.server.client.put_object(**place, Body=data, StorageClass="GLACIER")
-    if stand.server.client.head_object(**place).get("StorageClass") != "GLACIER":
-        pytest.skip("this server has no archive")
