@@ -1,4 +1,4 @@
-"""Fetches by tickets that name places, without a call."""
+"""Fetches by tickets that name places, without a call, and layers that are copied together."""
 
 from __future__ import annotations
 
@@ -88,5 +88,13 @@ MUTANTS = (
         "    say()\n",
         "a sidecar that stalls under many loads keeps their chunks until the tickets are too old",
         (f"{TEST}::test_a_sidecar_that_takes_no_packets_hears_later_that_a_ticket_is_redeemed",),
+    ),
+    Mutant(
+        "heads-of-another-layer",
+        "clients/kvstore_client/fetch/target.py",
+        "wanted.head_start + wanted.heads_of(layers[0]))\n",
+        "wanted.head_start + wanted.heads_of(wanted.layers[0]))\n",
+        "where a model's layers differ, some heads of layers that are copied together are never written",
+        ("tests/e2e/test_layer_jobs.py::test_layers_of_every_size_of_job",),
     ),
 )

@@ -186,6 +186,22 @@ MUTANTS = [
         (f"{WAYS}::test_a_proxy_carries_every_request",),
     ),
     Mutant(
+        "a-page-has-every-chunk",
+        f"{ROOM}/looking.py",
+        '        told(answer, "ETag")\n    except Refused',
+        "    except Refused",
+        "a move gives up the node's copies because a login page answers",
+        ("tests/tiers/s3/test_odd_answers.py::test_a_page_in_the_place_of_the_store_has_no_chunk",),
+    ),
+    Mutant(
+        "a-page-takes-every-chunk",
+        f"{ROOM}/writing.py",
+        '    told(answer, "ETag")  # else',
+        "    # else",
+        "OBJECT is promised for bytes that a proxy has thrown away",
+        ("tests/tiers/s3/test_odd_answers.py::test_a_page_that_takes_a_chunk_has_stored_nothing",),
+    ),
+    Mutant(
         "what-is-denied-is-an-outage",
         f"{ROOM}/looking.py",
         "        if refused.code not in DENIED:\n",

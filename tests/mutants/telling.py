@@ -145,6 +145,14 @@ MUTANTS = [
         (f"{T_PLACED}::test_whole_chunks_are_held_without_the_partial_one",),
     ),
     Mutant(
+        "what-is-behind-the-hits-is-not-counted",
+        LOOKUPS,
+        "lookup_hit_chunks=hits, lookup_miss_chunks=chunks - hits)",
+        "lookup_hit_chunks=hits)",
+        "the rate of hits is told too high",
+        (f"{T_PLACED}::test_what_is_not_stored_behind_a_held_partial_chunk_is_counted",),
+    ),
+    Mutant(
         "peeked-without-a-ticket",
         LOOKUPS,
         "    if tail is None or (hold and prefix + tail[0]):\n",
