@@ -47,7 +47,8 @@ class Identity:
     def __init__(self, model: Any) -> None:
         """Digest the model. Raises InvalidRequest when its configuration and tensors do not fully describe it."""
         plain = check_plain(model)
-        self._precision = precision_of_products()
+        self._on_gpu = any(each.is_cuda for each in model.parameters())
+        self._precision = precision_of_products(on_gpu=self._on_gpu)
         self._configuration, self._config = described(model.config), copy.deepcopy(vars(model.config))
         self._modules, self._modeling = [_Module(each) for each in walked(model)], modeling_of(model)
         others = {id(each.config): each.config for each in self._modules}
@@ -67,7 +68,7 @@ class Identity:
     def holds(self, model: Any) -> bool:
         """True when the model is unchanged, by all checks that fit into a millisecond. Raises InvalidRequest when its
         configuration and tensors do not describe it any more, for example because of a new hook."""
-        if precision_of_products() != self._precision:
+        if precision_of_products(on_gpu=self._on_gpu) != self._precision:
             return False
         check_functions(getattr(model.config, "_attn_implementation", None), self._modeling)
         if any(vars(config) != was for config, was in self._others):

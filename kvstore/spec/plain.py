@@ -63,7 +63,7 @@ def check_functions(attention: str | None, modeling: Iterable[dict[str, Any]]) -
     """Raises InvalidRequest when the kernels of ``attention``, its masks, or a function that the forward passes call
     are not transformers' own: their names are in the key, what they compute is not."""
     known = [registered.get(attention) for registered in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
-    called = [each for names in modeling for each in names.values() if isinstance(each, FunctionType)]
+    called = [each for names in modeling for each in list(names.values()) if isinstance(each, FunctionType)]
     for each in (*known, *called, torch.nn.functional.scaled_dot_product_attention):
         if each is not None and not f"{_home(each)}.".startswith(OWN_FUNCTIONS):
             raise InvalidRequest(

@@ -20,18 +20,21 @@ USUAL = {
 """What half precision may lose inside a product on a GPU, by PyTorch's defaults."""
 
 
-def precision_of_products() -> str:
-    """Return a name of these settings; empty where all are PyTorch's defaults. Cost: some microseconds."""
+def precision_of_products(*, on_gpu: bool) -> str:
+    """Return a name of these settings, for a model on a GPU or on the CPU; empty where all are PyTorch's defaults.
+    Cost: some microseconds."""
     cuda = torch.backends.cuda.matmul
-    parts = [_float32(cuda)]
+    parts = [_float32(cuda, on_gpu=on_gpu)]
     parts += [name for name, usual in USUAL.items() if getattr(cuda, name, usual) != usual]
     return "/".join(filter(None, parts))
 
 
-def _float32(cuda: Any) -> str:
+def _float32(cuda: Any, *, on_gpu: bool) -> str:
     mkldnn: Any = getattr(torch.backends.mkldnn, "matmul", None)
     if not hasattr(mkldnn, "fp32_precision"):
         found = str(torch.get_float32_matmul_precision())
         return "" if found == "highest" else found
     both = tuple("" if each in PLAIN else str(each) for each in (mkldnn.fp32_precision, cuda.fp32_precision))
+    if on_gpu and both == ("", "tf32"):
+        return "high"  # what ``allow_tf32`` says: for a GPU the same as "high", and one name in older releases
     return LEGACY.get(both, "+".join(both) if any(both) else "")  # type: ignore[arg-type]  # of two

@@ -23,6 +23,7 @@ from tests.recompute.models import model_of, prompt
 PRECISIONS = """
 import torch
 from kvstore_client import ModelSpec
+from kvstore.spec.products import precision_of_products
 from tests.recompute.models import model_of
 
 def name():
@@ -34,6 +35,12 @@ torch.set_float32_matmul_precision("medium")
 names.append(name())
 torch.set_float32_matmul_precision("highest")
 assert name() == names[0]
+torch.backends.cuda.matmul.allow_tf32 = True
+alone, beside = (precision_of_products(on_gpu=on_gpu) for on_gpu in (True, False))
+torch.backends.cuda.matmul.allow_tf32 = False
+torch.set_float32_matmul_precision("high")
+assert precision_of_products(on_gpu=True) == alone == "high" != beside, "for a GPU they are the same"
+torch.set_float32_matmul_precision("highest")
 products = (
     (torch.backends.mkldnn.matmul, "fp32_precision", "bf16", "none"),
     (torch.backends.cuda.matmul, "fp32_precision", "tf32", "none"),

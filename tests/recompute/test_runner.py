@@ -116,6 +116,8 @@ def test_what_it_hands_back_is_the_callers() -> None:
     found.kv[0][0][:] = 0
     found.kv[0][0].requires_grad_()
     found.logits.div_(2)
+    runner = TransformersRunner(model_of("llama"))
+    recompute(runner, prompt(9, 5), [], Recompute.full(LAYERS), hidden_layers=[1]).hidden[1].div_(2)
 
 
 def test_a_model_without_a_runner_is_named() -> None:

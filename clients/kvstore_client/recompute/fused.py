@@ -120,7 +120,8 @@ class _Pass:
         ahead *= len(self._split.context) * self._layer_count
         for layer in range(first, self._layer_count):
             if layer in hidden_layers:
-                self._hidden[layer] = rows.hidden.clone()
+                with torch.inference_mode(False):
+                    self._hidden[layer] = rows.hidden.clone()  # the caller may write to it
             rows = self._layer(layer, rows, logit_count)
         logits = self._runner.logits(rows.hidden)
         with torch.inference_mode(False):
