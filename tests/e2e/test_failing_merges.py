@@ -15,6 +15,7 @@ import torch
 from kvstore_client import Client, Exactness, ModelSpec, Recompute, connect
 from kvstore_client.copying import Copier
 from kvstore_client.engines.transformers import TransformersRunner
+from kvstore_client.planes.shared_memory import landing
 from kvstore_client.planes.shared_memory.session import MappedSession
 from kvstore_client.recompute import PartialPrefill, Recomputed, arrivals, fused, merged, recompute
 from kvstore_ops.sidecar import Sidecar
@@ -98,7 +99,8 @@ SCENES = (exact_prefix, kept_e, siblings_behind_a_prefix, documents_elsewhere)
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that nobody wrote is seen."""
+    """A row that nobody wrote is seen. Each layer is copied by itself, as large ones are."""
+    monkeypatch.setattr(landing, "JOB_BYTES", 1)
     real = merged.dense_planes
 
     def planes(*args: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -99,16 +99,17 @@ def test_a_lookup_whose_second_call_fails_releases_its_ticket_once(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sidecar that does not answer makes each release wait for the timeout of a call."""
-    tokens, ask, release, released = tokens_of(COUNT, 4), calls._ask, calls.release, list[Any]()
+    tokens, call, release, released = tokens_of(COUNT, 4), calls._call, calls.release, list[Any]()
 
     def fails(context: Any, prompt: Any, digests: Any, readers: int, segments: Any = None) -> Any:
         if segments is None:
             raise Unavailable("the sidecar is gone")
-        return ask(context, prompt, digests, readers, segments)
+        return call(context, prompt, digests, readers, segments)
 
     with connect(sidecar.address) as client:
         client.store(SPEC, tokens, random_cache(SPEC, COUNT, 4)).wait(10.0)
-        monkeypatch.setattr(calls, "_ask", fails)
+        client.connect_now().presence = None  # else one call is enough
+        monkeypatch.setattr(calls, "_call", fails)
         monkeypatch.setattr(calls, "release", lambda *given: (released.append(given[1]), release(*given)))
         longer = np.concatenate([tokens, tokens_of(20, 5)])
         assert not client.lookup(SPEC, longer, hold=True)

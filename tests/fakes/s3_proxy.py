@@ -116,7 +116,8 @@ class S3Proxy:
         answered = {name: value for name, value in answer.headers.items() if name.lower() not in OF_A_HOP | self.drops}
         status = self._altered(request, answer.status, data)
         if status != answer.status:
-            return refusal(404, "NoSuchKey") if status == 404 else web.Response(status=status)
+            lie = web.Response(status=status, headers={"ETag": '"of-no-object"'})
+            return refusal(404, "NoSuchKey") if status == 404 else lie
         return await self._give(request, status, answered, data)
 
     def _altered(self, request: web.Request, status: int, data: bytearray) -> int:

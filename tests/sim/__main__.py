@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from itertools import count, islice
 
 from tests.sim.run import Outcome, run_seed
@@ -59,21 +60,23 @@ def _run_many(options: argparse.Namespace) -> int:
     totals: Counter[str] = Counter()
     failed = 0
     jobs: Iterator[Job] = _jobs(options)
-    running: set[Future[tuple[str, Counter[str]]]] = set()
+    running: dict[Future[tuple[str, Counter[str]]], Job] = {}
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         while True:
             now = time.monotonic()
             is_late = options.seconds and now - started >= options.seconds
             if is_late or failed >= FAILURES_MAX or (options.crashes and totals["crashes"] >= options.crashes):
                 jobs = iter(())
-            running |= {
-                pool.submit(run_job, job, is_cloudy=options.cloud)
-                for job in islice(jobs, 4 * options.jobs - len(running))
-            }
+            for job in islice(jobs, 4 * options.jobs - len(running)):
+                running[pool.submit(run_job, job, is_cloudy=options.cloud)] = job
             if not running:
                 break
-            done, running = wait(running, return_when=FIRST_COMPLETED)
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            if any(isinstance(each.exception(), BrokenProcessPool) for each in done):
+                print(f"one of these does not end, and where it is stands above: {list(running.values())}")
+                return 1
             for each in done:
+                del running[each]
                 words, counts = each.result()
                 totals += counts
                 totals["runs"] += 1

@@ -7,6 +7,7 @@ a file replaced by one of another slot size, a clean stop with its snapshot, a s
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -181,9 +182,16 @@ def every_cut(*, stride: int = 1, step: int = 1, is_sealed: bool = False) -> Ite
 
 Job = int | Cut
 """A seed, or a cut."""
+JOB_S_MAX = 600.0
+"""Seconds that a job may take: hundreds of times what one takes."""
 
 
 def run_job(job: Job, *, is_cloudy: bool = False) -> tuple[str, Counter[str]]:
-    """What to print (nothing when all is well), and the counts. ``is_cloudy``: see ``run_seed``."""
-    outcome = passage(job) if isinstance(job, Cut) else run_seed(job, is_cloudy=is_cloudy)
+    """What to print (nothing when all is well), and the counts. ``is_cloudy``: see ``run_seed``. One that does not end
+    says where it is and ends its process: a run once waited for such a seed for an hour, in silence."""
+    faulthandler.dump_traceback_later(JOB_S_MAX, exit=True)
+    try:
+        outcome = passage(job) if isinstance(job, Cut) else run_seed(job, is_cloudy=is_cloudy)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     return outcome.told() if outcome.failure else "", outcome.totals
