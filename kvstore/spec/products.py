@@ -11,13 +11,13 @@ import torch
 
 PLAIN = ("none", "ieee")
 LEGACY = {("tf32", "tf32"): "high", ("bf16", "tf32"): "medium"}
-"""What one setting for all backends makes of (mkldnn, cuda), and its name in keys of older releases."""
+"""One setting for all backends makes this of (mkldnn, cuda); keys of older releases have its name."""
 USUAL = {
     "allow_fp16_reduced_precision_reduction": True,
     "allow_bf16_reduced_precision_reduction": True,
     "allow_fp16_accumulation": False,
 }
-"""What half precision may lose inside a product on a GPU, by PyTorch's defaults."""
+"""PyTorch lets half precision lose so much inside a product on a GPU unless it is told otherwise."""
 
 
 def precision_of_products(*, on_gpu: bool) -> str:
@@ -37,4 +37,5 @@ def _float32(cuda: Any, *, on_gpu: bool) -> str:
     both = tuple("" if each in PLAIN else str(each) for each in (mkldnn.fp32_precision, cuda.fp32_precision))
     if on_gpu and both == ("", "tf32"):
         return "high"  # what ``allow_tf32`` says: for a GPU the same as "high", and one name in older releases
-    return LEGACY.get(both, "+".join(both) if any(both) else "")  # type: ignore[arg-type]  # of two
+    # a tuple of two, which mypy takes for one of any length
+    return LEGACY.get(both, "+".join(both) if any(both) else "")  # type: ignore[arg-type]

@@ -66,7 +66,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[range]:
     def noted(self: Copier, function: object, *args: object) -> Future[object]:
         if args and isinstance(args[0], range):
             seen.append(args[0])
-        return submit(self, function, *args)  # type: ignore[arg-type]
+        return submit(self, function, *args)  # type: ignore[arg-type]  # any call is passed on as it is
 
     monkeypatch.setattr(Copier, "submit", noted)
     return seen
@@ -179,7 +179,7 @@ def streamed(prefix: Arriving, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
     context = SimpleNamespace(clock=SystemClock(), copier=None, faults=None, timeout_s=1.0)
     monkeypatch.setattr(stream, "before", lambda *_: None)
     monkeypatch.setattr(stream, "after", lambda *_: None)
-    return iter(LayerStream(prefix, target, context))  # type: ignore[arg-type]
+    return iter(LayerStream(prefix, target, context))  # type: ignore[arg-type]  # stand-ins have what it uses
 
 
 def test_layers_that_were_copied_together_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:

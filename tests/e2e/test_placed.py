@@ -259,7 +259,7 @@ class Calls:
 
         def counted(*arguments: object) -> pb.LookupResponse:
             self.count += 1
-            answer = said.pop() if said else call(*arguments)  # type: ignore[arg-type]
+            answer = said.pop() if said else call(*arguments)  # type: ignore[arg-type]  # passed on
             if isinstance(answer, Exhausted):
                 raise answer
             return answer

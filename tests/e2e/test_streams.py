@@ -34,8 +34,9 @@ def own_bytes() -> int:
 
 
 def grows(call: Callable[[], object], calls: int = CALLS, bound: int = GROWN_BYTES_MAX) -> bool:
-    """Whether the process grew by more than ``bound`` in each of some rounds of ``calls``: what is left behind is so in
-    every one of them; streams that busy processors have not ended yet, and what an allocator keeps, are not."""
+    """Return True when the process grew by more than ``bound`` in each of some rounds of ``calls``: what is left behind
+    is so in every one of them; streams that busy processors have not ended yet, and what an allocator keeps, are
+    not."""
     for _ in range(calls // 4):
         call()
     for _ in range(ROUNDS):

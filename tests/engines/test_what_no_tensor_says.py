@@ -1,4 +1,4 @@
-"""What a forward pass reads beside tensors and the model's configuration is in the key, or the model has none."""
+"""The key names what a forward pass reads beside tensors and the model's configuration, or the model has none."""
 
 from __future__ import annotations
 

@@ -179,7 +179,8 @@ class Oracle:
             await quarantine(copies, row, residency)
 
         removal.drop, removal.remove = on_drop, on_remove  # type: ignore[method-assign]
-        removal.drop_spare = partial(self._on_drop_spare, life, removal.drop_spare)  # type: ignore[method-assign]
+        drop_spare = partial(self._on_drop_spare, life, removal.drop_spare)
+        removal.drop_spare = drop_spare  # type: ignore[method-assign]  # watched, as the others above
         removal.quarantine, checks._give_up = on_quarantine, on_give_up  # type: ignore[method-assign]
         self._watch_evictions(life)
         self._watch_moves(life)

@@ -187,8 +187,8 @@ JOB_S_MAX = 600.0
 
 
 def run_job(job: Job, *, is_cloudy: bool = False) -> tuple[str, Counter[str]]:
-    """What to print (nothing when all is well), and the counts. ``is_cloudy``: see ``run_seed``. One that does not end
-    says where it is and ends its process: a run once waited for such a seed for an hour, in silence."""
+    """Return the words to print (nothing when all is well), and the counts. ``is_cloudy``: see ``run_seed``. A job that
+    does not end says where it is and ends its process: a run once waited for such a seed for an hour, in silence."""
     faulthandler.dump_traceback_later(JOB_S_MAX, exit=True)
     try:
         outcome = passage(job) if isinstance(job, Cut) else run_seed(job, is_cloudy=is_cloudy)

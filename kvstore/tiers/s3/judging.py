@@ -32,14 +32,14 @@ KEPT = {
     Finding.ARCHIVED: "an object was moved to an archive, which gives no bytes before they are restored: see the rules "
     "that kvstore doctor names, and Intelligent-Tiering",
 }
-"""What is said of objects that are misses here, and stay."""
+"""The log says so of objects that are misses here, and stay."""
 REFUSED = {
     Finding.NEWER: "tiers.s3: a newer release, or a node with another envelope key, has stored this chunk: update this "
     "node, or its key file",
     Finding.ARCHIVED: "tiers.s3: this chunk's object was moved to an archive: end the bucket's rule that does so "
     "(kvstore doctor), and restore or remove what it moved",
 }
-"""Why a chunk is not written where such an object lies."""
+"""A write is refused so where such an object lies."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from tests.tiers.shared.world import Node, Wide, run
 
 
 async def moved(node: Node, to: str) -> Tally:
-    """What became of all chunks that a node has."""
+    """Return the fates of all chunks that a node has."""
     changes = Operators(node.parts, node.controller).move(Selection(), to, keep=False, dry_run=False)
     return [news async for news in changes][-1].tally
 

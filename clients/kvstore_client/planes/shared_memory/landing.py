@@ -34,7 +34,8 @@ class Arriving(Protocol):
 
 
 class MappedLanding:
-    """Copies of a prefix that is still arriving: resident chunks at once, the rest layer by layer as it lands."""
+    """Copies of a prefix that is still arriving: resident chunks at once, the rest as its layers land. Small layers
+    that are there together are one job; a layer is handed out once all of its jobs have ended."""
 
     def __init__(
         self,
