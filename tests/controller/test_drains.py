@@ -9,6 +9,7 @@ from typing import Any
 from kvstore.controller.operators.changes import BATCH_S_MAX, NEWS_S
 from kvstore.controller.operators.drains import Drains
 from kvstore.controller.operators.turns import Turns
+from kvstore.movement import Transit
 from tests.controller.service import Service
 
 
@@ -52,3 +53,18 @@ async def test_what_comes_and_goes_is_no_progress() -> None:
 async def test_a_drain_waits_while_less_and_less_is_left() -> None:
     falling = [count for count in range(300, 0, -1) for _ in range(round(BATCH_S_MAX / NEWS_S) - 1)]
     assert await settled_s(*falling[:2000], 0, 0) > 2 * BATCH_S_MAX
+
+
+async def test_chunks_that_are_written_while_it_looks_for_more_are_counted() -> None:
+    """A look at many chunks pauses: a fast device has written the first ones before the last one is found."""
+    service = Service()
+    await service.store(service.controller.open_session(), 1, 2, 3)
+    controller, real = service.controller, service.parts.movement
+    drains = Drains(service.parts, controller.claims, controller.reservations, Turns(PassingTime()))
+    at_once: Any = SimpleNamespace(takes=lambda row: True, add=lambda row, priority: None)
+    drains._movement = SimpleNamespace(  # type: ignore[assignment]  # simulated
+        memory=real.memory, shared_tiers=real.shared_tiers, writes=[at_once], all_writes=[], backlog_count=0
+    )
+    for dry_run in (True, False):
+        news = [each async for each in drains.stores(dry_run=dry_run)][-1]
+        assert news.tally.counts[Transit.WRITTEN] == 3, dry_run

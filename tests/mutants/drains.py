@@ -40,4 +40,12 @@ MUTANTS = (
         "who stops the service loses what memory alone had",
         (f"{T_DRAINS}::test_what_a_stop_would_lose_is_counted",),
     ),
+    Mutant(
+        "written-while-it-looks-is-not-counted",
+        "kvstore/controller/operators/drains.py",
+        "                total += self._write(row, alone, dry_run=dry_run)\n",
+        "                self._write(row, alone, dry_run=dry_run)\n",
+        "a drain says that it wrote fewer chunks than it did, and than its dry run said",
+        ("tests/controller/test_drains.py::test_chunks_that_are_written_while_it_looks_for_more_are_counted",),
+    ),
 )

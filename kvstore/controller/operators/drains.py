@@ -43,11 +43,11 @@ class Drains:
         lose is written where a tier takes it, and count the chunks that it would lose all the same."""
         if not dry_run:
             self._claims.refusal = STORES_REFUSED
-        turn, more, alone = self._turns.begin(), 0, Tally(0)
+        turn, total, alone = self._turns.begin(), self._movement.backlog_count, Tally(0)
         async for row in self._lost(turn):
             if not any(row in each for each in self._movement.all_writes):
-                more += self._write(row, alone, dry_run=dry_run)
-        async for news in self.settle(more if dry_run else 0, dry_run=dry_run):
+                total += self._write(row, alone, dry_run=dry_run)
+        async for news in self.settle(total, dry_run=dry_run):
             if not news.is_last:
                 yield news
         tally = news.tally
@@ -89,11 +89,12 @@ class Drains:
             copies.durability >= Durability.LOCAL and copies.is_proven(row) for copies in self._table.copies
         ) or any(shared.is_seen(row) for shared in self._movement.shared_tiers.tiers)  # fmt: skip
 
-    async def settle(self, more: int = 0, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
+    async def settle(self, total: int = 0, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Wait until the tiers have written all chunks of their backlogs, and in a drain until all stores have ended.
-        ``more``: chunks that the run would add to the backlogs."""
+        ``total``: chunks of the backlogs and those that the run adds to them, also where they are written by now."""
         movement, clock = self._movement, self._parts.clock
-        total = left = movement.backlog_count + more
+        left = movement.backlog_count
+        total = max(total, left)
         tally, since_s = Tally(total), clock.monotonic()
         now = least = (left, self._storing)
         while any(now) and not dry_run and clock.monotonic() - since_s < BATCH_S_MAX:
