@@ -349,7 +349,8 @@ class Writes:
     async def progress(self, timeout_s: float) -> None:
         """Wait until some chunk's move has ended, well or not, at most ``timeout_s`` seconds."""
         try:
-            await asyncio.wait_for(self._progress.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._progress.wait()
         except TimeoutError:
             return
 

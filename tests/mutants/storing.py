@@ -84,8 +84,8 @@ MUTANTS = [
     Mutant(
         "movers-waited-for-without-end",
         RESERVATIONS,
-        "                await asyncio.wait_for(reservation.idle.wait(), deadline.left_s)\n",
-        "                await asyncio.wait_for(reservation.idle.wait(), None)\n",
+        "                async with asyncio.timeout(deadline.left_s):\n",
+        "                async with asyncio.timeout(None):\n",
         "a mover that hangs holds up its caller for ever",
         (f"{T_MOVES}::test_a_job_that_never_answers_keeps_its_memory_and_nothing_of_it_is_served",),
     ),
@@ -206,5 +206,21 @@ MUTANTS = [
         "        if spares:\n            copies.tier.remove([spares[0].residency])\n        if was_fastest:\n",
         "what was acknowledged is nowhere on the device until the chunk is written anew",
         ("tests/tiers/nvme/test_spares.py::test_memory_gives_way_to_a_second_copy",),
+    ),
+    Mutant(
+        "cancelled-and-yet-stored",
+        "kvstore/movement/writes.py",
+        "            async with asyncio.timeout(timeout_s):\n                await self._progress.wait()\n",
+        "            await asyncio.wait_for(self._progress.wait(), timeout_s)\n",
+        "a store goes on whose caller has gone",
+        ("tests/controller/test_cancelled.py::test_a_store_that_waits_for_room",),
+    ),
+    Mutant(
+        "cancelled-shard-that-stays",
+        COMMIT,
+        "            async with asyncio.timeout(until.left_s):\n                await reservation.ended.wait()\n",
+        "            await asyncio.wait_for(reservation.ended.wait(), until.left_s)\n",
+        "a commit answers a caller who has gone",
+        ("tests/controller/test_cancelled.py::test_a_shard_that_waits_for_the_others",),
     ),
 ]

@@ -115,7 +115,8 @@ class CloudTier:
         self, storage_keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = ()
     ) -> Sequence[bool]:
         try:
-            await asyncio.wait_for(self._called(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._called()
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self.name} has not answered in time") from error
         store = self._store

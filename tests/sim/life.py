@@ -33,6 +33,8 @@ from tests.simulated.disk import DiskStopped
 KIB = 1024
 DEADLINE_S = 10.0
 CROWDED_EVERY = 4
+CANCELLED_S_MAX = 300.0
+"""Simulated seconds in which a task ends that was cancelled: longer than any job takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +248,10 @@ class Life:
         await self._cancelled([*self.tasks, self._running])
 
     async def _cancelled(self, tasks: list[asyncio.Task[None] | None]) -> None:
+        """Cancel these tasks, and wait for their ends. One that goes on all the same would keep a real service from
+        stopping, and this run from ending."""
         alive = [task for task in tasks if task is not None]
         for task in alive:
             task.cancel()
-        await asyncio.gather(*alive, return_exceptions=True)
+        left = (await asyncio.wait(alive, timeout=CANCELLED_S_MAX))[1] if alive else ()
+        self.trace.check(not left, f"{CANCELLED_S_MAX} s after they were cancelled these tasks go on: {left}")

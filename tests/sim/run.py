@@ -27,6 +27,9 @@ from tests.sim.warm import reads_warm
 from tests.simulated import SeededRandom, SimulatedDisk, simulate
 from tests.simulated.disk import DiskStopped
 
+LEAVE_S_MAX = 200.0
+"""Simulated seconds in which those who use a service stop once they are told to."""
+
 
 @dataclass
 class Outcome:
@@ -146,9 +149,11 @@ class World:
         if life.over.is_set() or (ending != "clean" and chance.random() < 0.5):
             return False
         stopping.set()
-        await asyncio.wait([*life.tasks, loop.create_task(life.over.wait())], timeout=200.0)
-        await asyncio.gather(*life.tasks)
+        await asyncio.wait([*life.tasks, loop.create_task(life.over.wait())], timeout=LEAVE_S_MAX)
         if not life.over.is_set():
+            left = [task for task in life.tasks if not task.done()]
+            self.trace.check(not left, f"{LEAVE_S_MAX} s after they were told to stop these go on: {left}")
+            await asyncio.gather(*life.tasks)
             await settle_down(life)
         if ending != "clean" or life.over.is_set():
             return False

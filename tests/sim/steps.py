@@ -182,7 +182,7 @@ def every_cut(*, stride: int = 1, step: int = 1, is_sealed: bool = False) -> Ite
 
 Job = int | Cut
 """A seed, or a cut."""
-JOB_S_MAX = 600.0
+JOB_S_MAX = 300.0
 """Seconds that a job may take: hundreds of times what one takes."""
 
 

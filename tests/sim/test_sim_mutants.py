@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 from kvstore.arena import Arena, Placement
 from kvstore.catalog import ChunkTable, Copies
 from kvstore.movement.levels import Levels, _Reached
+from kvstore.movement.queue import Priority
 from kvstore.movement.shared import SharedCopies
+from kvstore.movement.writes import Writes
 from kvstore.presence import PresenceTable, unpack_news
 from kvstore.spec import ChunkState
 from tests.sim.cloud import has_cloud
@@ -51,6 +54,19 @@ def leases_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
 def believed_after_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     """Promises LOCAL on copies that a crash may have torn."""
     monkeypatch.setattr(Copies, "is_proven", Copies.__contains__)
+
+
+def deaf_to_its_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goes on where it is cancelled."""
+    lane = Writes._lane
+
+    async def deaf(writes: Writes, classes: Collection[Priority]) -> None:
+        try:
+            await lane(writes, classes)
+        except asyncio.CancelledError:
+            await lane(writes, classes)
+
+    monkeypatch.setattr(Writes, "_lane", deaf)
 
 
 def believed_unread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,6 +149,7 @@ def seeds_with_little_memory() -> Iterator[Callable[[], Outcome]]:
         (believed_unread, seeds_with_a_cloud, 0), (without_checksums, seeds, 0), (leases_ignored, seeds, 0),
         (shown_for_ever, seeds, 0), (generation_stays, seeds_with_little_memory, 1),
         (generation_too_late, seeds_with_little_memory, 2), (generation_returns, seeds_with_little_memory, 1),
+        (deaf_to_its_stop, seeds, 0),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )  # fmt: skip

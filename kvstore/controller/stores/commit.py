@@ -101,7 +101,8 @@ class Commits:
             return True
         try:
             until = deadline.later(self._parts.limits.reservation_age_s_max)
-            await asyncio.wait_for(reservation.ended.wait(), until.left_s)
+            async with asyncio.timeout(until.left_s):
+                await reservation.ended.wait()
         except TimeoutError:
             raise DeadlineExceeded("the other shards did not commit: look at their writers") from None
         return False

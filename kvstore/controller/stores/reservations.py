@@ -129,7 +129,8 @@ class Reservations:
         help. Raises DeadlineExceeded when a job does not end in time."""
         while reservation.busy:
             try:
-                await asyncio.wait_for(reservation.idle.wait(), deadline.left_s)
+                async with asyncio.timeout(deadline.left_s):
+                    await reservation.idle.wait()
             except TimeoutError:
                 raise DeadlineExceeded("bytes of this store are still moving: wait and try again") from None
 
