@@ -66,8 +66,9 @@ class Identity:
         self.digest = named(found.digest, self._configuration, beside)
 
     def holds(self, model: Any) -> bool:
-        """True when the model is unchanged, by all checks that fit into a millisecond. Raises InvalidRequest when its
-        configuration and tensors do not describe it any more, for example because of a new hook."""
+        """True when the model is unchanged, by checks that take a millisecond or a few and read no weights. Raises
+        InvalidRequest when its configuration and tensors do not describe it any more, for example because of a new
+        hook."""
         if precision_of_products(on_gpu=self._on_gpu) != self._precision:
             return False
         check_functions(getattr(model.config, "_attn_implementation", None), self._modeling)

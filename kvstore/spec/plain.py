@@ -65,16 +65,21 @@ def check_functions(attention: str | None, modeling: Iterable[dict[str, Any]]) -
     known = [registered.get(attention) for registered in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
     called = [each for names in modeling for each in list(names.values()) if isinstance(each, FunctionType)]
     for each in (*known, *called, torch.nn.functional.scaled_dot_product_attention):
-        if each is not None and not f"{_home(each)}.".startswith(OWN_FUNCTIONS):
+        if each is not None and (home := _foreign_home(each)) is not None:
             raise InvalidRequest(
-                f"the forward pass calls {_home(each)}.{getattr(each, '__qualname__', each)!s:.80}, not a function of "
+                f"the forward pass calls {home}.{getattr(each, '__qualname__', each)!s:.80}, not a function of "
                 f"transformers: what it computes is in no key. Take transformers' own, {VOUCH}"
             )
 
 
-def _home(function: Any) -> str:
-    """Return the name of the module that defines a function; of a partial one, that of what it calls."""
-    return str(getattr(getattr(function, "func", function), "__module__", ""))
+def _foreign_home(function: Any) -> str | None:
+    """Return the name of the module that defines a function, of a partial one that of what it calls; None where that is
+    PyTorch or transformers. What functools.wraps made has the name of what it wraps, and the variables of its own
+    module."""
+    called = getattr(function, "func", function)
+    variables = getattr(called, "__globals__", {})
+    homes = [str(each) for each in (variables.get("__name__", "torch"), getattr(called, "__module__", ""))]
+    return next((each for each in homes if not f"{each}.".startswith(OWN_FUNCTIONS)), None)
 
 
 def check_untouched(module: Module) -> None:
@@ -100,7 +105,8 @@ def check_plain(model: Any) -> Module:
     check_functions(getattr(model.config, "_attn_implementation", None), modeling_of(model))
     for each in walked(model):
         check_untouched(each)
-        if not (type(each).forward.__module__ + ".").startswith(OWN_FORWARDS):
+        forward = type(each).forward
+        if not f"{forward.__module__}.".startswith(OWN_FORWARDS) or _foreign_home(forward) is not None:
             raise InvalidRequest(
                 f"the model has a {_called(each)}, not transformers' own: what it computes is in no key. Merge "
                 f"adapters (merge_and_unload), load weights unquantised, {VOUCH}"

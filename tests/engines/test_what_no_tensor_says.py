@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -92,6 +93,27 @@ def given_another_product(_model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.nn.functional, plain.__name__, lambda q, *rest, **named: plain(q / 2, *rest, **named))
 
 
+def given_a_wrapped_product(_model: Any, patch: pytest.MonkeyPatch) -> None:
+    """By functools.wraps, which gives it the name of what it stands for."""
+    plain = torch.nn.functional.scaled_dot_product_attention
+    wrapped = functools.wraps(plain)(lambda q, *rest, **named: plain(q / 2, *rest, **named))
+    wrapped.__module__ = "torch.nn.functional"
+    patch.setattr(torch.nn.functional, plain.__name__, wrapped)
+
+
+def given_a_wrapped_rotation(_model: Any, patch: pytest.MonkeyPatch) -> None:
+    turn = modeling_llama.apply_rotary_pos_emb
+    wrapped = functools.wraps(turn)(lambda q, k, cos, sin: turn(q, 2 * k, cos, sin))
+    patch.setattr(modeling_llama, "apply_rotary_pos_emb", wrapped)
+
+
+def given_a_wrapped_pass(_model: Any, patch: pytest.MonkeyPatch) -> None:
+    """All layers' normalisations, replaced in their class."""
+    norm = modeling_llama.LlamaRMSNorm
+    plain = norm.forward
+    patch.setattr(norm, "forward", functools.wraps(plain)(lambda self, states: 2 * plain(self, states)))
+
+
 def given_a_configuration(model: Any, _patch: pytest.MonkeyPatch) -> None:
     attention = model.model.layers[1].self_attn
     attention.config = copy.deepcopy(attention.config)
@@ -102,7 +124,10 @@ def cast_in_part(model: Any, _patch: pytest.MonkeyPatch) -> None:
     model.model.embed_tokens.to(torch.bfloat16)
 
 
-CHANGES = (given_kernels, given_a_rotation, given_eager, given_another_product, given_a_configuration, cast_in_part)
+CHANGES = (
+    given_kernels, given_a_rotation, given_a_wrapped_rotation, given_a_wrapped_pass, given_eager,
+    given_another_product, given_a_wrapped_product, given_a_configuration, cast_in_part,
+)  # fmt: skip
 
 
 @pytest.mark.usefixtures("registered")

@@ -65,6 +65,14 @@ MUTANTS = [
         ("tests/engines/test_key_of_transformers.py::test_a_forward_pass_that_is_not_the_configurations_has_no_key",),
     ),
     Mutant(
+        "wrappers-by-their-names",
+        "kvstore/spec/plain.py",
+        "variables.get(\"__name__\", \"torch\")",
+        "variables.get(\"\", \"torch\")",
+        "what a wrapper changes is kept under the plain model's name",
+        ("tests/engines/test_what_no_tensor_says.py::test_what_only_the_process_knows_has_no_key",),
+    ),
+    Mutant(
         "another-models-spec",
         "clients/kvstore_client/engines/transformers_spec.py",
         "    for name in sorted(wrong, key",
