@@ -67,8 +67,8 @@ MUTANTS = [
     Mutant(
         "wrappers-by-their-names",
         "kvstore/spec/plain.py",
-        "variables.get(\"__name__\", \"torch\")",
-        "variables.get(\"\", \"torch\")",
+        'variables.get("__name__", "torch")',
+        'variables.get("", "torch")',
         "what a wrapper changes is kept under the plain model's name",
         ("tests/engines/test_what_no_tensor_says.py::test_what_only_the_process_knows_has_no_key",),
     ),
