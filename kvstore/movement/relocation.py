@@ -76,7 +76,7 @@ class Relocation:
         if to is None:
             to = next((each for each in targets if each.takes(row)), None)
             way = Transit.NOT_TAKEN if to is None else Transit.WRITTEN
-        would_free = to is not None and any(row in copies for copies in leaving)
+        would_free = to is not None and any(copies.keeps(row) for copies in leaving)
         is_held = would_free and table.is_held(row)
         return ChunkStep(row, table.identity(row), to, way, would_free and not is_held, is_held)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import string
 from array import array
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,24 +70,25 @@ class Chosen:
         """Ids of the selected model's namespaces; None: those of all models are meant."""
         if selection.model:
             self._ids = np.array(namespaces_named(catalog, selection.model), np.int64)
-        self._column, self._bit = self._tier(parts, selection.tier)
+        self._column, self._bit, self._spares = self._tier(parts, selection.tier)
         self._before_s = int(parts.clock.wall()) - selection.older_than_s
         self._are_earlier_meant = selection.older_than_s <= up_s
         self._sizes: dict[int, bool] = {}
         self._links = frozenset(selection.chain)
 
-    def _tier(self, parts: Parts, name: str) -> tuple[array[int] | None, int]:
-        """Return the column that tells which chunks a tier has, and the bit that tells it; NOWHERE in place of the bit:
-        any value but NOWHERE tells it. No column without a name."""
+    def _tier(self, parts: Parts, name: str) -> tuple[array[int] | None, int, Collection[int]]:
+        """Return the column that tells which chunks a tier has; the bit that tells it, or NOWHERE where any value but
+        NOWHERE tells it; and further rows: those of which the tier has a second copy alone. No column without a
+        name."""
         if not name:
-            return None, NOWHERE
+            return None, NOWHERE, ()
         wanted = MEMORY_NAMES[1] if name in MEMORY_NAMES else name
         for copies in self._table.copies:
             if copies.tier.name == wanted:
-                return copies.column, NOWHERE
+                return copies.column, NOWHERE, copies.spares
         for shared in parts.movement.shared_tiers.tiers:
             if shared.tier.name == wanted:
-                return self._table.shared, shared.said_bit
+                return self._table.shared, shared.said_bit, ()
         raise no_such_tier(parts, name)
 
     async def blocks(self, turn: Turn) -> AsyncIterator[RowNumbers]:
@@ -168,7 +169,9 @@ class Chosen:
             found &= np.isin(table.space_ids(_part(table.spaces, start, stop)), self._ids)
         if self._column is not None:
             column = _part(self._column, start, stop)
-            found &= (column != NOWHERE) if self._bit == NOWHERE else (column & self._bit) != 0
+            has = (column != NOWHERE) if self._bit == NOWHERE else (column & self._bit) != 0
+            has[[row - start for row in self._spares if start <= row < stop]] = True
+            found &= has
         if selection.use_count_max is not None:
             found &= _part(table.uses, start, stop) <= selection.use_count_max
         if selection.older_than_s:

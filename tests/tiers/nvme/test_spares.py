@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvstore.controller.operators.selection import Chosen
+from kvstore.controller.operators.turns import Turns
+from kvstore.controller.operators.values import Selection
 from kvstore.movement.clearing import Fate, Meant
 from kvstore.movement.relocation import ChunkStep, Transit
 from kvstore.spec import Durability, LayerSpec, MissReason
@@ -28,6 +31,13 @@ async def only_a_spare(service: ValueService) -> Callable[[], None]:
     assert row not in service.device
     assert row in service.device.spares
     return go_on
+
+
+async def selected(service: ValueService, tier: str) -> list[int]:
+    """The rows that an operator means who names a tier."""
+    parts = service.controller.parts
+    chosen = Chosen(parts, Selection(tier=tier), 0.0)
+    return [row async for rows in chosen.blocks(Turns(parts.clock).begin()) for row in rows.tolist()]
 
 
 async def clear(service: ValueService, tier: str) -> Fate:
@@ -102,6 +112,16 @@ def test_who_clears_the_device_clears_the_second_copy() -> None:
         await service.restart(kill=True)
         assert await service.get() is None
         service.balance()
+
+    service.run(scenario)
+
+
+def test_who_names_the_device_means_the_second_copy() -> None:
+    service = ValueService()
+
+    async def scenario() -> None:
+        await only_a_spare(service)
+        assert service.row() in await selected(service, "nvme")
 
     service.run(scenario)
 
