@@ -13,7 +13,7 @@ from tests.sim.disk import DIRECTORY
 from tests.sim.life import Life
 from tests.sim.oracle import place_of
 
-QUIET_S_MAX = 90.0
+QUIET_S_MAX = 290.0
 STEP_S = 0.25
 
 

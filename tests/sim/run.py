@@ -149,7 +149,10 @@ class World:
         if life.over.is_set() or (ending != "clean" and chance.random() < 0.5):
             return False
         stopping.set()
-        await asyncio.wait([*life.tasks, loop.create_task(life.over.wait())], timeout=LEAVE_S_MAX)
+        ends = [loop.create_task(asyncio.wait(life.tasks)), loop.create_task(life.over.wait())]
+        await asyncio.wait(ends, timeout=LEAVE_S_MAX, return_when=asyncio.FIRST_COMPLETED)
+        for each in ends:
+            each.cancel()
         if not life.over.is_set():
             left = [task for task in life.tasks if not task.done()]
             self.trace.check(not left, f"{LEAVE_S_MAX} s after they were told to stop these go on: {left}")
