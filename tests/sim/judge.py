@@ -12,7 +12,7 @@ from tests.sim.models import (
     Chain,
     body,
 )
-from tests.sim.oracle import told
+from tests.sim.oracle import row_of, told
 
 
 class Judge:
@@ -36,11 +36,12 @@ class Judge:
             self._trace.check(gone, f"{chain} misses chunk {count}, which was acknowledged: {result.reason.name}")
 
     def _did_not_come(self, chain: Chain, result: FetchResult) -> bool:
-        """True when a chunk that the node knows could not be had. UNAVAILABLE is no excuse for one that it does not
-        know: a miss is called so as long as a shared tier fails."""
+        """True when a chunk that the node knows could not be had, perhaps behind one that a shared tier gives.
+        UNAVAILABLE is no excuse for one that it does not know: a miss is called so as long as a shared tier fails."""
         catalog, query = self._life.parts.catalog, chain.query()
         walk = catalog.walk(namespaces_of(catalog, query), query.digests)
-        is_unknown = walk.hit_count <= result.hit_count and walk.reason is MissReason.COLD
+        rows = [row_of(self._life, chain.name(result.hit_count, layer)) for layer in chain.layers]
+        is_unknown = walk.hit_count <= result.hit_count and walk.reason is MissReason.COLD and None in rows
         return result.reason is MissReason.UNAVAILABLE and not is_unknown
 
     def check_bytes(
