@@ -31,6 +31,14 @@ T_ERRORS = "tests/tiers/nvme/test_errors.py"
 
 MUTANTS = [
     Mutant(
+        "refused-record-that-is-there",
+        "kvstore/tiers/nvme/newest.py",
+        "        self._marks, self.closed = {**self._marks, **marks}, self.closed | closed\n",
+        "",
+        "a value that was acknowledged is not believed after a restart: a record that was refused names another write",
+        ("tests/tiers/nvme/test_newest_uncertain.py::test_a_value_behind_a_record_that_was_refused_stays",),
+    ),
+    Mutant(
         "times-of-another-snapshot",
         DIRECTORY,
         "        if data[:_CLEAN_BYTES] != bytes.fromhex(clean) or len(data) != _CLEAN_BYTES + 4 * count:\n",

@@ -46,6 +46,9 @@ class Newest:
         self.closed: frozenset[SlotPlace] = frozenset()
         """Places where nothing replaceable is believed."""
         self._is_damaged = False
+        self._is_certain = True
+        """False after a replacement that failed: the file may be the one before or the new one. ``_marks`` and
+        ``closed`` have what either of them says then."""
 
     def __bool__(self) -> bool:
         return bool(self._marks or self.closed) or self._is_damaged
@@ -104,8 +107,10 @@ class Newest:
         self._replace(self._marks if unseen and not self._is_damaged else {}, frozenset(closed))
 
     def _replace(self, marks: Mapping[bytes, int], closed: frozenset[SlotPlace]) -> None:
-        if not self._is_damaged and (marks, closed) == (self._marks, self.closed):
+        if self._is_certain and not self._is_damaged and (marks, closed) == (self._marks, self.closed):
             return
+        self._is_certain = False
+        self._marks, self.closed = {**self._marks, **marks}, self.closed | closed
         records = [(_RECORD.pack(key, mark), _KEY) for key, mark in marks.items()]
         records += [(_RECORD.pack(file.encode(), slot), _PLACE) for file, slot in sorted(closed)]
         if records:
@@ -115,4 +120,4 @@ class Newest:
         else:
             self._directory.remove(NEWEST_FILE)
             self._directory.features.discard(NEWEST)
-        self._marks, self.closed, self._is_damaged = dict(marks), closed, False
+        self._marks, self.closed, self._is_damaged, self._is_certain = dict(marks), closed, False, True

@@ -1,0 +1,60 @@
+"""A record of the newest writes that was refused may be on the device all the same: what it says then must not be said
+of a later value."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+
+import pytest
+
+from kvstore.errors import KVStoreError
+from kvstore.spec import Durability
+from kvstore.tiers.nvme import newest
+from tests.tiers.nvme.test_newest import NEW, OLD, RETRY_S
+from tests.tiers.service import HOME
+from tests.tiers.values import ValueService
+
+
+async def refused_and_there(service: ValueService) -> None:
+    """The record took the place of the one before, and that was not synced. The format's sync comes first."""
+    assert await service.put(OLD) is Durability.LOCAL
+    service.disk.fail("pwrite", errno.EIO, path_contains="region-00000")
+    service.disk.fail("sync_directory", errno.EIO, after=1)
+    with pytest.raises(KVStoreError):
+        await service.put(NEW)
+    assert newest.NEWEST_FILE in service.disk.names(HOME)
+    service.disk.mend()
+
+
+@pytest.mark.parametrize("is_power_cut", [False, True], ids=["kill", "power cut"])
+@pytest.mark.parametrize("waits", [False, True], ids=["at once", "after the erasure"])
+def test_a_value_behind_a_record_that_was_refused_stays(waits: bool, is_power_cut: bool) -> None:
+    service = ValueService()
+
+    async def scenario() -> None:
+        await refused_and_there(service)
+        if waits:
+            await asyncio.sleep(2 * RETRY_S)
+            assert newest.NEWEST_FILE not in service.disk.names(HOME), "nothing older lies anywhere"
+        assert await service.put(3) is Durability.LOCAL
+        await service.restart(kill=True, meanwhile=service.disk.crash if is_power_cut else lambda: None)
+        assert await service.get() == 3
+        service.balance()
+
+    service.run(scenario)
+
+
+def test_a_record_that_was_refused_is_written_again_though_it_says_the_same() -> None:
+    """Whether it is there nobody knows."""
+    service = ValueService()
+
+    async def scenario() -> None:
+        await refused_and_there(service)
+        record = service.nvme.erasures.newest
+        marks = dict(record._marks)
+        service.disk.remove(HOME / newest.NEWEST_FILE)
+        record.note(marks, frozenset({("region-00000", 0)}))
+        assert newest.NEWEST_FILE in service.disk.names(HOME)
+
+    service.run(scenario)
