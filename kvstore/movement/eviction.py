@@ -85,14 +85,17 @@ class Eviction:
         return False
 
     def evict_all(self, residencies: Sequence[Residency]) -> bool:
-        """See ``tiers.Evictor``. Cost: looks at every row of the tier."""
+        """See ``tiers.Evictor``. A chunk whose other copy is not proven leaves the tier: what was acknowledged of it
+        may be the very copy that goes. Cost: looks at every row of the tier."""
         rows, spares = self._copies.at(residencies), self._copies.spares_at(residencies)
         touched = [*rows, *(row for row, _ in spares)]
         if len(touched) < len(set(residencies)) or any(map(self._table.is_held, touched)):
             return False
+        doubtful = {row for row, _ in spares if not self._copies.is_proven(row)}
         for row, residency in spares:
-            self._removal.drop_spare(self._copies, row, residency)
-        for row in rows:
+            if row not in doubtful:
+                self._removal.drop_spare(self._copies, row, residency)
+        for row in dict.fromkeys([*rows, *doubtful]):
             self._give_up(row)
         return True
 
