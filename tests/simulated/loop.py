@@ -22,6 +22,8 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self._now = 0.0
+        self.at_turn: Callable[[], None] = _nothing
+        """Called at the beginning of each turn of the loop, before what is ready in it runs."""
         self._numbers = itertools.count(1)
         super().__init__(_Waiting(self))
         self.set_task_factory(_make_task)
@@ -47,14 +49,19 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         """Do nothing. It would wake a loop that sleeps in the kernel, and this loop never sleeps there."""
 
 
+def _nothing() -> None:
+    """What happens at the beginning of a turn unless a test says otherwise."""
+
+
 class _Waiting(selectors.SelectSelector):
-    """Called when no task is ready: moves time to the next timer."""
+    """Called once in each turn of the loop: where no task is ready it moves time to the next timer."""
 
     def __init__(self, loop: SimulatedLoop) -> None:
         super().__init__()
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._loop.at_turn()
         if timeout is None:
             raise RuntimeError(f"nothing left to run: deadlock at {self._loop.time():.6f} s")
         self._loop.advance(max(0.0, timeout))
