@@ -28,12 +28,13 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--cloud", action="store_true", help="every seed has shared tiers beyond its node, not a few")
+    parser.add_argument("--haste", action="store_true", help="clients give calls up in the middle")
     parser.add_argument("--cuts", action="store_true", help="first the fixed scenario, cut at every step of the disk")
     parser.add_argument("--seed", type=int, help="run this seed alone, and print every line")
     parser.add_argument("--cut", type=Cut.parse, metavar="STEP[p][:STEP]", help="run this cut alone; p: a power cut")
     options = parser.parse_args()
     if options.seed is not None:
-        return _told(run_seed(options.seed, echo=True, is_cloudy=options.cloud))
+        return _told(run_seed(options.seed, echo=True, is_cloudy=options.cloud, is_hasty=options.haste))
     if options.cut is not None:
         return _told(passage(options.cut, echo=True))
     if not (options.crashes or options.seconds or options.cuts):
@@ -68,7 +69,7 @@ def _run_many(options: argparse.Namespace) -> int:
             if is_late or failed >= FAILURES_MAX or (options.crashes and totals["crashes"] >= options.crashes):
                 jobs = iter(())
             for job in islice(jobs, 4 * options.jobs - len(running)):
-                running[pool.submit(run_job, job, is_cloudy=options.cloud)] = job
+                running[pool.submit(run_job, job, is_cloudy=options.cloud, is_hasty=options.haste)] = job
             if not running:
                 break
             done, _ = wait(running, return_when=FIRST_COMPLETED)

@@ -18,6 +18,7 @@ from kvstore.tiers.nvme import newest, plain
 from tests.sim.books import settle_down
 from tests.sim.clients import Client
 from tests.sim.cloud import Cloud, has_cloud
+from tests.sim.hasty import HastyClient
 from tests.sim.knowledge import Knowledge
 from tests.sim.life import Life, Setup
 from tests.sim.nemesis import Nemesis, draw_errors
@@ -63,11 +64,14 @@ class Outcome:
 class World:
     """A disk, what was promised on it, and the lives over it."""
 
-    def __init__(self, seed: int, *, echo: bool = False, is_calm: bool = False, is_cloudy: bool = False) -> None:
+    def __init__(
+        self, seed: int, *, echo: bool = False, is_calm: bool = False, is_cloudy: bool = False, is_hasty: bool = False
+    ) -> None:  # fmt: skip
         self.seed = seed
         self.chance = random.Random(seed)
         self.setup = Setup.drawn(self.chance)
         self.is_calm = is_calm
+        self._client = HastyClient if is_hasty else Client
         self.room_bytes = self.setup.device_bytes
         self.trace = Trace(lambda: asyncio.get_running_loop().time())
         self.trace.echo = echo
@@ -134,7 +138,7 @@ class World:
         stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in range(chance.randint(3, 5)):
-            client = Client(f"client-{number}", life, chance, self.known)
+            client = self._client(f"client-{number}", life, chance, self.known)
             life.tasks.append(loop.create_task(client.run(stopping)))
             if reads_warm(self.seed):
                 life.tasks.append(loop.create_task(client.warm.run(stopping)))
@@ -215,13 +219,14 @@ def surroundings(trace: Trace, setup: Setup) -> Iterator[None]:
 
 
 def run_seed(
-    seed: int, *, echo: bool = False, is_calm: bool = False, is_cloudy: bool = False, **changes: Any
-) -> Outcome:
+    seed: int, *, echo: bool = False, is_calm: bool = False, is_cloudy: bool = False, is_hasty: bool = False,
+    **changes: Any,
+) -> Outcome:  # fmt: skip
     """Run one seed to its end or its first broken promise. ``is_cloudy``: shared tiers lie beyond the node, whatever
-    the seed says."""
-    world = World(seed, echo=echo, is_calm=is_calm, is_cloudy=is_cloudy)
+    the seed says. ``is_hasty``: clients give calls up."""
+    world = World(seed, echo=echo, is_calm=is_calm, is_cloudy=is_cloudy, is_hasty=is_hasty)
     world.setup = replace(world.setup, **changes)
-    outcome = Outcome(seed, again=f"--seed {seed} --cloud" if is_cloudy else "")
+    outcome = Outcome(seed, again=f"--seed {seed}" + " --cloud" * is_cloudy + " --haste" * is_hasty)
     with surroundings(world.trace, world.setup):
         try:
             simulate(world.run(), seed=seed)

@@ -186,12 +186,12 @@ JOB_S_MAX = 300.0
 """Seconds that a job may take: hundreds of times what one takes."""
 
 
-def run_job(job: Job, *, is_cloudy: bool = False) -> tuple[str, Counter[str]]:
-    """Return the words to print (nothing when all is well), and the counts. ``is_cloudy``: see ``run_seed``. A job that
+def run_job(job: Job, **world: bool) -> tuple[str, Counter[str]]:
+    """Return the words to print (nothing when all is well), and the counts. ``world``: see ``run_seed``. A job that
     does not end says where it is and ends its process: a run once waited for such a seed for an hour, in silence."""
     faulthandler.dump_traceback_later(JOB_S_MAX, exit=True)
     try:
-        outcome = passage(job) if isinstance(job, Cut) else run_seed(job, is_cloudy=is_cloudy)
+        outcome = passage(job) if isinstance(job, Cut) else run_seed(job, **world)
     finally:
         faulthandler.cancel_dump_traceback_later()
     return outcome.told() if outcome.failure else "", outcome.totals

@@ -20,6 +20,13 @@ def test_promises_are_kept(seed: int) -> None:
     assert outcome.failure is None, outcome.told()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_promises_are_kept_whatever_clients_give_up(seed: int) -> None:
+    outcome = run_seed(seed, is_cloudy=seed == 0, is_hasty=True)
+    assert outcome.failure is None, outcome.told()
+    assert outcome.totals["given_up"]
+
+
 @pytest.mark.timeout(360)  # hundreds of lives: a busy machine needs several times what a quiet one does
 def test_a_crash_at_every_step_and_in_recovery_from_it() -> None:
     crashes = 0
