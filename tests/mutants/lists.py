@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants import (
     arena,
     beyond,
+    cancelled,
     chunk,
     claims,
     client,
@@ -54,6 +55,7 @@ MUTANTS: list[Mutant] = [
     *s3.MUTANTS,
     *redis.MUTANTS,
     *storing.MUTANTS,
+    *cancelled.MUTANTS,
     *nvme.MUTANTS,
     *movers.MUTANTS,
     *client.MUTANTS,
