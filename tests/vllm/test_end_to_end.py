@@ -17,6 +17,11 @@ from tests.vllm.engine import Engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 CHUNK = {"chunk_tokens": 64}
+NGRAM = {
+    "speculative_config": {
+        "method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3,
+    }
+}  # fmt: skip
 
 
 def prompt(count: int, seed: int = 0) -> list[int]:
@@ -143,16 +148,18 @@ def test_an_engine_starts_without_its_sidecar(models: dict[str, Path], plain: di
         assert engine.ask(*PROMPTS) == (plain["llama"], [0, 0, 0])
 
 
-@pytest.mark.parametrize("load", ["async", "layerwise"])
+@pytest.mark.parametrize(("load", "more"), [("async", {}), ("layerwise", {}), ("layerwise", NGRAM)])
 def test_a_load_that_fails_is_computed(
-    models: dict[str, Path], plain: dict[str, Any], durable: Sidecar, load: str
+    models: dict[str, Path], plain: dict[str, Any], durable: Sidecar, load: str, more: dict[str, Any]
 ) -> None:
-    """Its ticket is taken away between the lookup and the fetch."""
+    """Its ticket is taken away between the lookup and the fetch. With drafts vLLM asks for failures before it says that
+    the step has ended."""
     extra = {**CHUNK, "load": load}
     with Engine(models["llama"], durable.address, extra=extra, enable_prefix_caching=False) as engine:
         engine.ask(LONG)
     broken = {"kv_connector": "BreakingConnector", "kv_connector_module_path": "tests.vllm.breaking"}
-    with Engine(models["llama"], durable.address, extra=extra, connector=broken, enable_prefix_caching=False) as engine:
+    own = {"enable_prefix_caching": False, **more}
+    with Engine(models["llama"], durable.address, extra=extra, connector=broken, **own) as engine:
         for _ in range(2):
             outputs, _cached = engine.ask(*PROMPTS)
             assert outputs == plain["llama"]

@@ -165,7 +165,11 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
             self._worker.save(self._step().saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self._worker.landed() if self._worker is not None else None
+        if self._worker is None:
+            return None, None
+        # With speculative decoding ``wait_for_save`` comes after this, too late to tell of this step's failures.
+        self._worker.end_layerwise()
+        return None, self._worker.landed()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.failed_blocks() if self._worker is not None else set()
