@@ -167,8 +167,8 @@ MUTANTS = [
     Mutant(
         "blocks-of-before-it-was-preempted",
         SCHEDULER,
-        "                tracked.block_ids = list(block_ids) if is_whole else tracked.block_ids + list(block_ids)\n",
-        "                tracked.block_ids = tracked.block_ids + list(block_ids)\n",
+        "                if is_whole:\n                    tracked.block_ids = []\n",
+        "",
         "the blocks of another request are stored as this one's",
         (f"{T_VLLM}::test_an_engine_that_only_stores_forgets_the_blocks_of_before_it_was_preempted",),
     ),

@@ -94,6 +94,19 @@ def test_answers_are_kept_by_chunks_when_asked_for(sidecar: Sidecar) -> None:
     engine.close()
 
 
+def test_a_step_copies_no_blocks_of_before(engine: Engine) -> None:
+    """A thousand requests with long prompts go on in one step, and most of them need no block."""
+    asked, blocks = request("a", tokens_of(60, 77)), blocks_of(72)
+    engine.admit(asked, blocks[:15])
+    save = engine.compute(asked, blocks[:15], 0, 60).saves[0]
+    known = engine.scheduler._tracked["a"].block_ids
+    for computed, more in ((60, blocks[15:16]), (61, []), (62, []), (63, []), (64, blocks[16:17])):
+        engine.compute(asked, more, computed, 1, is_new=False)
+    assert engine.scheduler._tracked["a"].block_ids is known
+    assert known == blocks[:17]
+    assert save.block_ids == blocks[:15]
+
+
 def test_a_request_that_was_preempted_starts_over(engine: Engine) -> None:
     asked = request("a", tokens_of(60, 6))
     engine.admit(asked, blocks_of(60))

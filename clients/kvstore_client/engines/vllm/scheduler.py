@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from kvstore.errors import KVStoreError
 from kvstore.keys import Extra, Tokens
@@ -17,7 +16,8 @@ from kvstore_client.engines.vllm.identity import Adapters
 from kvstore_client.engines.vllm.naming import Naming
 from kvstore_client.engines.vllm.objects import EngineRequest, ScheduledStep, WorkersReport, scheduled_requests
 from kvstore_client.engines.vllm.patience import SLOW_S, CallPause
-from kvstore_client.engines.vllm.planning import Decision, RequestPlanner
+from kvstore_client.engines.vllm.planning import RequestPlanner
+from kvstore_client.engines.vllm.requests import NOTHING, FoundPrefix, PrefixAnswer, PrefixLookup, TrackedRequest
 from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.step import Load, Save, Step
 from kvstore_client.lookup.match import Match
@@ -30,50 +30,6 @@ WAIT_S = 0.005
 step."""
 LOOKUP_THREADS = 2
 _log = logging.getLogger("kvstore.vllm")
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """The answer to a lookup. ``match``: the chunks that are held, which may be fewer than the ``stored`` tokens where
-    a decision says so."""
-
-    match: Match
-    stored: int
-    decision: Decision | None = None
-
-
-@dataclass
-class _Asked:
-    """A lookup in flight. ``begun_s``: when a thread of ours began it."""
-
-    useful: int
-    since_s: float
-    answer: Future[_Answer] = field(default_factory=Future)
-    begun_s: float | None = None
-
-
-@dataclass
-class _Found:
-    """The answer for a waiting request. ``stop``: the end of the tokens to load, at most the ``useful`` tokens."""
-
-    match: Match
-    useful: int
-    stop: int
-    at_s: float
-    decision: Decision | None = None
-    computed: int = 0
-
-
-@dataclass
-class _Tracked:
-    """A request with blocks worth keeping, now or later. ``kept``: leading tokens known to be stored."""
-
-    request: EngineRequest
-    spec: ModelSpec
-    kept: int = 0
-    block_ids: list[int] = field(default_factory=list)
-    has_failed: bool = False
-    is_doubtful: bool = False
 
 
 class SchedulerSide:
@@ -100,9 +56,9 @@ class SchedulerSide:
         self._waiting: set[str] = set()
         self._workers = WorkerThreads(LOOKUP_THREADS, "kvstore-lookup")
         self._wait_s = WAIT_S
-        self._asked: dict[str, _Asked] = {}
-        self._found: dict[str, _Found] = {}
-        self._tracked: dict[str, _Tracked] = {}
+        self._asked: dict[str, PrefixLookup] = {}
+        self._found: dict[str, FoundPrefix] = {}
+        self._tracked: dict[str, TrackedRequest] = {}
         self._loads: list[Load] = []
         self._settled: list[int] = []
         self._written: list[int] = []
@@ -116,14 +72,14 @@ class SchedulerSide:
         if not self._does_load or useful <= computed or request.skip_reading_prefix_cache:
             return 0, False
         found = self._look_up(request, useful, computed)
-        if isinstance(found, _Asked):
+        if isinstance(found, PrefixLookup):
             return None, False
         if found is None or found.stop <= computed:
             return 0, False
         found.computed = computed
         return found.stop - computed, self._settings.load == "async"
 
-    def _look_up(self, request: EngineRequest, useful: int, computed: int) -> _Found | _Asked | None:
+    def _look_up(self, request: EngineRequest, useful: int, computed: int) -> FoundPrefix | PrefixLookup | None:
         name = str(request.request_id)
         found = self._found.get(name)
         now = self._clock.monotonic()
@@ -146,13 +102,15 @@ class SchedulerSide:
             return asked if name in self._asked else None
         tracked.kept = max(tracked.kept, self._whole(answer.stored))
         stop = min(self._whole(answer.match.prefix_token_count), useful)
-        found = self._found[name] = _Found(answer.match, useful, stop, asked.since_s, answer.decision)
+        found = self._found[name] = FoundPrefix(answer.match, useful, stop, asked.since_s, answer.decision)
         return found
 
-    def _ask(self, name: str, request: EngineRequest, tracked: _Tracked, useful: int, computed: int) -> _Asked:
+    def _ask(
+        self, name: str, request: EngineRequest, tracked: TrackedRequest, useful: int, computed: int
+    ) -> PrefixLookup:
         """Look a prompt up: at once where shared memory answers, else on a thread of ours, which also holds the
         chunks."""
-        asked = self._asked[name] = _Asked(useful, self._clock.monotonic())
+        asked = self._asked[name] = PrefixLookup(useful, self._clock.monotonic())
         prompt = self._naming.prompt(request, self._whole(request.num_tokens))
         try:
             extras = self._naming.extras(request)
@@ -161,20 +119,20 @@ class SchedulerSide:
             _log.warning("kvstore: %s; the prompt is computed", error.message)
             match = Match(0, ())
         if match is not None:
-            asked.answer.set_result(_Answer(match, match.prefix_token_count))
+            asked.answer.set_result(PrefixAnswer(match, match.prefix_token_count))
         else:
             waiting = len(self._waiting - {name})
             asked.answer = begun(self._workers, self._hold, asked, tracked, prompt, extras, computed, waiting)
         return asked
 
-    def _answer(self, name: str, asked: _Asked) -> _Answer | None:
+    def _answer(self, name: str, asked: PrefixLookup) -> PrefixAnswer | None:
         """Return the answer; None while it is in flight, or when it is given up."""
         started_s = self._clock.monotonic()
         try:
             answer = asked.answer.result(self._wait_s)
         except NotBegun as error:
             _log.warning("kvstore: %s; the prompt is computed", error.message)
-            answer = _NOTHING
+            answer = NOTHING
         except TimeoutError:
             if asked.begun_s is not None and started_s - asked.begun_s > SLOW_S:
                 self._patience.end()
@@ -186,13 +144,13 @@ class SchedulerSide:
         return answer
 
     def _hold(
-        self, asked: _Asked, tracked: _Tracked, prompt: Tokens | PageHashes, extras: tuple[Extra, ...], computed: int,
-        waiting: int,
-    ) -> _Answer:  # fmt: skip
+        self, asked: PrefixLookup, tracked: TrackedRequest, prompt: Tokens | PageHashes, extras: tuple[Extra, ...],
+        computed: int, waiting: int,
+    ) -> PrefixAnswer:  # fmt: skip
         """Hold the stored prefix, or the part of it that loads sooner than it computes. Runs on a thread of ours."""
         asked.begun_s = self._clock.monotonic()
         if self._patience.is_spent:
-            return _NOTHING
+            return NOTHING
         try:
             with self._patience.watch():
                 match = self._lookup(tracked, prompt, extras)
@@ -204,15 +162,15 @@ class SchedulerSide:
                     self._client.release_ticket(match.ticket)
                     cut = self._naming.prompt(tracked.request, decision.stop)
                     match = self._lookup(tracked, cut, extras) if decision.stop > computed else Match(0, ())
-                return _Answer(match, stored, decision)
+                return PrefixAnswer(match, stored, decision)
         except KVStoreError as error:
             _log.warning("kvstore: %s; the prompt is computed", error.message)
-            return _NOTHING
+            return NOTHING
 
-    def _lookup(self, tracked: _Tracked, prompt: Tokens | PageHashes, extras: tuple[Extra, ...]) -> Match:
+    def _lookup(self, tracked: TrackedRequest, prompt: Tokens | PageHashes, extras: tuple[Extra, ...]) -> Match:
         return self._client.lookup(tracked.spec, prompt, hold=True, readers=self._ranks, extras=extras)
 
-    def _track(self, request: EngineRequest) -> _Tracked | None:
+    def _track(self, request: EngineRequest) -> TrackedRequest | None:
         """Return the tracked request; None for a request whose cache cannot be named."""
         name = str(request.request_id)
         tracked = self._tracked.get(name)
@@ -222,7 +180,7 @@ class SchedulerSide:
             spec = self._spec_of(request, "neither loaded nor kept")
             if spec is None:
                 return None
-            tracked = self._tracked[name] = _Tracked(request, spec)
+            tracked = self._tracked[name] = TrackedRequest(request, spec)
         return tracked
 
     def _spec_of(self, request: EngineRequest, fate: str) -> ModelSpec | None:
@@ -233,7 +191,7 @@ class SchedulerSide:
             _log.warning("kvstore: %s; this request is %s", error, fate)
             return None
 
-    def _is_named(self, tracked: _Tracked) -> bool:
+    def _is_named(self, tracked: TrackedRequest) -> bool:
         """Return True while the request's adapter has the files by which the request was named: vLLM may have read the
         files later than that."""
         tracked.is_doubtful = self._spec_of(tracked.request, "not kept") is not tracked.spec
@@ -273,13 +231,15 @@ class SchedulerSide:
                     continue
                 if tracked.has_failed:  # it computes blocks again that it has
                     step.written += tracked.block_ids[computed // self._block_tokens :]
-                tracked.block_ids = list(block_ids) if is_whole else tracked.block_ids + list(block_ids)
+                if is_whole:
+                    tracked.block_ids = []
+                tracked.block_ids += block_ids  # in place: a step of a thousand requests has no time for copies
                 save = self._save(tracked, computed, computed + output.num_scheduled_tokens.get(name, 0))
                 if save is not None:
                     step.saves.append(save)
         return step
 
-    def _save(self, tracked: _Tracked, start: int, stop: int) -> Save | None:
+    def _save(self, tracked: TrackedRequest, start: int, stop: int) -> Save | None:
         """Return a save of the blocks that are complete once the tokens ``start .. stop`` are computed: all whole
         blocks at the prompt's end, whole chunks before and after."""
         request, chunk = tracked.request, self._settings.chunk_tokens
@@ -375,7 +335,7 @@ class SchedulerSide:
         if asked is not None and not asked.answer.cancel():
             begun(self._workers, lambda: self._let_go(asked.answer.result().match))
 
-    def _release(self, found: _Found) -> None:
+    def _release(self, found: FoundPrefix) -> None:
         if found.match.ticket is not None:
             begun(self._workers, self._let_go, found.match)
 
@@ -393,6 +353,3 @@ class SchedulerSide:
             self._forget(request_id)
         self._workers.close()
         self._client.close()
-
-
-_NOTHING = _Answer(Match(0, ()), 0)

@@ -1,0 +1,58 @@
+"""Requests as the scheduler's side knows them: the lookups of those that wait, and the blocks of all."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from kvstore.spec import ModelSpec
+from kvstore_client.engines.vllm.objects import EngineRequest
+from kvstore_client.engines.vllm.planning import Decision
+from kvstore_client.lookup.match import Match
+
+
+@dataclass(frozen=True)
+class PrefixAnswer:
+    """The answer to a lookup. ``match``: the chunks that are held, which may be fewer than the ``stored`` tokens where
+    a decision says so."""
+
+    match: Match
+    stored: int
+    decision: Decision | None = None
+
+
+NOTHING = PrefixAnswer(Match(0, ()), 0)
+
+
+@dataclass
+class PrefixLookup:
+    """A lookup in flight. ``begun_s``: when a thread of ours began it."""
+
+    useful: int
+    since_s: float
+    answer: Future[PrefixAnswer] = field(default_factory=Future)
+    begun_s: float | None = None
+
+
+@dataclass
+class FoundPrefix:
+    """The answer for a waiting request. ``stop``: the end of the tokens to load, at most the ``useful`` tokens."""
+
+    match: Match
+    useful: int
+    stop: int
+    at_s: float
+    decision: Decision | None = None
+    computed: int = 0
+
+
+@dataclass
+class TrackedRequest:
+    """A request with blocks worth keeping, now or later. ``kept``: leading tokens known to be stored."""
+
+    request: EngineRequest
+    spec: ModelSpec
+    kept: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    has_failed: bool = False
+    is_doubtful: bool = False
