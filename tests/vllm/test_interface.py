@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +13,11 @@ import pytest
 import torch
 from kvstore_client.engines.vllm import KVStoreConnector
 from kvstore_client.engines.vllm.hashes import block_hashes, seed_of_process
-from kvstore_client.engines.vllm.identity import Adapters, geometry_of, spec_of
+from kvstore_client.engines.vllm.identity import OF_ADAPTERS, Adapters, adapter_settings, geometry_of, spec_of
 from kvstore_client.engines.vllm.naming import Naming, extras_of
 from kvstore_client.engines.vllm.settings import ConnectorSettings
-from vllm.config import KVTransferConfig, MultiModalConfig, VllmConfig
+from vllm.config import KVTransferConfig, LoRAConfig, MultiModalConfig, PoolerConfig, VllmConfig
+from vllm.config.quantization import QuantizationConfigArgs, QuantSpec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
@@ -104,13 +105,21 @@ def test_every_byte_of_the_weights_and_the_configuration_counts(
     found = {digest(configured)}
     model = configured.model_config
     other = changed(configured, "model_config", model=str(models["other"]))
-    for shadow in (other, changed(configured, "model_config", quantization="fp8")):
+    online = [
+        changed(configured, "model_config", quantization="online", quantization_config=given)
+        for given in (
+            QuantizationConfigArgs(linear=QuantSpec(weight="fp8_per_token")),
+            QuantizationConfigArgs(linear=QuantSpec(weight="fp8_per_tensor_dynamic")),
+            QuantizationConfigArgs(linear=QuantSpec(weight="fp8_per_token"), ignore=["model.layers.0"]),
+        )
+    ]
+    for shadow in (other, changed(configured, "model_config", quantization="fp8"), *online):
         shadow.model_config.get_hidden_size, shadow.model_config.get_vocab_size = (
             model.get_hidden_size,
             model.get_vocab_size,
         )
         found.add(digest(shadow))
-    assert len(found) == 3
+    assert len(found) == 6
 
 
 def test_layers_may_differ_and_slide(configured: VllmConfig) -> None:
@@ -149,6 +158,36 @@ def test_adapters_and_extras_of_vllms_own_requests(configured: VllmConfig, tmp_p
     )
     asked = Request("a", list(range(20)), SamplingParams(max_tokens=1), None, mm_features=[picture], cache_salt="s")
     assert [(each.position, each.data) for each in extras_of(asked)] == [(0, b"salt\0s"), (3, b"mm\0cat\x005")]
+
+
+HARMLESS = {
+    "max_lora_rank", "max_loras", "max_cpu_loras", "fully_sharded_loras", "default_mm_loras", "specialize_active_lora",
+    "max_lora_cls_labels",
+}  # fmt: skip
+"""Settings of adapters that change no cache: rooms, kernels, an adapter that requests then name, and heads."""
+
+
+def test_each_setting_of_adapters_is_in_their_names_or_known_to_be_harmless(
+    configured: VllmConfig, tmp_path: Path
+) -> None:
+    assert {each.name for each in fields(LoRAConfig)} == {*OF_ADAPTERS} | HARMLESS
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"1")
+    spec = spec_for(configured, caches(FULL))
+
+    def name(is_fused: bool = False, **settings: Any) -> str:
+        lora = LoRAConfig(**settings)
+        lora.verify_with_model_config(configured.model_config)
+        shadow = SimpleNamespace(**{**vars(configured), "lora_config": lora})
+        asked = LoRARequest("fine", 1, str(tmp_path), is_3d_lora_weight=is_fused)
+        return str(Adapters(spec, adapter_settings(shadow)).spec_for(asked).adapter_id)
+
+    plain = SimpleNamespace(**{**vars(configured), "lora_config": None})
+    assert adapter_settings(plain) == ""
+    assert name() == name(max_loras=4) == name(lora_dtype="auto")
+    assert name(target_modules=["q_proj", "o_proj"]) == name(target_modules=["o_proj", "q_proj"])
+    names = [name(), name(is_fused=True), name(lora_dtype="bfloat16"), name(target_modules=["q_proj"])]
+    names += [name(**{each: True}) for each in OF_ADAPTERS if each.startswith("enable_")]
+    assert len(set(names)) == len(names) == 7
 
 
 def test_hashes_made_here_are_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,6 +282,19 @@ def test_drafts_with_a_cache_are_refused(configured: VllmConfig) -> None:
         geometry_of(shadow, caches(FULL))
     shadow.speculative_config.method = "ngram"
     geometry_of(shadow, caches(FULL))
+
+
+def test_poolers_that_need_a_whole_prompt_are_refused(models: dict[str, Path]) -> None:
+    """vLLM keeps no prefixes for them either, and ends where one is loaded."""
+    options: dict[str, Any] = {"model": str(models["llama"]), "skip_tokenizer_init": True, "runner": "pooling"}
+    for kind, is_refused in (("MEAN", True), ("CLS", True), ("LAST", False)):
+        pooler = PoolerConfig(seq_pooling_type=kind)
+        made = EngineArgs(**options, convert="embed", block_size=32, pooler_config=pooler).create_engine_config()
+        if is_refused:
+            with pytest.raises(InvalidRequest, match="cannot go on after a prefix"):
+                geometry_of(made, caches(FULL))
+        else:
+            geometry_of(made, caches(FULL))
 
 
 def test_weights_without_an_identity_are_refused(configured: VllmConfig, tmp_path: Path) -> None:

@@ -101,6 +101,8 @@ def test_every_attribute_of_the_configuration_is_in_the_identity(directory: Path
 def test_what_is_beside_the_configuration_is_in_the_identity(directory: Path, vouched: str | None) -> None:
     made = [
         engine(directory), engine(directory, dtype="torch.float16"), engine(directory, quantization="fp8"),
+        engine(directory, quantization="fp8", quantization_config={"ignore": ["lm_head"]}),
+        engine(directory, quantization="fp8", quantization_config={"ignore": []}),
         engine(directory, load_format="gguf"), engine(directory, layers=FullAttentionSpec(dtype="torch.float16")),
         engine(directory, layers=FullAttentionSpec(heads=1)), engine(directory, layers=FullAttentionSpec(size=16)),
         engine(directory, config={"rope_parameters": YARN}),

@@ -12,7 +12,7 @@ from kvstore.errors import InvalidRequest
 from kvstore_client.arrays import Tensor
 from kvstore_client.begin import connect
 from kvstore_client.client import Client
-from kvstore_client.engines.vllm.identity import Adapters, geometry_of, spec_of, worker_rank
+from kvstore_client.engines.vllm.identity import Adapters, adapter_settings, geometry_of, spec_of, worker_rank
 from kvstore_client.engines.vllm.naming import check_algorithm
 from kvstore_client.engines.vllm.objects import CacheConfig, EngineRequest, RequestBlocks, ScheduledStep, WorkersReport
 from kvstore_client.engines.vllm.pages import CPU, PagesOfModel, Writer
@@ -53,8 +53,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             spec = spec_of(vllm_config, self._geometry, self._settings)
+            adapters = Adapters(spec, adapter_settings(vllm_config))
             self._scheduler = SchedulerSide(
-                self._connect(), Adapters(spec), self._settings, self._geometry.block_tokens,
+                self._connect(), adapters, self._settings, self._geometry.block_tokens,
                 loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer, ranks=self._geometry.ranks,
                 step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
             )  # fmt: skip

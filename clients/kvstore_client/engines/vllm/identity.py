@@ -26,6 +26,11 @@ OF_ITEMS = (
     "mm_encoder_fp8_scale_path", "video_pruning_rate", "video_pruning_method",
 )  # fmt: skip
 """vLLM's settings that decide how an image or a sound is encoded."""
+OF_ADAPTERS = (
+    "lora_dtype", "target_modules", "enable_tower_connector_lora", "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+)  # fmt: skip
+"""vLLM's settings that decide what an adapter's files change."""
 IGNORED = ("_name_or_path", "transformers_version")
 """Fields of the configuration that do not change the cache: a name (the weights are digested), and the file's
 writer."""
@@ -34,8 +39,8 @@ WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix")
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
-_Files: TypeAlias = tuple[str, tuple[tuple[str, int, int, int], ...]]
-"""An adapter's path, and the states of its files."""
+_Files: TypeAlias = tuple[str, bool, tuple[tuple[str, int, int, int], ...]]
+"""An adapter's path, True if its request says that its experts are fused, and the states of its files."""
 ADAPTERS_KEPT = 1024
 """Adapters whose files need not be read again, those of the last requests: callers bring new ones for ever."""
 
@@ -57,6 +62,11 @@ def geometry_of(vllm_config: EngineConfig, kv_cache_config: CacheConfig) -> Geom
     """Return the geometry of an engine's cache. Raises InvalidRequest naming the vLLM setting that kvstore cannot
     serve, and what to set."""
     _check_parallel(vllm_config)
+    if not getattr(vllm_config.model_config, "is_prefix_caching_supported", True):
+        raise InvalidRequest(
+            "this model needs all of a prompt in each computation, as poolers of a mean or of the first token do, and "
+            "cannot go on after a prefix (vLLM turns its own prefix cache off for it): run it without the connector"
+        )
     groups = [each for each in kv_cache_config.kv_cache_groups if getattr(each, "enable_kv_transfer", True)]
     if len(groups) != 1:
         raise InvalidRequest(
@@ -227,13 +237,14 @@ def _load_format(vllm_config: EngineConfig) -> str:
 def _described(model: ModelConfig, load_format: str) -> str:
     """Return the facts beside the files that decide the numbers: the configuration as read and overridden, as JSON."""
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in IGNORED}
-    return json.dumps(
-        {
-            "config": config, "dtype": str(model.dtype), "quantization": str(model.quantization),
-            "load_format": load_format, "max_model_len": _length_that_matters(model),
-        },
-        sort_keys=True, default=str,
-    )  # fmt: skip
+    facts = {
+        "config": config, "dtype": str(model.dtype), "quantization": str(model.quantization),
+        "load_format": load_format, "max_model_len": _length_that_matters(model),
+    }  # fmt: skip
+    online = getattr(model, "quantization_config", None)  # of --quantization-config; the files' own is in the config
+    if online is not None:
+        facts["quantization_config"] = repr(online)
+    return json.dumps(facts, sort_keys=True, default=str)
 
 
 def _length_that_matters(model: ModelConfig) -> int:
@@ -273,15 +284,28 @@ def _add_files(hasher: blake3, files: Iterable[Path]) -> None:
         hasher.update_mmap(str(each))
 
 
+def adapter_settings(vllm_config: EngineConfig) -> str:
+    """Return the engine's settings that decide what an adapter's files change, as JSON; empty where all have their
+    default."""
+    lora = getattr(vllm_config, "lora_config", None)
+    told = {name: value for name in OF_ADAPTERS if (value := getattr(lora, name, None))}
+    if told.get("lora_dtype") == vllm_config.model_config.dtype:
+        del told["lora_dtype"]
+    if "target_modules" in told:
+        told["target_modules"] = sorted(told["target_modules"])
+    return json.dumps(told, sort_keys=True, default=str) if told else ""
+
+
 class Adapters:
     """The specs of a model's LoRA adapters: the same weights, another cache. Each adapter's files are read once, and
-    again when ``ADAPTERS_KEPT`` others were in use since.
+    again when ``ADAPTERS_KEPT`` others were in use since. ``settings``: as ``adapter_settings``.
 
     vLLM reads an adapter's files once, too, and then knows the adapter by its number: files that change under a number
     may or may not be what it computes with, so such an adapter has no name until it is loaded in place."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, settings: str = "") -> None:
         self._spec = spec
+        self._settings = settings
         self._known: OrderedDict[_Files, ModelSpec] = OrderedDict()
         self._loaded: OrderedDict[int, _Files] = OrderedDict()
 
@@ -293,10 +317,13 @@ class Adapters:
         path = str(lora_request.lora_path)
         settings = Path(path) / "adapter_config.json"
         files = [*files_of(Path(path)), *([settings] if settings.is_file() else [])]
-        key = (path, tuple(_stamp(each) for each in files))
+        is_fused = bool(getattr(lora_request, "is_3d_lora_weight", False))
+        key = (path, is_fused, tuple(_stamp(each) for each in files))
         self._check_loaded(lora_request, key)
         if key not in self._known:
             hasher = blake3(b"kvstore/vllm/lora/1\0")
+            if self._settings or is_fused:
+                hasher.update(f"{self._settings} {is_fused}\0".encode())
             _add_files(hasher, files)
             name = f"{lora_request.lora_name[:200]}:{hasher.hexdigest()}"
             _keep(self._known, key, replace(self._spec, adapter_id=name))
@@ -315,7 +342,8 @@ class Adapters:
 
     def of_unknown_weights(self) -> Adapters:
         """Return adapters for weights that nobody has digested. Their random digest matches no stored cache."""
-        anew = Adapters(replace(self._spec, weights_digest=f"unverified:reset-{SystemRandom().bytes(16).hex()}"))
+        spec = replace(self._spec, weights_digest=f"unverified:reset-{SystemRandom().bytes(16).hex()}")
+        anew = Adapters(spec, self._settings)
         anew._loaded = self._loaded
         return anew
 
