@@ -189,6 +189,14 @@ MUTANTS = [
         (f"{T_VLLM}::test_after_a_reset_nothing_of_before_is_loaded_or_kept",),
     ),
     Mutant(
+        "blocks-of-another-adapter",
+        SCHEDULER,
+        "            self._doubt_mixed(request)\n",
+        "            pass\n",
+        "blocks that an adapter's files of before computed are stored as those of its new files",
+        (f"{T_VLLM}::test_blocks_of_an_adapters_files_of_before_are_not_kept",),
+    ),
+    Mutant(
         "pages-given-away-while-read",
         SAVES,
         "        if wait(reading, END_S_MAX).not_done:\n",

@@ -215,7 +215,7 @@ def test_files_that_change_under_a_loaded_adapter_name_nothing(tmp_path: Path) -
     weights.write_bytes(b"two")
     for each in (adapters, adapters, adapters.of_unknown_weights()):
         with pytest.raises(
-            InvalidRequest, match=r"files of adapter 'fine' have changed.* load it anew, with load_inplace"
+            InvalidRequest, match=r"files of adapter 'fine' have changed.* load it anew, best from another path"
         ):
             each.spec_for(lora(tmp_path, 1))
     later = adapters.spec_for(lora(tmp_path, 2))

@@ -243,6 +243,31 @@ def test_an_adapter_that_is_written_while_a_request_runs_is_not_kept(engine: Eng
     assert matched(engine.scheduler, request("b", tokens, **fine), 0) == (0, False)
 
 
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_blocks_of_an_adapters_files_of_before_are_not_kept(engine: Engine, tmp_path: Path, is_in_place: bool) -> None:
+    """vLLM's own prefix cache knows an adapter by its name and path: it finds what the files of before computed."""
+    tokens, weights = tokens_of(60, 78 + is_in_place), tmp_path / "adapter_model.safetensors"
+
+    def adapter(number: int) -> Any:
+        again = {"load_inplace": True} if is_in_place else {"lora_int_id": number}
+        return SimpleNamespace(**{"lora_name": "fine", "lora_int_id": 1, "lora_path": str(tmp_path), **again})
+
+    weights.write_bytes(b"1")
+    engine.keep(request("a", tokens, lora_request=adapter(1)), blocks_of(60))
+    same = request("b", tokens, lora_request=adapter(1))
+    engine.scheduler.new_request(same)
+    assert matched(engine.scheduler, same, 32) == (24, True), "and nothing is wrong with its own files' blocks"
+    weights.write_bytes(b"2")
+    anew, blocks = request("c", tokens, lora_request=adapter(2)), blocks_of(60, 20)
+    engine.scheduler.new_request(anew)
+    assert matched(engine.scheduler, anew, 32) == (0, False)  # vLLM has 32 tokens, by the files of before
+    engine.scheduler.allocated(anew, blocks, 0)
+    assert engine.compute(anew, blocks, 32, 28).saves == []
+    whole = request("d", tokens, lora_request=adapter(2))
+    assert engine.admit(whole, blocks_of(60, 40)) == 0  # vLLM has nothing of it
+    assert engine.compute(whole, blocks_of(60, 40), 0, 60).saves
+
+
 def test_nothing_stays_held(own_sidecar: Sidecar) -> None:
     tokens = tokens_of(42, 13)
     engine = Engine(own_sidecar.address)

@@ -308,6 +308,8 @@ class Adapters:
         self._settings = settings
         self._known: OrderedDict[_Files, ModelSpec] = OrderedDict()
         self._loaded: OrderedDict[int, _Files] = OrderedDict()
+        self._in_cache: OrderedDict[tuple[str, str], _Files | None] = OrderedDict()
+        """The files of which vLLM's prefix cache has blocks, by the adapter's name and path; None: of several."""
 
     def spec_for(self, lora_request: LoraRequest | None) -> ModelSpec:
         """Return the spec of a request's adapter. Raises InvalidRequest when the adapter's files cannot be read, or
@@ -320,6 +322,8 @@ class Adapters:
         is_fused = bool(getattr(lora_request, "is_3d_lora_weight", False))
         key = (path, is_fused, tuple(_stamp(each) for each in files))
         self._check_loaded(lora_request, key)
+        called = _called(lora_request)
+        _keep(self._in_cache, called, key if self._in_cache.get(called, key) == key else None)
         if key not in self._known:
             hasher = blake3(b"kvstore/vllm/lora/1\0")
             if self._settings or is_fused:
@@ -335,10 +339,14 @@ class Adapters:
         if self._loaded.get(number, key) != key and not getattr(lora_request, "load_inplace", False):
             raise InvalidRequest(
                 f"the files of adapter {lora_request.lora_name[:200]!r} have changed; vLLM may compute with the old "
-                "ones: load it anew, with load_inplace or under another name"
+                "ones: load it anew, best from another path"
             )
         _keep(self._loaded, number, key)
-        self._loaded.move_to_end(number)
+
+    def are_mixed(self, lora_request: LoraRequest) -> bool:
+        """Return True when vLLM's own prefix cache may hold blocks that other files of this adapter computed: it knows
+        an adapter by name and path, and drops nothing when the files are loaded anew."""
+        return self._in_cache.get(_called(lora_request), ()) is None
 
     def of_unknown_weights(self) -> Adapters:
         """Return adapters for weights that nobody has digested. Their random digest matches no stored cache."""
@@ -351,8 +359,13 @@ class Adapters:
 def _keep(known: OrderedDict[_Key, _Value], key: _Key, value: _Value) -> None:
     """Add to what is known of the last ``ADAPTERS_KEPT`` adapters."""
     known[key] = value
+    known.move_to_end(key)
     if len(known) > ADAPTERS_KEPT:
         known.popitem(last=False)
+
+
+def _called(lora_request: LoraRequest) -> tuple[str, str]:
+    return str(lora_request.lora_name), str(lora_request.lora_path)
 
 
 def _stamp(path: Path) -> tuple[str, int, int, int]:

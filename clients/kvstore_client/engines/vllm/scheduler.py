@@ -68,6 +68,8 @@ class SchedulerSide:
     def matched(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
         """Return the number of tokens beyond ``computed`` to load, in whole blocks, and True when they load while other
         requests run. At least one token of the prompt is left to compute. None: ask again at the next step."""
+        if computed and self._does_save:
+            self._doubt_mixed(request)
         useful = self._whole(int(request.num_tokens) - 1)
         if not self._does_load or useful <= computed or request.skip_reading_prefix_cache:
             return 0, False
@@ -196,6 +198,12 @@ class SchedulerSide:
         files later than that."""
         tracked.is_doubtful = self._spec_of(tracked.request, "not kept") is not tracked.spec
         return not tracked.is_doubtful
+
+    def _doubt_mixed(self, request: EngineRequest) -> None:
+        """Note that a request whose first tokens vLLM has is not kept, where these may be another adapter's."""
+        lora = getattr(request, "lora_request", None)
+        if lora is not None and (tracked := self._track(request)) is not None and self._adapters.are_mixed(lora):
+            tracked.is_doubtful = True
 
     def allocated(self, request: EngineRequest, block_ids: list[int], external: int) -> None:
         """Note that vLLM gave the request its blocks, ``external`` tokens of which are to be loaded."""
