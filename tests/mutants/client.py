@@ -262,7 +262,7 @@ MUTANTS = [
         "failed-load-is-not-told",
         WORKER,
         "        self._failed |= set(blocks)\n",
-        "        pass\n",
+        "",
         "vLLM attends to blocks that never came",
         ("tests/engines/vllm/test_failed_loads.py::test_a_load_that_fails_is_told_and_not_tried_again",),
     ),

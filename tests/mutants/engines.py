@@ -189,6 +189,14 @@ MUTANTS = [
         (f"{T_VLLM}::test_after_a_reset_nothing_of_before_is_loaded_or_kept",),
     ),
     Mutant(
+        "computed-over-a-failed-load-and-cached",
+        SCHEDULER,
+        "                wrong.update(tracked.block_ids[first:])\n",
+        "",
+        "vLLM gives blocks that were computed over a failed load to other requests",
+        (f"{T_FAILED}::test_what_is_computed_over_a_failed_load_is_not_kept",),
+    ),
+    Mutant(
         "blocks-of-another-adapter",
         SCHEDULER,
         "            self._doubt_mixed(request)\n",

@@ -93,7 +93,10 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
 
     def update_connector_output(self, connector_output: WorkersReport) -> None:
         assert self._scheduler is not None
-        self._scheduler.received(connector_output)
+        wrong = self._scheduler.received(connector_output)
+        manager = getattr(self, "_kv_cache_manager", None)
+        if wrong and manager is not None:
+            manager.evict_blocks(wrong)
 
     def request_finished(self, request: EngineRequest, block_ids: list[int]) -> tuple[bool, dict[str, object] | None]:
         assert self._scheduler is not None

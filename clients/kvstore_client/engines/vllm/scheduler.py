@@ -288,27 +288,33 @@ class SchedulerSide:
             writer.commit()
         return replace(save, ticket=ticket)
 
-    def received(self, output: WorkersReport) -> None:
-        """Take the workers' report of a step: results, loads that have ended, and blocks whose loads failed."""
+    def received(self, output: WorkersReport) -> set[int]:
+        """Take the workers' report of a step: results, loads that have ended, and blocks whose loads failed. Returns
+        the blocks that vLLM's prefix cache must drop."""
         failed = set(output.invalid_block_ids or ())
-        if failed:
-            self.reported(failed)
+        wrong = self.reported(failed) if failed else set()
         self._planner.landed(output.finished_recving or (), lambda name: self._has_failed(name, failed))
         self._planner.step_ended()
+        return wrong
 
     def _has_failed(self, request_id: str, failed: set[int]) -> bool:
         tracked = self._tracked.get(request_id)
         return tracked is not None and not failed.isdisjoint(tracked.block_ids)
 
-    def reported(self, failed_blocks: Iterable[int]) -> None:
+    def reported(self, failed_blocks: Iterable[int]) -> set[int]:
         """Note blocks that workers could not load; vLLM computes them, so nobody loads them again. Blocks computed
-        beside them in a layerwise step may have read them, and are not kept."""
-        blocks = list(failed_blocks)
-        self._settled += blocks
+        beside them in a layerwise step may have read them, and are not kept. Returns these and the failed ones: vLLM's
+        prefix cache has them already, and the request that would compute them may go away before it does."""
+        failed = set(failed_blocks)
+        self._settled += failed
+        wrong = set(failed)
         for tracked in self._tracked.values():
-            if not set(blocks).isdisjoint(tracked.block_ids):
+            first = next((index for index, block in enumerate(tracked.block_ids) if block in failed), None)
+            if first is not None:
                 tracked.has_failed = True
                 tracked.is_doubtful = tracked.is_doubtful or self._settings.load == "layerwise"
+                wrong.update(tracked.block_ids[first:])
+        return wrong if self._settings.load == "layerwise" else set()
 
     # ------------------------------------------------------------ the end
 

@@ -123,9 +123,10 @@ class WorkerSide:
             why = transfer.error.message if transfer.error is not None else "a layer was computed before it had landed"
             _log.warning("kvstore: %s; the prompt is computed", why)
         blocks = moving.load.written(self._block_tokens)
-        self._failed |= set(blocks)
         if self._is_layerwise:
+            blocks = moving.load.block_ids[moving.load.start // self._block_tokens :]  # the step computed over them
             self._doubtful.update(blocks)
+        self._failed |= set(blocks)
 
     def failed_blocks(self) -> set[int]:
         """Return the blocks whose loads failed since the last call."""
