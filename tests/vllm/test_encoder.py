@@ -60,6 +60,15 @@ def test_what_one_engine_encoded_another_loads(seeing: Path, durable: Sidecar) -
     assert leases_of(durable) == (0, 0)
 
 
+def test_images_that_vllm_numbers_are_refused(seeing: Path, durable: Sidecar) -> None:
+    """In each process the first image would be the same one."""
+    numbered = {**OPTIONS, "mm_processor_cache_gb": 0}
+    with pytest.raises(RuntimeError, match="--mm-processor-cache-gb above 0"):
+        Engine(seeing, durable.address, **numbered).__enter__()
+    with pytest.raises(RuntimeError, match="--mm-processor-cache-gb above 0"):
+        Engine(seeing, None, **numbered, ec_transfer_config=encoding(durable.address)).__enter__()
+
+
 # ---------------------------------------------------------------- on vLLM's classes
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from kvstore_client.engines.vllm.identity import IGNORED, OF_ITEMS, Adapters, engine_identity, geometry_of, spec_of
+from kvstore_client.engines.vllm.naming import check_items
 from kvstore_client.engines.vllm.settings import ConnectorSettings, EncoderSettings
 from kvstore_client.opaque.encoder import encoder_namespace
 from transformers import LlamaConfig
@@ -148,6 +149,21 @@ def test_what_becomes_of_an_image_is_in_the_encoders_identity(directory: Path, v
     other, _ = engine(directory, multimodal_config=SimpleNamespace(), config={"rms_norm_eps": 0.1})
     digest = engine_identity(other, EncoderSettings(weights_digest=vouched))
     assert encoder_namespace(small_spec(weights_digest=digest, layers=())) not in names
+
+
+def test_images_need_a_name_by_their_content(directory: Path) -> None:
+    def check(**items: Any) -> None:
+        made, _ = engine(directory, multimodal_config=SimpleNamespace(**items) if items else None)
+        made.cache_config = SimpleNamespace(enable_prefix_caching=has_prefixes)
+        check_items(made)
+
+    has_prefixes = True
+    check(mm_processor_cache_gb=0)
+    has_prefixes = False
+    for good in ({}, {"mm_processor_cache_gb": 0.5}, {"mm_processor_cache_gb": 0, "language_model_only": True}):
+        check(**good)
+    with pytest.raises(InvalidRequest, match="set --enable-prefix-caching, or --mm-processor-cache-gb above 0"):
+        check(mm_processor_cache_gb=0)
 
 
 def test_an_encoders_namespace_is_of_its_model_alone() -> None:

@@ -13,7 +13,7 @@ from kvstore_client.arrays import Tensor
 from kvstore_client.begin import connect
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.identity import Adapters, adapter_settings, geometry_of, spec_of, worker_rank
-from kvstore_client.engines.vllm.naming import check_algorithm
+from kvstore_client.engines.vllm.naming import check_algorithm, check_items
 from kvstore_client.engines.vllm.objects import CacheConfig, EngineRequest, RequestBlocks, ScheduledStep, WorkersReport
 from kvstore_client.engines.vllm.pages import CPU, PagesOfModel, Writer
 from kvstore_client.engines.vllm.scheduler import SchedulerSide
@@ -46,6 +46,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
                 'requests; set "kv_load_failure_policy": "recompute" in --kv-transfer-config'
             )
         check_algorithm(self._settings.digests, str(vllm_config.cache_config.prefix_caching_hash_algo))
+        check_items(vllm_config)
         self._geometry = geometry_of(vllm_config, kv_cache_config)
         self._layer_of = {name: index for index, name in enumerate(self._geometry.layer_names)}
         self._config = vllm_config

@@ -24,6 +24,7 @@ from kvstore_client.arrays import Tensor
 from kvstore_client.begin import connect
 from kvstore_client.engines.vllm.embeddings import Fetching, Keeping
 from kvstore_client.engines.vllm.identity import engine_identity, worker_rank
+from kvstore_client.engines.vllm.naming import check_items
 from kvstore_client.engines.vllm.objects import EngineConfig, EngineRequest, ScheduledStep
 from kvstore_client.engines.vllm.settings import EncoderSettings
 from kvstore_client.engines.vllm.versions import ENCODER, check_interface, check_version
@@ -113,6 +114,7 @@ class KVStoreECConnector(ECConnectorBase):  # type: ignore[misc]  # vLLM is not 
 
 
 def _check_model(vllm_config: EngineConfig) -> None:
+    check_items(vllm_config)
     if vllm_config.model_config.is_encoder_decoder:
         raise InvalidRequest(
             "this model has encoder and decoder in one, whose encoder vLLM does not share: leave out "

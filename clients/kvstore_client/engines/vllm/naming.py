@@ -9,7 +9,7 @@ import numpy as np
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Extra, Tokens
 from kvstore_client.engines.vllm.hashes import ALGORITHM, DEFAULT_SEED, block_hashes, given_hashes, seed_of_process
-from kvstore_client.engines.vllm.objects import EngineRequest
+from kvstore_client.engines.vllm.objects import EngineConfig, EngineRequest
 from kvstore_client.prompt import PageHashes
 
 _log = logging.getLogger("kvstore.vllm")
@@ -21,6 +21,21 @@ def check_algorithm(digests: str, algorithm: str) -> None:
         raise InvalidRequest(
             f'"digests": "vllm" needs --prefix-caching-hash-algo {ALGORITHM}, not {algorithm}: others are not the same '
             'everywhere, or can be made to collide; set it, or leave "digests" out of kv_connector_extra_config'
+        )
+
+
+def check_items(vllm_config: EngineConfig) -> None:
+    """Raise InvalidRequest where vLLM calls images and sounds by a number, the same in each process, for want of a
+    cache of its own that needs the hash of their content."""
+    items = getattr(vllm_config.model_config, "multimodal_config", None)
+    prefixes = getattr(getattr(vllm_config, "cache_config", None), "enable_prefix_caching", True)
+    if items is None or prefixes or getattr(items, "language_model_only", False):
+        return
+    if not getattr(items, "mm_processor_cache_gb", 1):
+        raise InvalidRequest(
+            "without a prefix cache and a cache of processed items vLLM numbers images and sounds, so that different "
+            "ones have one name: set --enable-prefix-caching, or --mm-processor-cache-gb above 0; or "
+            "--language-model-only, where there are none"
         )
 
 
