@@ -256,6 +256,7 @@ MAMBA = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
         ([MAMBA], "MambaSpec"),
         ([SLIDING], "--disable-sliding-window"),
         ([replace(FULL, kv_quant_mode=1)], "--kv-cache-dtype auto"),
+        ([replace(FULL, non_causal=True)], "attends to later tokens"),
     ],
 )
 def test_caches_that_cannot_be_kept_are_refused(configured: VllmConfig, groups: list[Any], said: str) -> None:

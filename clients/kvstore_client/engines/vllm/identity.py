@@ -135,6 +135,11 @@ def _layer(name: str, spec: LayerCache, hf: Any, ranks: int) -> LayerSpec:
         )
     if int(getattr(spec, "kv_quant_mode", 0)) or getattr(spec, "tokens_per_state", 1) != 1:
         raise InvalidRequest(f"layer {name} keeps a quantised or compressed cache: set --kv-cache-dtype auto")
+    if getattr(spec, "non_causal", False):
+        raise InvalidRequest(
+            f"layer {name} attends to later tokens, so its cache of a prefix is not that of a longer prompt (vLLM "
+            "turns its own prefix cache off for it): run this model without the connector"
+        )
     if _is_mla(spec):
         latent, rope = int(hf.kv_lora_rank), int(hf.qk_rope_head_dim)
         if latent + rope != spec.head_size:
