@@ -247,6 +247,17 @@ def test_loads_teach_what_they_take_and_a_failed_one_that_it_took_longer(sidecar
     engine.close()
 
 
+def test_a_load_that_failed_on_one_rank_alone_has_failed(sidecar: Sidecar, stored: Any) -> None:
+    engine, blocks = Planned(sidecar.address, "on"), blocks_of(COUNT)
+    engine.is_computing(1e3)
+    engine.is_link(1e12)
+    assert engine.admit(asked("a", stored[0]), blocks) == 88
+    for report in (told(failed=blocks[:2]), told("a")):  # a rank says so in the step in which it knows
+        engine.scheduler.received(report)
+    assert engine.scheduler._planner.counts["failed"] == 1
+    engine.close()
+
+
 def test_a_small_load_that_waits_for_a_long_step_does_not_make_memory_slow(sidecar: Sidecar, stored: Any) -> None:
     engine = Planned(sidecar.address, "on")
     engine.is_link(1e9)

@@ -293,13 +293,14 @@ class SchedulerSide:
         the blocks that vLLM's prefix cache must drop."""
         failed = set(output.invalid_block_ids or ())
         wrong = self.reported(failed) if failed else set()
-        self._planner.landed(output.finished_recving or (), lambda name: self._has_failed(name, failed))
+        self._planner.landed(output.finished_recving or (), self._has_failed)
         self._planner.step_ended()
         return wrong
 
-    def _has_failed(self, request_id: str, failed: set[int]) -> bool:
+    def _has_failed(self, request_id: str) -> bool:
+        """Return True when a rank could not load this request, in whichever step it said so."""
         tracked = self._tracked.get(request_id)
-        return tracked is not None and not failed.isdisjoint(tracked.block_ids)
+        return tracked is not None and tracked.has_failed
 
     def reported(self, failed_blocks: Iterable[int]) -> set[int]:
         """Note blocks that workers could not load; vLLM computes them, so nobody loads them again. Blocks computed
