@@ -390,12 +390,4 @@ MUTANTS = [
         "a stray copy cannot be told from the value",
         (f"{T_NEWEST}::test_an_older_value_never_comes_back", f"{T_NEWEST}::test_a_value_says_where_it_was_written"),
     ),
-    Mutant(
-        "promise-given-up-as-a-spare",
-        "kvstore/movement/eviction.py",
-        "        doubtful = {row for row, _ in spares if not self._copies.is_proven(row)}\n",
-        "        doubtful = set[int]()\n",
-        "of two copies the one stays whose sync had failed, and a power cut takes it",
-        ("tests/tiers/nvme/test_spares.py::test_what_stays_of_a_chunk_when_a_file_gives_way_outlives_a_power_cut",),
-    ),
 ]

@@ -223,4 +223,12 @@ MUTANTS = [
         "a commit answers a caller who has gone",
         ("tests/controller/test_cancelled.py::test_a_shard_that_waits_for_the_others",),
     ),
+    Mutant(
+        "promise-given-up-as-a-spare",
+        "kvstore/movement/eviction.py",
+        "        doubtful = {row for row, _ in spares if not self._copies.is_proven(row)}\n",
+        "        doubtful = set[int]()\n",
+        "of two copies the one stays whose sync had failed, and a power cut takes it",
+        ("tests/tiers/nvme/test_spares.py::test_what_stays_of_a_chunk_when_a_file_gives_way_outlives_a_power_cut",),
+    ),
 ]
