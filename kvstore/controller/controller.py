@@ -322,13 +322,13 @@ class Controller:
         self, session: Session, reservation_id: int, fills: Sequence[Fill], shard: int = 0,
         supersedes: Sequence[bytes] = (), deadline: Deadline | None = None,
     ) -> StoreResult:  # fmt: skip
-        """Publish a store's complete chunks, and end the store. With write-through, wait for the device, too, half of
-        the time that is left: the answer comes before its caller gives up, who would take the store for failed."""
+        """Publish a store's complete chunks, and end the store. With write-through, wait for the device, too, as long
+        as the answer comes before its caller gives up, who would take the store for failed."""
         until = deadline or self.deadline()
         result = await self.commits.commit(session, reservation_id, fills, shard, supersedes, deadline=until)
         if not self.parts.is_write_through or not result.rows:
             return result
-        found = await self.parts.movement.settle(result.rows, Durability.LOCAL, until.left_s / 2)
+        found = await self.parts.movement.settle(result.rows, Durability.LOCAL, until.answerable_s)
         return replace(result, durability=found.durability, refusal=result.refusal or found.reason)
 
     async def settle(self, query: ChainQuery, timeout_s: float, wanted: Durability = Durability.LOCAL) -> Settled:

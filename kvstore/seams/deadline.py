@@ -31,6 +31,11 @@ class Deadline:
         return max(0.0, self.until_s - self.clock.monotonic())
 
     @property
+    def answerable_s(self) -> float:
+        """Seconds that a wait may take whose answer its caller must hear: at most half of those until it gives up."""
+        return min(self.left_s, max(0.0, self.caller_until_s - self.clock.monotonic()) / 2)
+
+    @property
     def has_passed(self) -> bool:
         return self.left_s <= 0
 

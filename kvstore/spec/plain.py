@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvstore.spec.configuration import described
 
 OWN_FORWARDS = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
 OWN_FUNCTIONS = ("transformers.", "torch.")
+FUNCTIONS = (FunctionType, partial)
 OBSERVING = "transformers.utils.output_capturing"
 """The module of transformers' own hooks: they record hidden states, and change none."""
 UNREAD = ("training", "gradient_checkpointing", "name_or_path", "max_seq_len_cached")
@@ -63,7 +65,7 @@ def check_functions(attention: str | None, modeling: Iterable[dict[str, Any]]) -
     """Raises InvalidRequest when the kernels of ``attention``, its masks, or a function that the forward passes call
     are not transformers' own: their names are in the key, what they compute is not."""
     known = [registered.get(attention) for registered in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
-    called = [each for names in modeling for each in list(names.values()) if isinstance(each, FunctionType)]
+    called = [each for names in modeling for each in list(names.values()) if isinstance(each, FUNCTIONS)]
     for each in (*known, *called, torch.nn.functional.scaled_dot_product_attention):
         if each is not None and (home := _foreign_home(each)) is not None:
             raise InvalidRequest(
@@ -75,11 +77,15 @@ def check_functions(attention: str | None, modeling: Iterable[dict[str, Any]]) -
 def _foreign_home(function: Any) -> str | None:
     """Return the name of the module that defines a function, of a partial one that of what it calls; None where that is
     PyTorch or transformers. What functools.wraps made has the name of what it wraps, and the variables of its own
-    module."""
+    module; what it wraps may be a wrapper, too."""
     called = getattr(function, "func", function)
-    variables = getattr(called, "__globals__", {})
-    homes = [str(each) for each in (variables.get("__name__", "torch"), getattr(called, "__module__", ""))]
-    return next((each for each in homes if not f"{each}.".startswith(OWN_FUNCTIONS)), None)
+    while called is not None:
+        variables = getattr(called, "__globals__", {})
+        for each in (variables.get("__name__", "torch"), getattr(called, "__module__", "")):
+            if not f"{each}.".startswith(OWN_FUNCTIONS):
+                return str(each)
+        called = getattr(called, "__wrapped__", None)
+    return None
 
 
 def check_untouched(module: Module) -> None:

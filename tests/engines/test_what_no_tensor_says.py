@@ -107,6 +107,19 @@ def given_a_wrapped_rotation(_model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(modeling_llama, "apply_rotary_pos_emb", wrapped)
 
 
+def given_a_rotation_under_two_wrappers(_model: Any, patch: pytest.MonkeyPatch) -> None:
+    """The outer one is PyTorch's own."""
+    turn = modeling_llama.apply_rotary_pos_emb
+    wrapped = functools.wraps(turn)(lambda q, k, cos, sin: turn(q, 2 * k, cos, sin))
+    patch.setattr(modeling_llama, "apply_rotary_pos_emb", torch.no_grad()(wrapped))
+
+
+def given_a_part_of_a_rotation(_model: Any, patch: pytest.MonkeyPatch) -> None:
+    turn = modeling_llama.apply_rotary_pos_emb
+    whole = functools.partial(lambda much, q, k, cos, sin: turn(q, much * k, cos, sin), 2)
+    patch.setattr(modeling_llama, "apply_rotary_pos_emb", whole)
+
+
 def given_a_wrapped_pass(_model: Any, patch: pytest.MonkeyPatch) -> None:
     """All layers' normalisations, replaced in their class."""
     norm = modeling_llama.LlamaRMSNorm
@@ -125,8 +138,9 @@ def cast_in_part(model: Any, _patch: pytest.MonkeyPatch) -> None:
 
 
 CHANGES = (
-    given_kernels, given_a_rotation, given_a_wrapped_rotation, given_a_wrapped_pass, given_eager,
-    given_another_product, given_a_wrapped_product, given_a_configuration, cast_in_part,
+    given_kernels, given_a_rotation, given_a_wrapped_rotation, given_a_rotation_under_two_wrappers,
+    given_a_part_of_a_rotation, given_a_wrapped_pass, given_eager, given_another_product, given_a_wrapped_product,
+    given_a_configuration, cast_in_part,
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ MUTANTS = [
     Mutant(
         "answered-when-nobody-hears",
         CLAIM,
-        "min(self._parts.policies.demotion_wait_s, deadline.left_s / 2)",
+        "min(self._parts.policies.demotion_wait_s, deadline.answerable_s)",
         "self._parts.policies.demotion_wait_s",
         "a reservation whose caller has gone stays until it is too old",
         ("tests/controller/test_deadlines.py::test_a_store_that_finds_no_room_hears_of_it_before_it_gives_up",),
@@ -30,7 +30,7 @@ MUTANTS = [
     Mutant(
         "stored-and-taken-for-failed",
         "kvstore/controller/controller.py",
-        "settle(result.rows, Durability.LOCAL, until.left_s / 2)",
+        "settle(result.rows, Durability.LOCAL, until.answerable_s)",
         "settle(result.rows, Durability.LOCAL, until.left_s)",
         "a writer hears nothing of a store that the device is slow to take",
         (f"{STORES}::test_a_commit_says_that_the_device_stalls_before_its_caller_gives_up",),

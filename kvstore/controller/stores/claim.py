@@ -54,10 +54,10 @@ class Claims:
     async def reserve(self, session: Session, request: ReserveRequest, deadline: Deadline) -> StoreResult:
         """Claim the chunks of a chain that are neither stored nor being stored. Stops at the first chunk that finds no
         room: a chunk without its parent is of no use. Where only the eviction of unwritten chunks would make room, it
-        waits for the device to write them, at most policy.demotion_wait_s and half of the time to the deadline. With a
-        ``refusal`` it stops at the first chunk that is not stored. Raises Exhausted past limits.reservation_count_max
-        or limits.namespace_count_max; Unavailable when a value that is to be replaced is in use until the deadline, or
-        may not be because of a ``refusal``, or when the session ends meanwhile."""
+        waits for the device to write them, at most policy.demotion_wait_s and half of the time that its caller waits.
+        With a ``refusal`` it stops at the first chunk that is not stored. Raises Exhausted past
+        limits.reservation_count_max or limits.namespace_count_max; Unavailable when a value that is to be replaced is
+        in use until the deadline, or may not be because of a ``refusal``, or when the session ends meanwhile."""
         with self._reservations.making(session):
             spaces = self._spaces(request)
             with self._catalog.use(request.query.fingerprint, spaces):
@@ -100,8 +100,8 @@ class Claims:
             use=self._catalog.use(request.query.fingerprint, spaces),
         )
         reservation.want(request.durability)
-        # Half of the time: an answer that comes when its caller has gone leaves a reservation that nobody can end.
-        patience = deadline.sooner(min(self._parts.policies.demotion_wait_s, deadline.left_s / 2))
+        # An answer that comes when its caller has gone leaves a reservation that nobody can end.
+        patience = deadline.sooner(min(self._parts.policies.demotion_wait_s, deadline.answerable_s))
         try:
             await self._claim_all(reservation, request, spaces, patience)
             headers = [entry.header for entry in reservation.entries if entry.header is not None]

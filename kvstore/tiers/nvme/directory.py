@@ -6,8 +6,8 @@ import json
 import logging
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -236,9 +236,15 @@ class Directory:
         self._disk.remove(self.path / name)
         self._disk.sync_directory(self.path)
 
-    def write(self, name: str, data: bytes) -> None:
-        """Replace a file atomically: after a power cut it has the old content or the new."""
-        replace_whole(self._disk, self.path / name, data, partial(self._faults.reach, "nvme.replace"))
+    def write(self, name: str, data: bytes, begins: Callable[[], None] = lambda: None) -> None:
+        """Replace a file atomically: after a power cut it has the old content or the new. ``begins``: called before the
+        new content can be there. Raises OSError; which of the two is there then is not known once that was called."""
+
+        def reach() -> None:
+            self._faults.reach("nvme.replace")
+            begins()
+
+        replace_whole(self._disk, self.path / name, data, reach)
 
 
 def _id_in(found: dict[str, Any]) -> bytes | None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import xxhash
 
@@ -48,7 +49,7 @@ class Newest:
         self._is_damaged = False
         self._is_certain = True
         """False after a replacement that failed: the file may be the one before or the new one. ``_marks`` and
-        ``closed`` have what either of them says then."""
+        ``closed`` have all keys and places of both then, and a key that both name has the newer write."""
 
     def __bool__(self) -> bool:
         return bool(self._marks or self.closed) or self._is_damaged
@@ -109,15 +110,19 @@ class Newest:
     def _replace(self, marks: Mapping[bytes, int], closed: frozenset[SlotPlace]) -> None:
         if self._is_certain and not self._is_damaged and (marks, closed) == (self._marks, self.closed):
             return
-        self._is_certain = False
-        self._marks, self.closed = {**self._marks, **marks}, self.closed | closed
         records = [(_RECORD.pack(key, mark), _KEY) for key, mark in marks.items()]
         records += [(_RECORD.pack(file.encode(), slot), _PLACE) for file, slot in sorted(closed)]
         if records:
             data = b"".join(packed + xxhash.xxh3_64_digest(packed, seed) for packed, seed in records)
             self._directory.require(NEWEST)  # first: there is no moment at which an earlier release could be misled
-            self._directory.write(NEWEST_FILE, data)
+            self._directory.write(NEWEST_FILE, data, partial(self._doubt, marks, closed))
         else:
+            self._is_certain = False
             self._directory.remove(NEWEST_FILE)
             self._directory.features.discard(NEWEST)
         self._marks, self.closed, self._is_damaged, self._is_certain = dict(marks), closed, False, True
+
+    def _doubt(self, marks: Mapping[bytes, int], closed: frozenset[SlotPlace]) -> None:
+        """From now on the file may say this, too."""
+        self._is_certain = False
+        self._marks, self.closed = {**self._marks, **marks}, self.closed | closed

@@ -75,8 +75,7 @@ def stored(sidecar: Sidecar, request: pytest.FixtureRequest) -> Iterator[tuple[A
     """A prompt that another engine has kept."""
     engine = Engine(sidecar.address)
     tokens = tokens_of(COUNT, 900 + abs(hash(request.node.name)) % 10_000)
-    filled = engine.keep(asked("kept", tokens), blocks_of(COUNT))
-    yield tokens, filled
+    yield tokens, engine.keep(asked("kept", tokens), blocks_of(COUNT))
     engine.close()
 
 
@@ -191,7 +190,7 @@ def test_it_decides_once_and_the_engine_waits_for_no_decision(sidecar: Sidecar, 
 
 
 def test_steps_teach_what_computing_takes(sidecar: Sidecar) -> None:
-    engine, clock = Planned(sidecar.address, "observe"), None
+    engine = Planned(sidecar.address, "observe")
     clock = engine.clock
     for number in range(6):
         count = 16 * (1 + number % 4)
@@ -247,14 +246,15 @@ def test_loads_teach_what_they_take_and_a_failed_one_that_it_took_longer(sidecar
     engine.close()
 
 
-def test_a_load_that_failed_on_one_rank_alone_has_failed(sidecar: Sidecar, stored: Any) -> None:
+@pytest.mark.parametrize("has_failed", [True, False], ids=["a rank could not load it", "the caches were reset"])
+def test_a_load_that_failed_on_one_rank_alone_has_failed(sidecar: Sidecar, stored: Any, has_failed: bool) -> None:
     engine, blocks = Planned(sidecar.address, "on"), blocks_of(COUNT)
     engine.is_computing(1e3)
     engine.is_link(1e12)
     assert engine.admit(asked("a", stored[0]), blocks) == 88
-    for report in (told(failed=blocks[:2]), told("a")):  # a rank says so in the step in which it knows
-        engine.scheduler.received(report)
-    assert engine.scheduler._planner.counts["failed"] == 1
+    engine.scheduler.received(told(failed=blocks[:2])) if has_failed else engine.scheduler.reset()
+    engine.scheduler.received(told("a"))  # a rank says that a load failed in the step in which it knows
+    assert engine.scheduler._planner.counts["failed"] == has_failed
     engine.close()
 
 

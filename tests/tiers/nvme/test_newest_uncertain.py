@@ -11,7 +11,7 @@ import pytest
 from kvstore.errors import KVStoreError
 from kvstore.spec import Durability
 from kvstore.tiers.nvme import newest
-from tests.tiers.nvme.test_newest import NEW, OLD, RETRY_S
+from tests.tiers.nvme.test_newest import NEW, OLD, RETRY_S, the_file_does_not_open
 from tests.tiers.service import HOME
 from tests.tiers.values import ValueService
 
@@ -56,5 +56,28 @@ def test_a_record_that_was_refused_is_written_again_though_it_says_the_same() ->
         service.disk.remove(HOME / newest.NEWEST_FILE)
         record.note(marks, frozenset({("region-00000", 0)}))
         assert newest.NEWEST_FILE in service.disk.names(HOME)
+
+    service.run(scenario)
+
+
+@pytest.mark.parametrize("method", ["open", "pwrite"])
+def test_a_record_that_never_took_the_place_of_another_says_nothing(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would close a file that cannot be read, in which an acknowledged value lies."""
+    monkeypatch.setattr(newest, "COUNT_MAX", 0)
+    service = ValueService()
+
+    async def scenario() -> None:
+        assert await service.put(9, "other") is Durability.LOCAL
+        await the_file_does_not_open(service, 1)
+        service.disk.fail(method, errno.ENOSPC, path_contains=newest.NEWEST_FILE)
+        with pytest.raises(KVStoreError):
+            await service.put(NEW)
+        await asyncio.sleep(2 * RETRY_S)
+        service.disk.mend()
+        await service.restart(kill=True)
+        assert await service.get("other") == 9
+        service.balance()
 
     service.run(scenario)

@@ -48,7 +48,8 @@ class FoundPrefix:
 
 @dataclass
 class TrackedRequest:
-    """A request with blocks worth keeping, now or later. ``kept``: leading tokens known to be stored."""
+    """A request with blocks worth keeping, now or later. ``kept``: leading tokens known to be stored. ``was_cut``: a
+    worker could not load some of its blocks."""
 
     request: EngineRequest
     spec: ModelSpec
@@ -56,3 +57,4 @@ class TrackedRequest:
     block_ids: list[int] = field(default_factory=list)
     has_failed: bool = False
     is_doubtful: bool = False
+    was_cut: bool = False

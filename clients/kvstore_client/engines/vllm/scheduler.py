@@ -300,7 +300,7 @@ class SchedulerSide:
     def _has_failed(self, request_id: str) -> bool:
         """Return True when a rank could not load this request, in whichever step it said so."""
         tracked = self._tracked.get(request_id)
-        return tracked is not None and tracked.has_failed
+        return tracked is not None and tracked.was_cut
 
     def reported(self, failed_blocks: Iterable[int]) -> set[int]:
         """Note blocks that workers could not load; vLLM computes them, so nobody loads them again. Blocks computed
@@ -312,7 +312,7 @@ class SchedulerSide:
         for tracked in self._tracked.values():
             first = next((index for index, block in enumerate(tracked.block_ids) if block in failed), None)
             if first is not None:
-                tracked.has_failed = True
+                tracked.has_failed = tracked.was_cut = True
                 tracked.is_doubtful = tracked.is_doubtful or self._settings.load == "layerwise"
                 wrong.update(tracked.block_ids[first:])
         return wrong if self._settings.load == "layerwise" else set()
