@@ -37,5 +37,5 @@ def _float32(cuda: Any, *, on_gpu: bool) -> str:
     both = tuple("" if each in PLAIN else str(each) for each in (mkldnn.fp32_precision, cuda.fp32_precision))
     if on_gpu and both == ("", "tf32"):
         return "high"  # what ``allow_tf32`` says: for a GPU the same as "high", and one name in older releases
-    # a tuple of two, which mypy takes for one of any length
-    return LEGACY.get(both, "+".join(both) if any(both) else "")  # type: ignore[arg-type]
+    found = "+".join(both) if any(both) else ""
+    return LEGACY.get(both, found)  # type: ignore[arg-type]  # a tuple of two: mypy takes it for one of any length

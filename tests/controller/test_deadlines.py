@@ -227,7 +227,7 @@ def test_a_value_that_is_being_read_is_waited_for_as_long_as_the_caller_waits() 
 
 
 def test_a_store_that_finds_no_room_hears_of_it_before_it_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in memory only is on its way to a device that takes nothing. An answer that came in the moment in which
+    """Chunks that memory alone has are on their way to a device that takes nothing. An answer in the moment in which
     its caller goes would leave a reservation that nobody can end."""
     service = ValueService(arena_chunks=4)
 

@@ -1,4 +1,4 @@
-"""How long a wait may take: by the call's own limit, and by what its caller hears."""
+"""A wait is bounded by the call's own limit, and by the time in which its caller hears the answer."""
 
 from __future__ import annotations
 

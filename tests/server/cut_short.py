@@ -45,7 +45,7 @@ PAUSE_S = 0.05
 TURNS_MAX = 400
 """Turns after which every call has ended by itself."""
 ENDED_BY_AGE = ("tickets_expired", "store_expired_reservations", "leases_revoked")
-"""What nobody gave back is not to be waited for until it is too old."""
+"""Counters of what ended because it was too old. No test waits for that: a call gives back what it took."""
 KEPT = Chain(NARROW, (900, 901))
 """Acknowledged before any call is cut short."""
 
@@ -58,7 +58,7 @@ class Blind(Oracle):
 
 
 class Call:
-    """What a handler asks of its call."""
+    """The call, as a handler sees it."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -191,7 +191,7 @@ class Bench:
         assert level in reached, settled
 
     def settle(self, chain: Chain, level: int) -> pb.Settle:
-        return pb.Settle(query=chain_of(chain), timeout_seconds=20.0, durability=level)  # type: ignore[arg-type]
+        return pb.Settle(query=chain_of(chain), timeout_seconds=20.0, durability=level)  # type: ignore[arg-type]  # the number on the wire
 
     def free_staging(self) -> None:
         for staging_id in list(self.session.stagings):
@@ -240,7 +240,7 @@ class Bench:
         self._tasks = self._tasks or len(asyncio.all_tasks())
 
     def _open(self) -> str:
-        """What calls have left open; empty: nothing."""
+        """Return a description of what calls have left open; empty when that is nothing."""
         stats, parts = self.controller.stats(), self.life.parts
         movement = parts.movement
         counts = {

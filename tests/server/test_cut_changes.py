@@ -16,7 +16,7 @@ from tests.server.cut_short import KEPT, Bench, CutShort, Scenario, chain_of, cu
 STALLED_S = 5.0
 """Seconds for which a tier answers nothing: longer than a change may be silent."""
 MANY = 7
-"""Of a change that takes hundreds of turns only every so many are tried."""
+"""A change that takes hundreds of turns is cut in every so many of them only."""
 
 
 async def in_memory(bench: Bench) -> None:

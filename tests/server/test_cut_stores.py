@@ -73,15 +73,21 @@ async def commit(bench: Bench, cut: CutShort) -> None:
     await ends(bench, reserved, chain)
 
 
-async def commit_that_goes_on(bench: Bench, cut: CutShort) -> None:
-    """A commit of a store whose fills have begun is made again."""
-    chain = fresh(cut)
+async def filled(bench: Bench, chain: Chain) -> tuple[Any, asyncio.Future[Any]]:
+    """Begin a store and its fills. Return the reservation, and the call that moves the bytes."""
     reserved = await bench.reserve(chain)
     fills = bench.staged(chain, reserved)
     filling = asyncio.ensure_future(
         bench.store(fill=pb.FillStrips(reservation_id=reserved.reservation_id, fills=fills))
     )
     await asyncio.sleep(0)
+    return reserved, filling
+
+
+async def commit_that_goes_on(bench: Bench, cut: CutShort) -> None:
+    """A commit of a store whose fills have begun is made again."""
+    chain = fresh(cut)
+    reserved, filling = await filled(bench, chain)
     await cut(commits(bench, reserved))
     await asyncio.wait([filling])
     if bench.controller.reservations.of(bench.session):
@@ -142,14 +148,9 @@ async def commit_that_waits_for_another_store(bench: Bench, cut: CutShort) -> No
 
 
 async def abort(bench: Bench, cut: CutShort) -> None:
-    """Of a store whose bytes are being moved."""
+    """A store is given up whose bytes are being moved."""
     chain = fresh(cut)
-    reserved = await bench.reserve(chain)
-    fills = bench.staged(chain, reserved)
-    filling = asyncio.ensure_future(
-        bench.store(fill=pb.FillStrips(reservation_id=reserved.reservation_id, fills=fills))
-    )
-    await asyncio.sleep(0)
+    reserved, filling = await filled(bench, chain)
     await cut(aborts(bench, reserved))
     await asyncio.wait([filling])
     await ends(bench, reserved, chain)

@@ -50,7 +50,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
 
 def _nothing() -> None:
-    """What happens at the beginning of a turn unless a test says otherwise."""
+    """Do nothing at the beginning of a turn, unless a test says otherwise."""
 
 
 class _Waiting(selectors.SelectSelector):

@@ -46,7 +46,7 @@ def test_a_value_behind_a_record_that_was_refused_stays(waits: bool, is_power_cu
 
 
 def test_a_record_that_was_refused_is_written_again_though_it_says_the_same() -> None:
-    """Whether it is there nobody knows."""
+    """Nobody knows whether it is there."""
     service = ValueService()
 
     async def scenario() -> None:
