@@ -79,22 +79,34 @@ def test_a_load_that_comes_late_is_taken_all_the_same(
     ids, expected = prompts[0]
     runner, begun = raced(client, model, monkeypatch, 0.005)
     sidecar.switches.turn_on(Switch.STALLED)
-    step = Race._step
+    step, has_come, comes = Race._step, FetchedRun.has_come, FetchedRun.comes
+    is_stepping, looks = [False], []
 
-    def stepping(race: Race) -> None:
-        step(race)
+    def stepping(race: Race, run: FetchedRun, layer: int) -> None:
+        is_stepping[0] = True
+        step(race, run, layer)
+        is_stepping[0] = False
+
+    def looking(run: FetchedRun, layer: int) -> bool:
+        if not is_stepping[0]:
+            return has_come(run, layer)
+        looks.append(layer)
+        if len(looks) == 1:
+            return False
         sidecar.switches.turn_off()
+        is_stepping[0] = False
+        # There is time for it, however busy the machine is.
         eventually(lambda: all(each.tier is Tier.DRAM for each in client.lookup(runner.spec, ids[0]).chunks[:-1]))
+        return comes(run, layer, 10.0)
 
-    comes = FetchedRun.comes
     monkeypatch.setattr(Race, "_step", stepping)
-    # What memory has is on its way to the client: there is time for it, however busy the machine is.
-    monkeypatch.setattr(FetchedRun, "comes", lambda run, layer, wait_s: comes(run, layer, wait_s or 10.0))
+    monkeypatch.setattr(FetchedRun, "has_come", looking)
     found = client.partial_prefill(runner, ids[0])
     assert torch.allclose(found.logits[-1], expected.reshape(-1, expected.shape[-1])[0], atol=1e-4)
     assert not found.plan.reason
     assert found.plan.reused_token_count > 0
     assert len(begun) == 2, "one step, and then it came"
+    assert len(looks) == 2, "the step was not computed to its end"
     assert client.statistics()["loads_given_up"] == 0
     is_free(client)
 

@@ -14,7 +14,7 @@ Sources: CacheBlend (EuroSys '25), DroidSpeak (NSDI '26); asking the suffix, Pro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from kvstore_kernels import Rotation, attend, attend_with_mass, rotation
@@ -48,6 +48,7 @@ def recompute(
     kv: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
     clock: Clock | None = None,
     attention: torch.Tensor | None = None,
+    before_layer: Callable[[], None] | None = None,
 ) -> Recomputed:
     """Compute the cache and the last logits of a prompt, some runs of which are stored.
 
@@ -55,7 +56,8 @@ def recompute(
     that layer; tokens of no run are always computed. ``logit_count``: number of last tokens whose logits are wanted.
     ``hidden_layers``: layers whose E is returned as well, of a prompt without runs. ``kv``: memory to merge in, as
     ``dense_planes`` makes it, in which runs may already be landing. ``attention``: a result's, of the same tokens, runs
-    and selector: the look ahead is not done again, and counts in f as if it were.
+    and selector: the look ahead is not done again, and counts in f as if it were. ``before_layer``: called before each
+    layer; what it raises ends the pass.
     Memory: the merged cache, the residual stream and queries of the rows that are carried, and what a layer needs
     inside for 512 of them. Raises: InvalidRequest for arguments that do not fit, and when the model's weights change
     meanwhile; KVStoreError when a run does not come: discard the cache then.
@@ -70,7 +72,7 @@ def recompute(
         raise InvalidRequest("hidden_layers: E of a prompt that is computed alone, without runs")
     planes = kv or dense_planes(runner.spec, len(known), runner.device)
     check_runner(runner)
-    done = _Pass(runner, known, runs, setting, planes, clock or SystemClock(), attention)
+    done = _Pass(runner, known, runs, setting, planes, clock or SystemClock(), attention, before_layer)
     found = done.run(logit_count, tuple(hidden_layers))
     check_runner(runner)
     return found
@@ -88,9 +90,10 @@ class _Pass:
         planes: list[tuple[torch.Tensor, torch.Tensor]],
         clock: Clock,
         attention: torch.Tensor | None,
+        before_layer: Callable[[], None] | None,
     ) -> None:
         self._runner, self._tokens, self._runs, self._setting, self._planes = runner, tokens, runs, setting, planes
-        self._clock = clock
+        self._clock, self._before_layer = clock, before_layer
         self._layer_count = runner.spec.layer_count
         self._split = Split.of(runs, len(tokens), tokens.device)
         self._every = torch.arange(len(tokens), device=tokens.device)
@@ -144,6 +147,8 @@ class _Pass:
 
     def _layer(self, layer: int, rows: Rows, logit_count: int) -> Rows:
         setting = self._setting
+        if self._before_layer is not None:
+            self._before_layer()
         before_s = self._clock.monotonic()
         received = self._receive() if layer == setting.first_layer else []
         self._land(layer)

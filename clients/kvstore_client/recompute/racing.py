@@ -5,6 +5,7 @@ one."""
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
 import torch
 from kvstore_kernels import Rotation
@@ -19,8 +20,11 @@ from kvstore_client.recompute.runs import InPlace, Run
 from kvstore_client.recompute.sources import FetchedRun
 
 STEPS = 32
-"""Number of steps in which a front is computed. A step delays a load that comes in its middle by no more than this part
-of a plain prefill."""
+"""Number of steps in which a front is computed."""
+
+
+class _HasCome(Exception):
+    """The layer that a step races with has come: the rest of the step is not computed."""
 
 
 class Race:
@@ -29,8 +33,9 @@ class Race:
     first.
     Memory: a second cache, once a load is late.
 
-    A step begins when a layer has been waited for as long as a step takes. After each layer that came in the middle of
-    a step, that wait doubles: so layers that always come a little late are not delayed each time.
+    A step begins when a layer has been waited for as long as a step takes, and ends where it is when the layer comes: a
+    late load is delayed by one layer of a step. After each layer that came after a step began, that wait doubles: so
+    layers that always come a little late do not cost a step each time.
     """
 
     def __init__(self, request: Request, plan: Plan, clock: Clock) -> None:
@@ -53,12 +58,13 @@ class Race:
             if self.token_count >= self._stop:
                 self.has_won = True
                 raise DataLoss("loading took longer than computing")
-            self._step()
+            self._step(source, layer)
             if not idle_s:
                 continue
             idle_s, self._delays = 0.0, self._delays + 1
 
-    def _step(self) -> None:
+    def _step(self, source: FetchedRun, layer: int) -> None:
+        """Compute the next tokens of the front, unless the layer comes meanwhile."""
         runner, done = self._request.runner, self.token_count
         if not self.planes:
             self.planes = dense_planes(runner.spec, len(self._request.tokens), runner.device)
@@ -66,8 +72,14 @@ class Race:
         runs = [Run(0, done, InPlace(), is_exact=True)] if done else []
         planes = [(k[:, :stop], v[:, :stop]) for k, v in self.planes]
         tokens = self._request.tokens[:stop].astype("int64")
-        recompute(runner, tokens, runs, Recompute.reuse(), kv=planes, clock=self._clock)
-        self.token_count = stop
+
+        def look() -> None:
+            if source.has_come(layer):
+                raise _HasCome
+
+        with suppress(_HasCome):
+            recompute(runner, tokens, runs, Recompute.reuse(), kv=planes, clock=self._clock, before_layer=look)
+            self.token_count = stop
 
 
 class RacedRun:

@@ -51,8 +51,7 @@ class FetchedRun:
         return list(self._transfers)
 
     def land(self, layer: int, k: torch.Tensor, v: torch.Tensor, turn: Rotation | None) -> None:
-        transfer = next((each for each in self._transfers if each.brings(layer)), None)
-        assert transfer is not None, "a layer that nobody fetches"
+        transfer = self._bringing(layer)
         with _as_lost():
             come = transfer.wait_layer(layer, self._timeout_s)
         if self._ahead is not None and transfer is self._ahead.transfer:
@@ -63,10 +62,16 @@ class FetchedRun:
 
     def comes(self, layer: int, wait_s: float) -> bool:
         """Return True when a layer has come, or has failed, within ``wait_s`` seconds."""
+        return self.has_come(layer) or bool(wait((self._bringing(layer).landing(layer),), wait_s).done)
+
+    def has_come(self, layer: int) -> bool:
+        """Return True when a layer has come, or has failed."""
+        return self._bringing(layer).landing(layer).done()
+
+    def _bringing(self, layer: int) -> Transfer:
         transfer = next((each for each in self._transfers if each.brings(layer)), None)
         assert transfer is not None, "a layer that nobody fetches"
-        wait((transfer.landing(layer),), wait_s)
-        return transfer.landing(layer).done()
+        return transfer
 
     def hidden(self) -> torch.Tensor:
         ahead, self._ahead = self._ahead, None  # the caller keeps E, not this run: it is large
