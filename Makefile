@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+SGLANG := .venv-sglang
+SGLANG_STAMP := $(SGLANG)/.installed
 # Test files run side by side in so many processes, each file's tests in order in one of them; tests/conftest.py
 # says which files come first, so that no long one is left for the end.
 PROCESSES ?= 3
@@ -13,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope
 # Where this is set, every process of every test would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup model demo test test-full setup-vllm test-vllm test-s3 test-redis sim crash outage fuzz mutants check bench proto proto-baseline format docs clean
+.PHONY: help setup model demo test test-full setup-vllm test-vllm setup-sglang test-sglang test-s3 test-redis sim crash outage fuzz mutants check bench proto proto-baseline format docs clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -50,6 +52,17 @@ setup-vllm: $(VLLM_STAMP) ## Install vLLM's CPU build and kvstore into .venv-vll
 
 test-vllm: $(STAMP) $(VLLM_STAMP) ## The vLLM connector, in a real vLLM
 	$(VLLM)/bin/python -m pytest tests/vllm
+
+$(SGLANG_STAMP): pyproject.toml constraints.txt constraints-sglang.txt
+	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-sglang.txt
+	touch $(SGLANG_STAMP)
+
+setup-sglang: $(SGLANG_STAMP) ## Install SGLang's cache and kvstore into .venv-sglang
+
+test-sglang: $(SGLANG_STAMP) ## The HiCache backend, under SGLang's own controller and host pools
+	CUDA_VISIBLE_DEVICES= $(SGLANG)/bin/python -m pytest tests/sglang
 
 test-s3: $(STAMP) ## The S3 tier against KVSTORE_TEST_S3_ENDPOINT (with AWS_* keys), else Ceph's RADOS gateway where this machine has one, else moto
 	$(BIN)/python -m tests.fakes.rados_gateway $(BIN)/python -m pytest tests/e2e/test_s3.py tests/contracts/shared tests/tiers -k s3 -rs

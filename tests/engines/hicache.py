@@ -20,11 +20,22 @@ class StorageConfig:
     pp_size: int = 1
     attn_cp_rank: int = 0
     attn_cp_size: int = 1
+    dcp_rank: int = 0
+    dcp_size: int = 1
     is_mla_model: bool = False
     enable_storage_metrics: bool = False
     is_page_first_layout: bool = True
     model_name: str | None = "org/model"
     extra_config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Transfer:
+    """Pages of one pool."""
+
+    name: str
+    keys: list[str]
+    host_indices: Any
 
 
 class HostPool:
@@ -33,8 +44,12 @@ class HostPool:
 
     layers, heads, dim = 3, 2, 8
 
-    def __init__(self, layout: str = "page_first", dtype: Any = torch.bfloat16, pages: int = 12, page_size: int = 4):
+    def __init__(
+        self, layout: str = "page_first", dtype: Any = torch.bfloat16, pages: int = 12, page_size: int = 4,
+        start_layer: int = 0,
+    ) -> None:  # fmt: skip
         self.layout, self.dtype, self.page_size, self.size = layout, dtype, page_size, pages * page_size
+        self.start_layer, self.end_layer = start_layer, start_layer + self.layers
         inner = (self.size, self.layers) if layout == "page_first" else (self.layers, self.size)
         self.kv_buffer = torch.zeros((2, *inner, self.heads, self.dim), dtype=dtype)
 

@@ -1,4 +1,4 @@
-"""The HiCache backend against its documented interface, on a real sidecar. SGLang itself is not run."""
+"""The HiCache backend against a stand-in of SGLang's side, on a real sidecar; tests/sglang has SGLang's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
 from tests.engines import sglang_pages
-from tests.engines.hicache import HostPool, LatentPool, StorageConfig, load, prefetch
+from tests.engines.hicache import HostPool, LatentPool, StorageConfig, Transfer, load, prefetch
 
 VECTORS = [
     "5d85718ec594b982c252d0279e5966ffca33a5eaf2a455038d3ab331fde70cea",
@@ -90,7 +90,8 @@ def test_a_hole_ends_what_counts_and_later_pages_still_come(sidecar: Sidecar) ->
     "other",
     [
         {"model_name": "org/other"}, {"tp_rank": 1, "tp_size": 2}, {"pp_rank": 1, "pp_size": 2},
-        {"extra": {"weights_digest": "ab" * 32}},
+        {"extra": {"weights_digest": "ab" * 32}}, {"extra": {"kv_cache_dtype": "fp8_e5m2"}},
+        {"dcp_rank": 1, "dcp_size": 2},
     ],
 )  # fmt: skip
 def test_another_model_rank_or_weights_never_share(sidecar: Sidecar, other: dict[str, Any]) -> None:
@@ -102,14 +103,60 @@ def test_another_model_rank_or_weights_never_share(sidecar: Sidecar, other: dict
 
 
 @pytest.mark.parametrize(
-    "other", [lambda: HostPool(dtype=torch.float16), lambda: HostPool("layer_first"), lambda: HostPool(page_size=2)]
-)
-def test_another_dtype_layout_or_page_size_never_shares(sidecar: Sidecar, other: Any) -> None:
+    "other",
+    [
+        lambda: HostPool(dtype=torch.float16), lambda: HostPool("layer_first"), lambda: HostPool(page_size=2),
+        lambda: HostPool(start_layer=8),
+    ],
+)  # fmt: skip
+def test_another_dtype_layout_page_size_or_stage_never_shares(sidecar: Sidecar, other: Any) -> None:
     pool = HostPool()
     keys = keys_of(2, 3000)
     with backend(sidecar, pool) as one, backend(sidecar, other()) as another:
         assert all(one.batch_set_v1(keys, pool.indices(0, 1), None))
         assert another.batch_exists(keys) == 0
+
+
+def test_a_pool_of_plain_bytes_needs_their_dtype(sidecar: Sidecar) -> None:
+    """SGLang keeps both kinds of float8 as plain bytes, and the pool does not say which."""
+    pool = HostPool(dtype=torch.uint8)
+    with pytest.raises(InvalidRequest, match="kv_cache_dtype"), backend(sidecar, pool):
+        pass
+    with backend(sidecar, pool, extra={"kv_cache_dtype": "fp8_e4m3"}) as one:
+        assert all(one.batch_set_v1(keys_of(1, 3500), pool.indices(0), None))
+
+
+def test_each_pool_has_pages_of_its_own(sidecar: Sidecar) -> None:
+    pool, beside, target = HostPool(), HostPool(), HostPool()
+    pool.fill(4)
+    beside.fill(5)
+    keys = keys_of(3, 3700)
+    with backend(sidecar, pool) as one:
+        one.register_mem_host_pool_v2(beside, "swa")
+        assert all(one.batch_set_v1(keys, pool.indices(0, 1, 2), None))
+        saved = Transfer("swa", keys[1:], beside.indices(4, 5))
+        assert one.batch_set_v2([saved]) == {"swa": [True, True]}
+    with backend(sidecar, HostPool()) as other:
+        other.register_mem_host_pool_v2(target, "swa")
+        loaded = Transfer("swa", keys, target.indices(7, 8, 9))
+        assert other.batch_get_v2([loaded, Transfer("mamba", keys, None)]) == {
+            "swa": [False, True, True], "mamba": [False] * 3,
+        }  # fmt: skip
+        assert torch.equal(target.page(32), beside.page(16))
+        assert torch.equal(target.page(36), beside.page(20))
+
+
+def test_states_of_an_mla_model_are_each_ranks_own(sidecar: Sidecar) -> None:
+    keys, ranks = keys_of(1, 3900), {"is_mla_model": True, "tp_size": 2}
+    pool = HostPool()
+    with (
+        backend(sidecar, LatentPool(), tp_rank=0, **ranks) as one,
+        backend(sidecar, LatentPool(), tp_rank=1, **ranks) as two,
+    ):
+        for each in (one, two):
+            each.register_mem_host_pool_v2(pool, "mamba")
+        assert one.batch_set_v2([Transfer("mamba", keys, pool.indices(0))]) == {"mamba": [True]}
+        assert two.batch_get_v2([Transfer("mamba", keys, pool.indices(0))]) == {"mamba": [False]}
 
 
 def test_ranks_of_an_mla_model_share(sidecar: Sidecar) -> None:
@@ -142,7 +189,9 @@ def test_the_older_calls_with_tensors(sidecar: Sidecar) -> None:
         assert one.set("large", large)
         assert torch.equal(one.get("large", torch.zeros(1_500_000)), large)
         assert one.batch_exists(["a", "large", "b", "x", "c"]) == 3
-        one.clear()
+        one.clear()  # whoever replaced the weights calls it
+        assert not one.exists("a")
+        assert one.set("a", page)
         assert one.exists("a")
 
 

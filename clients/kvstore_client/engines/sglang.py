@@ -5,10 +5,11 @@
             "module_path": "kvstore_client.engines.sglang", "interface_v1": 1, "weights_digest": "<hex>"}'
 
 A page is an opaque value under SGLang's page hash, in a namespace that names all that its bytes depend on: model,
-weights, rank, layout, dtype and page size. A call never raises for a sidecar that is gone: pages are missing then.
+weights, settings, rank, and the pool's geometry. Each of the engine's host pools has a namespace of its own. A call
+never raises for a sidecar that is gone: pages are missing then.
 
-Source: SGLang 0.5.23, sglang/srt/mem_cache/hicache_storage.py. Written against that interface; SGLang itself, which
-needs CUDA, was not run with it.
+Source: SGLang 0.5.23, sglang/srt/mem_cache/hicache_storage.py. Tested with SGLang's own controller and host pools, on
+CPUs; its kernels, which need a GPU, were not run.
 """
 
 from __future__ import annotations
@@ -26,15 +27,49 @@ from numpy.typing import NDArray
 
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import token_array
+from kvstore.seams import SystemRandom
 from kvstore_client.arrays import Tensor
 from kvstore_client.begin import connect
 
 _log = logging.getLogger("kvstore.sglang")
-_CONFIGURED = ("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "should_split_heads")
+_CONFIGURED = (
+    "tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp_size",
+    "should_split_heads",
+)  # fmt: skip
+_OF_POOL = (
+    "dtype", "layout", "page_size", "size_per_token", "layer_num", "target_layer_num", "start_layer", "end_layer",
+    "head_num", "head_dim", "v_head_dim", "head_group_num", "kv_lora_rank", "qk_rope_head_dim", "storage_format_tag",
+)  # fmt: skip
+_OF_WEIGHTS = ("model_path", "revision", "load_format")
+"""SGLang's settings that name the weights, for engines without a ``weights_digest``."""
+_OF_ENGINE = (
+    "dtype", "kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args", "modelopt_quant",
+    "rl_quant_profile", "mamba_ssm_dtype", "qsa_indexer_dtype",
+)  # fmt: skip
+"""SGLang's settings that decide what the weights compute, or how a pool keeps it."""
+_OF_DRAFTS = (
+    "speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_revision",
+    "speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype",
+)  # fmt: skip
+KV, MAMBA = "kv", "mamba"
+"""SGLang's names of a model's pool of K and V, and of its recurrent states."""
+
+
+BLOCK_GROUPS, TRAILING_PAGES = "block_groups", "trailing_pages"
+"""SGLang's names of what a pool must have for a prefix; else all of its pages."""
+
+
+class PoolTransfer(Protocol):
+    """SGLang's transfer of one pool's pages. ``hit_policy``: for ``batch_exists_v2``."""
+
+    name: object
+    keys: list[str] | None
+    host_indices: Tensor
+    hit_policy: object
 
 
 class HostPool(Protocol):
-    """The engine's pool of pages in host memory: where the pages lie that tokens' indices name."""
+    """One of the engine's pools of pages in host memory: where the pages lie that tokens' indices name."""
 
     page_size: int
 
@@ -47,6 +82,22 @@ def _interface() -> Any:
         return importlib.import_module("sglang.srt.mem_cache.hicache_storage").HiCacheStorage
     except ImportError:
         return object
+
+
+def _settings() -> Any:
+    """Return the settings of the SGLang engine that this process belongs to; None outside of one."""
+    try:
+        return importlib.import_module("sglang.srt.runtime_context").get_server_args()
+    except (ImportError, AttributeError, ValueError, RuntimeError):
+        return None
+
+
+def _weight_version() -> str:
+    """Return what whoever replaced the engine's weights last called them; empty where nothing tells."""
+    try:
+        return str(importlib.import_module("sglang.srt.runtime_context").get_serving().weight_version)
+    except (ImportError, AttributeError, ValueError, RuntimeError):
+        return ""
 
 
 def page_hashes(tokens: Tensor | Sequence[int], page_size: int, prior: str | None = None) -> list[str]:
@@ -73,44 +124,77 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
 
     def __init__(self, storage_config: object, options: object = None) -> None:
         extra = dict(getattr(storage_config, "extra_config", None) or {})
-        self._identity = {name: getattr(storage_config, name, None) for name in _CONFIGURED}
-        if getattr(storage_config, "is_mla_model", False):  # every rank has the same latents
-            self._identity.update(tp_rank=None, tp_size=None)
+        settings = _settings()
         model = getattr(storage_config, "model_name", None)
         if not model:
             raise InvalidRequest("SGLang names no model: start it with --served-model-name or --model-path")
+        self._is_mla = bool(getattr(storage_config, "is_mla_model", False))
+        self._identity = {name: getattr(storage_config, name, None) for name in _CONFIGURED}
         self._identity["model"] = model
         self._identity["weights"] = extra.get("weights_digest") or f"unverified:{model}"
+        names = _OF_ENGINE if extra.get("weights_digest") else (*_OF_ENGINE, *_OF_WEIGHTS)
+        self._identity |= {name: getattr(settings, name, None) for name in names}
+        self._identity["kv_cache_dtype"] = extra.get("kv_cache_dtype") or self._identity["kv_cache_dtype"]
+        self._drafts = {name: getattr(settings, name, None) for name in _OF_DRAFTS}
+        self._private = ""
         self._client = connect(extra.get("socket"), required=False)
-        self._pool: HostPool | None = None
-        self._namespace = self._name_of(None)
+        self._pools: dict[str, HostPool] = {}
+        self._namespaces: dict[tuple[str, str, str], str] = {}
 
-    def _name_of(self, pool: object) -> str:
-        """Return the namespace: everything that a page's bytes depend on beside its hash."""
-        facts = dict(self._identity)
+    def _namespace(self, name: str) -> str:
+        """Return the namespace of a pool: everything that a page's bytes depend on beside its hash. Weights that are
+        replaced under another version, or before ``clear``, begin another one."""
+        key = name, _weight_version(), self._private
+        found = self._namespaces.get(key)
+        if found is None:
+            facts = json.dumps(self._facts(*key), sort_keys=True, default=str)
+            found = self._namespaces[key] = f"sglang/{hashlib.sha256(facts.encode()).hexdigest()}"
+        return found
+
+    def _facts(self, name: str, version: str, private: str) -> dict[str, object]:
+        pool = self._pools.get(name)
+        facts = {**self._identity, "pool": name, "version": version, "private": private}
+        if self._is_mla and name != MAMBA:  # every rank has the same latents
+            facts.update(tp_rank=None, tp_size=None)
         if pool is not None:
-            facts |= {name: str(getattr(pool, name, None)) for name in ("dtype", "layout", "page_size")}
-            facts["pool"] = type(pool).__name__
-        digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-        return f"sglang/{digest}"
+            facts |= {each: str(getattr(pool, each, None)) for each in _OF_POOL}
+            facts["kind"] = type(pool).__name__
+        if "draft" in name or facts.get("target_layer_num", "None") not in ("None", facts.get("layer_num")):
+            facts |= self._drafts  # a pool may keep the draft model's layers behind the model's own
+        return facts
 
     def register_mem_pool_host(self, mem_pool_host: HostPool) -> None:
-        """Set the pool whose pages ``host_indices`` name."""
-        self.mem_pool_host = self._pool = mem_pool_host
-        self._namespace = self._name_of(mem_pool_host)
+        """Set the pool whose pages ``host_indices`` name. Raises InvalidRequest for a pool of plain bytes of unknown
+        meaning."""
+        self.mem_pool_host = mem_pool_host
+        self.register_mem_host_pool_v2(mem_pool_host, KV)
+
+    def register_mem_host_pool_v2(self, host_pool: HostPool, host_pool_name: object) -> None:
+        """Set a pool by its name. Raises as ``register_mem_pool_host``."""
+        if str(getattr(host_pool, "dtype", "")) == "torch.uint8" and self._identity["kv_cache_dtype"] is None:
+            raise InvalidRequest(
+                "the pool keeps float8 numbers as plain bytes: name their dtype as 'kv_cache_dtype' in "
+                "--hicache-storage-backend-extra-config, so that pages of another one are never taken for them"
+            )
+        self._pools[str(host_pool_name)] = host_pool
+        self._namespaces = {}
+
+    def on_host_pools_registered(self) -> None:
+        """Do nothing: pools may come at any time."""
 
     def close(self) -> None:
         """End the session. Idempotent."""
         self._client.close()
 
-    # ------------------------------------------------------------ pages in the host pool
+    # ------------------------------------------------------------ pages in the host pools
 
-    def _pages(self, keys: Sequence[str], host_indices: Tensor) -> list[list[NDArray[np.uint8]]]:
-        """Return, per key, the buffers of its page in the pool."""
-        if self._pool is None:
-            raise InvalidRequest("no host pool: call register_mem_pool_host first")
-        _check_indices(host_indices, len(keys), self._pool)
-        addresses, sizes = self._pool.get_page_buffer_meta(host_indices)
+    def _pages(self, name: str, keys: Sequence[str], host_indices: Tensor) -> list[list[NDArray[np.uint8]]]:
+        """Return, per key, the buffers of its page in a pool."""
+        pool = self._pools.get(name)
+        if pool is None:
+            raise InvalidRequest(f"no host pool {name!r}: call register_mem_pool_host first")
+        _check_indices(host_indices, len(keys), pool)
+        addresses, sizes = pool.get_page_buffer_meta(host_indices)
         if not keys or len(addresses) % len(keys) or len(addresses) != len(sizes):
             raise InvalidRequest(f"the pool names {len(addresses)} buffers for {len(keys)} pages")
         buffers = [_memory(int(address), int(size)) for address, size in zip(addresses, sizes, strict=True)]
@@ -120,21 +204,44 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
     def batch_get_v1(self, keys: list[str], host_indices: Tensor, extra_info: object = None) -> list[bool]:
         """Fetch pages straight into the host pool. Returns one bool per key; a page that is False may be
         overwritten."""
-        if not keys:
-            return []
-        try:
-            return self._client.get_each(self._namespace, keys, self._pages(keys, host_indices))
-        except KVStoreError as error:
-            return self._none(keys, error)
+        return self._got(KV, keys, host_indices)
 
     def batch_set_v1(self, keys: list[str], host_indices: Tensor, extra_info: object = None) -> list[bool]:
         """Store pages straight from the host pool; stored pages are not sent again. Returns one bool per key."""
+        return self._set(KV, keys, host_indices)
+
+    def batch_get_v2(self, transfers: Sequence[PoolTransfer], extra_info: object = None) -> dict[object, list[bool]]:
+        """``batch_get_v1`` for several pools: name -> one bool per key."""
+        return {each.name: self._got(str(each.name), each.keys or [], each.host_indices) for each in transfers}
+
+    def batch_set_v2(self, transfers: Sequence[PoolTransfer], extra_info: object = None) -> dict[object, list[bool]]:
+        """``batch_set_v1`` for several pools: name -> one bool per key."""
+        return {each.name: self._set(str(each.name), each.keys or [], each.host_indices) for each in transfers}
+
+    def _got(self, name: str, keys: Sequence[str], host_indices: Tensor) -> list[bool]:
+        if name == KV and self._is_logical:
+            return [True] * len(keys)
         if not keys:
             return []
         try:
-            return self._client.put_each(self._namespace, keys, self._pages(keys, host_indices))
+            return self._client.get_each(self._namespace(name), keys, self._pages(name, keys, host_indices))
         except KVStoreError as error:
             return self._none(keys, error)
+
+    def _set(self, name: str, keys: Sequence[str], host_indices: Tensor) -> list[bool]:
+        if name == KV and self._is_logical:
+            return [True] * len(keys)
+        if not keys:
+            return []
+        try:
+            return self._client.put_each(self._namespace(name), keys, self._pages(name, keys, host_indices))
+        except KVStoreError as error:
+            return self._none(keys, error)
+
+    @property
+    def _is_logical(self) -> bool:
+        """True where the model's pool of K and V only counts pages, whose bytes all lie in other pools."""
+        return getattr(self._pools.get(KV), "kv_buffer", KV) is None
 
     @staticmethod
     def _none(keys: Sequence[str], error: KVStoreError) -> list[bool]:
@@ -149,11 +256,40 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
 
     def batch_exists(self, keys: list[str], extra_info: object = None) -> int:
         """Return the number of leading pages that are stored."""
+        if self._is_logical:
+            return len(keys)
         try:
-            return self._client.count_leading(self._namespace, keys)
+            return self._client.count_leading(self._namespace(KV), keys)
         except KVStoreError as error:
             self._none(keys, error)
             return 0
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Sequence[PoolTransfer] | None = None, extra_info: object = None
+    ) -> Any:
+        """Return SGLang's ``PoolTransferResult``: the longest prefix that all pools have, how far each pool has it, and
+        the lengths at which an engine can go on. Of a pool with ``trailing_pages`` only the last pages before such a
+        length count, as many as its transfer has keys; of others all of them."""
+        sglang = importlib.import_module("sglang.srt.mem_cache.hicache_storage")
+        count = self.batch_exists(keys)
+        hits: dict[object, int] = {sglang.PoolName.KV: count} if count else {}
+        lengths = list(range(1, count + 1))
+        for each in pool_transfers or ():
+            if each.hit_policy == BLOCK_GROUPS:
+                continue  # it limits nothing, and a pool without an answer is asked for all the same
+            window = max(1, len(each.keys or ())) if each.hit_policy == TRAILING_PAGES else count
+            restorable = _restorable(self._there(str(each.name), keys[:count]), window)
+            if restorable:
+                hits[each.name] = restorable[-1]
+            lengths = [length for length in lengths if length in set(restorable)]
+        return sglang.PoolTransferResult(lengths[-1] if lengths else 0, hits, lengths)
+
+    def _there(self, name: str, keys: Sequence[str]) -> list[bool]:
+        """Return, per key, True when a pool's page is stored."""
+        try:
+            return list(self._client.exists(self._namespace(name), keys))
+        except KVStoreError as error:
+            return self._none(keys, error)
 
     # ------------------------------------------------------------ tensors
 
@@ -169,9 +305,9 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         try:
             if target_locations is not None:
                 targets = list(target_locations)
-                done = self._client.get_each(self._namespace, keys, targets)
+                done = self._client.get_each(self._namespace(KV), keys, targets)
                 return [target if is_done else None for target, is_done in zip(targets, done, strict=True)]
-            return [_tensor(self._client.get_bytes(self._namespace, key)) for key in keys]
+            return [_tensor(self._client.get_bytes(self._namespace(KV), key)) for key in keys]
         except KVStoreError as error:
             _log.warning("kvstore: %s: these pages count as missing", error.message)
             return [None] * len(keys)
@@ -192,17 +328,30 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         try:
             if given is None or not hasattr(given, "__len__") or len(given) != len(keys):
                 raise InvalidRequest(f"{len(keys)} keys need as many tensors")
-            return all(self._client.put_each(self._namespace, keys, list(given)))
+            return all(self._client.put_each(self._namespace(KV), keys, list(given)))
         except KVStoreError as error:
             return all(self._none(keys, error)) and not keys
 
     def clear(self) -> None:
-        """Remove nothing: unread pages are evicted in time, and another model's pages are not ours."""
-        _log.warning("kvstore: clear() removes nothing; start the sidecar on another state directory to begin anew")
+        """Have this engine find none of the pages that are stored now: it may have other weights. Its pages are its own
+        until it starts anew. They are not removed, for other engines have them, too; unread ones are evicted in
+        time."""
+        self._private = SystemRandom().bytes(16).hex()
+        _log.warning("kvstore: this rank's pages are named anew after clear(), and shared with none until a restart")
 
     def get_stats(self) -> None:
         """Return nothing: ``kvstore status`` and the sidecar's metrics page have the statistics."""
         return
+
+
+def _restorable(is_there: Sequence[bool], window: int) -> list[int]:
+    """Return the lengths of prefixes whose last ``window`` pages, or all, are there."""
+    found, run = [], 0
+    for length, each in enumerate(is_there, 1):
+        run = run + 1 if each else 0
+        if run >= min(window, length):
+            found.append(length)
+    return found
 
 
 def _check_indices(host_indices: Tensor, page_count: int, pool: HostPool) -> None:

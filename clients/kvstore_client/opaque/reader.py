@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore.errors import InvalidRequest
+from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import presence_salt
 from kvstore.spec import Exactness, ModelSpec, Provenance
 from kvstore.v1 import cache_pb2 as pb
@@ -23,8 +23,19 @@ from kvstore_client.planes.session import ClientSession
 
 BATCH = 256
 """The most keys in one call: a call with many keys delays the sidecar's other clients."""
+FIRST_BYTES = CHUNK_BYTES - HEAD.size
+"""The bytes of a value in the first of several chunks; a smaller value is in one."""
 TRIES = 3
 """The most attempts at a read whose value is replaced meanwhile."""
+
+
+class Destination(NamedTuple):
+    """Where a chunk's bytes go. ``skip``: bytes of the chunk before them; ``start``: their place in the target."""
+
+    skip: int
+    target: Pieces
+    start: int
+    byte_count: int
 
 
 class Reader:
@@ -116,12 +127,11 @@ class Reader:
         """Return as ``_get`` does, for a value of several chunks. The later chunks come first: the target is allocated
         once all of them are there. Then the first chunk is read once more. A lease on all at a time might exceed the
         session's limit."""
-        first = CHUNK_BYTES - HEAD.size
         with self._rest(key, head) as (rest, others):
             if rest is None:
                 return None, True
             target = _target(into, head.size)
-            places = range(first, target.size, CHUNK_BYTES)
+            places = range(FIRST_BYTES, target.size, CHUNK_BYTES)
             work = [
                 (each, 0, target, at, min(CHUNK_BYTES, target.size - at))
                 for each, at in zip(others, places, strict=True)
@@ -132,7 +142,7 @@ class Reader:
         try:
             chunks = self._chunks(prefix)
             is_same = bool(chunks) and Head.of(chunks[0], is_whole=False) == head
-            is_copied = is_same and all(self._copy(prefix, [(chunks[0], HEAD.size, target, 0, first)]))
+            is_copied = is_same and all(self._copy(prefix, [(chunks[0], HEAD.size, target, 0, FIRST_BYTES)]))
             return (target, False) if is_copied else (None, True)
         finally:
             prefix.close()
@@ -162,57 +172,95 @@ class Reader:
         return all(all(self._found(key.parts(head.version, batch))) for batch in batches)
 
     def get_each(self, keys: Sequence[Key], targets: Sequence[Pieces]) -> list[bool]:
-        """Fetch values of known sizes into their targets, in one call for as many as are stored, ``BATCH`` at most. A
+        """Fetch values of known sizes into their targets, in as few calls as bring as many chunks, ``BATCH`` in each. A
         value that is not stored, or of another size than its target, is False; its target's bytes are then
         undefined."""
         done = [False] * len(keys)
-        start = 0
-        while start < len(keys):
-            batch = keys[start : start + BATCH]
-            prefix = self._open([key.whole for key in batch])
+        for in_parts, get in ((False, self._get_whole_ones), (True, self._get_ones_in_parts)):
+            some = [number for number, each in enumerate(targets) if (each.size > FIRST_BYTES) == in_parts]
+            found = get([keys[number] for number in some], [targets[number] for number in some])
+            for number, is_good in zip(some, found, strict=True):
+                done[number] = is_good
+        return done
+
+    def _get_whole_ones(self, keys: Sequence[Key], targets: Sequence[Pieces]) -> list[bool]:
+        """``get_each`` for values of one chunk."""
+
+        def place(number: int, chunk: WholeChunk) -> Destination | None:
+            head, target = Head.of(chunk, is_whole=True), targets[number]
+            is_it = head is not None and head.size == target.size
+            return Destination(HEAD.size, target, 0, target.size) if is_it else None
+
+        return self._copied([key.whole for key in keys], place)
+
+    def _get_ones_in_parts(self, keys: Sequence[Key], targets: Sequence[Pieces]) -> list[bool]:
+        """``get_each`` for values of several chunks. A first chunk's version names the others, so that all are of one
+        put."""
+        heads: dict[int, Head] = {}
+
+        def first(number: int, chunk: WholeChunk) -> Destination | None:
+            head, target = Head.of(chunk, is_whole=False), targets[number]
+            if head is None or head.size != target.size:
+                return None
+            heads[number] = head
+            return Destination(HEAD.size, target, 0, FIRST_BYTES)
+
+        def rest(number: int, chunk: WholeChunk) -> Destination | None:
+            owner, part = parts[number]
+            start = part * CHUNK_BYTES - HEAD.size
+            count = min(CHUNK_BYTES, targets[owner].size - start)
+            return Destination(0, targets[owner], start, count) if room_of(chunk) >= count else None
+
+        done = self._copied([key.first for key in keys], first)
+        good = [number for number, is_good in enumerate(done) if is_good]
+        parts = [(number, part) for number in good for part in range(1, heads[number].chunk_count)]
+        digests = [each for n in good for each in keys[n].parts(heads[n].version, range(1, heads[n].chunk_count))]
+        for (owner, _), is_good in zip(parts, self._copied(digests, rest), strict=True):
+            done[owner] = done[owner] and is_good
+        return done
+
+    def _copied(self, digests: list[bytes], place: Callable[[int, WholeChunk], Destination | None]) -> list[bool]:
+        """Copy each of these chunks that is there to the place that ``place`` says for its number. Returns True for
+        each that has one and is good. Asks for fewer at a time where they exceed the limit on leases."""
+        done, start, most = [False] * len(digests), 0, BATCH
+        while start < len(digests):
+            batch = digests[start : start + most]
+            try:
+                prefix = self._open(batch)
+            except Exhausted:
+                if len(batch) == 1:
+                    raise
+                most = len(batch) // 2
+                continue
             try:
                 chunks = self._chunks(prefix)
-                work, numbers = [], []
-                for number, chunk in enumerate(chunks, start):
-                    head = Head.of(chunk, is_whole=True)
-                    if head is not None and head.size == targets[number].size:
-                        work.append((chunk, HEAD.size, targets[number], 0, targets[number].size))
-                        numbers.append(number)
-                for number, is_good in zip(numbers, self._copy(prefix, work), strict=True):
+                places = [(number, chunk, place(number, chunk)) for number, chunk in enumerate(chunks, start)]
+                work = [(number, (chunk, *each)) for number, chunk, each in places if each is not None]
+                good = self._copy(prefix, [each for _, each in work])
+                for (number, _), is_good in zip(work, good, strict=True):
                     done[number] = is_good
             finally:
                 prefix.close()
-            stop = start + len(chunks)
-            if len(chunks) == len(batch):
-                start = stop
-                continue
-            if targets[stop].size > CHUNK_BYTES - HEAD.size:  # it may be stored in several chunks
-                done[stop] = self._is_got(keys[stop], targets[stop])
-            start = stop + 1
+            start += len(chunks) + (len(chunks) < len(batch))  # the one after the last that came is not there
         return done
-
-    def _is_got(self, key: Key, target: Pieces) -> bool:
-        try:
-            return self.get(key, target) is not None
-        except InvalidRequest:
-            return False  # the value has another size
 
     def count_leading(self, keys: Sequence[Key]) -> int:
         """Return the number of leading keys whose value is stored, whole."""
         for start in range(0, len(keys), BATCH):
-            batch = keys[start : start + BATCH]
-            whole = self._found([key.whole for key in batch])
-            for index, (key, is_there) in enumerate(zip(batch, whole, strict=True)):
-                if not (is_there or (self._found([key.first])[0] and self._has_parts(key))):
-                    return start + index
+            found = self.exists(keys[start : start + BATCH])
+            if not all(found):
+                return start + found.index(False)
         return len(keys)
 
     def exists(self, keys: Sequence[Key]) -> list[bool]:
         """Return, per key, True when its value is stored, whole."""
-        whole = self._found([key.whole for key in keys])
-        others = [key for key, is_there in zip(keys, whole, strict=True) if not is_there]
-        begun = iter(self._found([key.first for key in others]))
-        return [is_there or (next(begun) and self._has_parts(key)) for key, is_there in zip(keys, whole, strict=True)]
+        found = self._found([key.whole for key in keys])
+        others = [number for number, is_there in enumerate(found) if not is_there]
+        begun = self._found([keys[number].first for number in others])
+        some = [number for number, is_there in zip(others, begun, strict=True) if is_there]
+        for number, is_there in zip(some, self._have_parts([keys[number] for number in some]), strict=True):
+            found[number] = is_there
+        return found
 
     def _found(self, digests: list[bytes]) -> list[bool]:
         """Return, per chunk, True when it is stored."""
@@ -235,17 +283,19 @@ class Reader:
         reply = self._session.call(self._session.cache.Lookup, request, self._timeout_s)
         return [each.hit_count == 1 for each in (reply, *reply.segments)]
 
-    def _has_parts(self, key: Key) -> bool:
-        """Return True when a value of several chunks, whose first chunk is stored, is whole."""
-        prefix = self._open([key.first])
-        try:
-            chunks = self._chunks(prefix)
-            head = Head.of(chunks[0], is_whole=False) if chunks else None
-            if head is None or prefix.settle(set()) == 0:
-                return False
-        finally:
-            prefix.close()
-        return self._are_there(key, head)
+    def _have_parts(self, keys: Sequence[Key]) -> list[bool]:
+        """Return, per key, True when its value of several chunks, whose first chunk is stored, is whole."""
+        heads: dict[int, Head] = {}
+
+        def look(number: int, chunk: WholeChunk) -> Destination | None:
+            head = Head.of(chunk, is_whole=False)
+            if head is None:
+                return None
+            heads[number] = head
+            return Destination(0, Pieces([]), 0, 0)
+
+        good = self._copied([key.first for key in keys], look)
+        return [each and self._are_there(keys[number], heads[number]) for number, each in enumerate(good)]
 
 
 def _has_room(chunk: WholeChunk, size: int) -> bool:

@@ -1,0 +1,35 @@
+"""Many values of several chunks at once: pages of engines whose pages are large."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+from kvstore_client import Durability, connect
+from kvstore_ops.operators.calls import Operator
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.v1alpha import admin_pb2
+from tests.e2e.test_bytes import MOST, noise
+
+
+def test_many_in_parts_of_which_one_lost_a_part() -> None:
+    environment = {**os.environ, "KVSTORE__LIMITS__LEASED_BYTES_MAX": "6 MiB"}  # one large chunk at a time, and not two
+    with Sidecar("--capacity", "48 MiB", environment=environment) as sidecar, connect(sidecar.address) as client:
+        keys = [f"page-{number}" for number in range(6)]
+        sizes = [MOST + 50_000] * 4 + [1000, MOST + 200_000]
+        assert (
+            client.put_each("n", keys[:5], [noise(size, number) for number, size in enumerate(sizes[:5])]) == [True] * 5
+        )
+        assert client.exists("n", keys) == [True] * 5 + [False]
+        sizes[3] -= 1  # of another size than its reader thinks
+        targets = [np.zeros(size, np.uint8) for size in sizes]
+        assert client.get_each("n", keys, targets) == [True, True, True, False, True, False]
+        for number in (0, 1, 2, 4):
+            assert (targets[number] == noise(sizes[number], number)).all()
+        assert client.put_bytes("n", keys[5], noise(sizes[5], 5)).wait(10) is Durability.MEMORY
+        part = admin_pb2.Selection(byte_count_min=150_000, byte_count_max=300_000)  # the last part of the last one
+        done = [*Operator(client).change(admin_pb2.ChangeRequest(selection=part, evict=admin_pb2.Evict()))]
+        assert done[-1].done_count == 1
+        assert client.get_each("n", keys[4:], targets[4:]) == [True, False]
+        assert client.count_leading("n", keys) == 5
