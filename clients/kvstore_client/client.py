@@ -50,7 +50,7 @@ _COUNTERS = ("sessions", "unavailable", "stores_refused", "fetched_bytes", GIVEN
 
 
 class Client:
-    """Stores and fetches caches. Safe to share between threads; a forked child connects by itself."""
+    """Stores and fetches caches. Safe to share between threads; a forked child connects by itself (docs/remote.md)."""
 
     def __init__(self, place: Place, *, timeout_s: float = DEFAULT_TIMEOUT_S, clock: Clock | None = None) -> None:
         self._context = Context.begin(place, clock or SystemClock(), timeout_s)

@@ -58,6 +58,15 @@ def test_a_token_does_not_travel_in_the_open(address: str) -> None:
         connect(address, token=TOKEN)
 
 
+def test_no_proxy_is_asked_for_the_way_to_loopback(remote: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would see the token, in the open."""
+    monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:9")
+    for name in ("no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with connect(remote.address) as client:
+        assert client.plane == "remote"
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "tcp://127.0.0.1:1", "/run/kvstore.sock", "::1:9500", "h:99999"])
 def test_what_is_no_address_is_said(address: str) -> None:
     with pytest.raises(InvalidRequest, match="address"):

@@ -15,6 +15,7 @@ import numpy as np
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.seams.scheduler import start_thread
 from kvstore.spec import Exactness
+from kvstore.units import is_loopback, split_address
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import cache_pb2_grpc
 from kvstore.v1 import remote_pb2 as rpb
@@ -68,6 +69,9 @@ class StreamSession(ClientSession):
         keep_message_memory()
         self._address = address
         options = (*OPTIONS, *((("grpc.ssl_target_name_override", server_name),) if server_name else ()))
+        if is_loopback(split_address(address, "address")[0]):
+            # By default gRPC goes by http_proxy's proxy to loopback, too: the token would leave this host in the open.
+            options += (("grpc.enable_http_proxy", 0),)
         if credentials is None:
             self.channel = grpc.insecure_channel(address, options)
         else:
