@@ -44,6 +44,7 @@ class SidecarSession:
         self._idle: list[StagingSegment] = []
         self._owed = False
         """True while an answer is outstanding. After a cancelled exchange nobody waits for it."""
+        self._has_news = asyncio.Event()
         self.secret = b""
         self.session_id = 0
         self.server_pid = 0
@@ -111,12 +112,13 @@ class SidecarSession:
 
     async def _readable(self) -> None:
         loop = asyncio.get_running_loop()
-        readable = asyncio.Event()
-        loop.add_reader(self._connection, readable.set)
+        self._has_news.clear()
+        loop.add_reader(self._connection, self._has_news.set)
         try:
-            await readable.wait()
+            await self._has_news.wait()
         finally:
-            loop.remove_reader(self._connection)
+            if self.is_open:
+                loop.remove_reader(self._connection)
 
     # ------------------------------------------------------------ staging
 
@@ -142,7 +144,11 @@ class SidecarSession:
             self._idle.append(segment)
 
     def close(self) -> None:
-        """End the session, here and in the sidecar. Idempotent."""
+        """End the session, here and in the sidecar. Who waits for an answer gets Unavailable. Idempotent."""
+        if self.is_open:
+            # Before its number is another session's: the loop would take that one's answers for news of this one.
+            asyncio.get_running_loop().remove_reader(self._connection)
+            self._has_news.set()
         self.is_open = False
         self._idle.clear()
         self._connection.close()

@@ -1,4 +1,4 @@
-"""The remote plane's hand-off: a question that is given up takes nobody else's answer."""
+"""The remote plane's hand-off: a question that is given up, or whose session ends, takes nobody else's answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.handoff.messages import RegionsAnswer, RegionsQuestion
+from kvstore.errors import Unavailable
+from kvstore.handoff.messages import Done, LookedUp, RegionsAnswer, RegionsQuestion
 from kvstore.remote.session import SidecarSession
 
 
@@ -40,3 +41,19 @@ async def test_a_question_that_was_cancelled_leaves_no_answer_for_the_next(
     await session.exchange(RegionsQuestion(9), RegionsAnswer)
     assert spare.staging_id < segment.staging_id
     session.close()
+
+
+async def test_a_session_that_ends_while_it_asks_takes_no_answer_of_the_next(own_sidecar: Sidecar) -> None:
+    """The next one's connection has the number that the closed one had."""
+    path = own_sidecar.directory / "run" / "data.sock"
+    first, _, _ = await SidecarSession.open(path)
+    number = first._connection.fileno()
+    asking = asyncio.create_task(first.exchange(LookedUp(), Done))  # the sidecar does not answer this
+    await asyncio.sleep(0)
+    first.close()
+    second, _, _ = await SidecarSession.open(path)
+    assert second._connection.fileno() == number
+    with pytest.raises(Unavailable):
+        await asking
+    assert (await second.take_segment(4096)).bytes.size == 4096
+    second.close()
