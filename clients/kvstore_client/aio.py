@@ -21,6 +21,7 @@ from kvstore_client.client import DEFAULT_TIMEOUT_S, Client
 from kvstore_client.fetch.fetched import FetchedKV
 from kvstore_client.fetch.stream import LayerStream
 from kvstore_client.fetch.transfer import Transfer
+from kvstore_client.forks import in_children
 from kvstore_client.lookup.locate import Location
 from kvstore_client.lookup.match import Match
 from kvstore_client.lookup.watch import AsyncWatch, Watch
@@ -71,6 +72,11 @@ class AsyncClient:
         self._threads = threads
         self._late: set[Future[None]] = set()
         """Of cancelled calls that run yet: each ends when what its call brought was given back."""
+        in_children(self._start_threads)
+
+    def _start_threads(self) -> None:
+        """Start new threads in a forked child, which has none of its parent's."""
+        self._threads, self._late = WorkerThreads(CALLS_AT_ONCE, "kvstore-async"), set()
 
     async def call(self, function: Callable[..., Result], *args: object, **options: object) -> Result:
         """Run a blocking call, of a transfer or a writer, without blocking the loop. Waits of transfers and receipts

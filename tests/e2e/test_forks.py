@@ -87,6 +87,26 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 """
 
+ASKS_ASYNC = """
+import asyncio, os, sys, faulthandler
+from kvstore_client import connect_async
+from tests.e2e.test_given_back import SPEC, TOKENS
+
+async def asked():
+    client = await connect_async(sys.argv[1])
+    await asyncio.gather(*(client.lookup(SPEC, TOKENS) for _ in range(16)))  # now some of its threads are idle
+    return client
+
+client = asyncio.run(asked())
+child = os.fork()
+if child == 0:
+    faulthandler.dump_traceback_later(8.0, exit=True)
+    assert asyncio.run(client.fetch(SPEC, TOKENS)).token_count == len(TOKENS)
+    asyncio.run(client.aclose())
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
 PARENT_ENDS = """
 import os, sys
 from kvstore_client import connect
@@ -151,6 +171,12 @@ def test_whatever_a_child_asks_first_is_done(sidecar: Sidecar, call: str) -> Non
     with connect(sidecar.address) as client:
         client.store(SPEC, TOKENS, CACHE).wait(20.0)
     run(ASKS_FIRST, sidecar.address, call)
+
+
+def test_an_asyncio_client_has_threads_in_a_child(local_sidecar: Sidecar) -> None:
+    with connect(local_sidecar.address) as client:
+        client.store(SPEC, TOKENS, CACHE).wait(20.0)
+    run(ASKS_ASYNC, local_sidecar.address)
 
 
 def test_a_child_that_closes_everything_closes_nothing_of_its_parents(sidecar: Sidecar) -> None:
