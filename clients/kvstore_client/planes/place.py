@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class TLS:
         if bool(self.certificate_file) != bool(self.key_file):
             raise InvalidRequest("tls: certificate_file and key_file go together")
         ca, key, chain = (_pem(name, self) for name in ("ca_file", "key_file", "certificate_file"))
-        return grpc.ssl_channel_credentials(ca, key, chain)
+        return grpc.ssl_channel_credentials(ca or _system_authorities(), key, chain)
 
 
 def _pem(name: str, tls: TLS) -> bytes | None:
@@ -45,6 +46,16 @@ def _pem(name: str, tls: TLS) -> bytes | None:
         return Path(path).expanduser().read_bytes()
     except OSError as error:
         raise InvalidRequest(f"tls: {name} {path} cannot be read: {error.strerror}") from error
+
+
+def _system_authorities() -> bytes | None:
+    """Return the authorities that the system trusts. None where it names none: gRPC then takes the list that it brings,
+    as it does by default, whatever the system trusts."""
+    paths = ssl.get_default_verify_paths()
+    files = [Path(paths.cafile)] if paths.cafile else []
+    if paths.capath and not files:
+        files = [each for each in sorted(Path(paths.capath).glob("*.[0-9]")) if each.is_file()]
+    return b"\n".join(each.read_bytes() for each in files) or None
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,22 @@ def test_tls(certificates: Path) -> None:
 
 
 @needs_openssl
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_the_authorities_that_the_system_trusts_are_trusted(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Also one that the list which gRPC brings does not have."""
+    shutil.copy(certificates / "ca.pem", tmp_path / "01234567.0")
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / ("01234567.0" if kind == "file" else "none")))
+    monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path))
+    with (
+        tls_sidecar(certificates, mutual=False) as sidecar,
+        connect(sidecar.address, tls=True, timeout_s=5.0) as client,
+    ):
+        assert client.stats().sessions.session_count == 1
+
+
+@needs_openssl
 def test_mutual_tls(certificates: Path) -> None:
     def named(name: str) -> TLS:
         own = {"certificate_file": certificates / f"{name}.pem", "key_file": certificates / f"{name}.key"}
