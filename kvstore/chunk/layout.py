@@ -17,6 +17,9 @@ STRIP_ALIGNMENT = 64
 BLOCK_TOKENS = 64
 """Tokens per strip of caches that are not cut by heads: MLA and E."""
 CHUNK_BYTES_MAX = 1 << 40
+STRIP_COUNT_MAX = 1 << 17
+"""Strips of a chunk: eight times those of the deepest model with the most kv heads. Layouts are kept, and made on the
+event loop, for whatever model and length a client names."""
 FIXED_HEADER_BYTES = 384
 STRIP_ENTRY_BYTES = 32
 
@@ -146,30 +149,38 @@ def layout_of(spec: ModelSpec, kind: CacheKind, token_count: int, layer: int | N
     return _build(kind, token_count, token_count == spec.chunk_tokens, spec.item_size, rows)
 
 
+@lru_cache(maxsize=64)
+def _strips(token_count: int, head_count: int, row_bytes: int, blocked: bool) -> tuple[NDArray[np.uint64], ...]:
+    """Return the offsets of one slab's strips within the slab, and their lengths."""
+    lengths = np.full(head_count, token_count * row_bytes)
+    if blocked:
+        lengths = np.minimum(BLOCK_TOKENS, token_count - np.arange(0, token_count, BLOCK_TOKENS)) * row_bytes
+    aligned = _align_each(lengths.astype(np.uint64), STRIP_ALIGNMENT)
+    return np.cumsum(aligned) - aligned, lengths.astype(np.uint64)
+
+
 def _build(
     kind: CacheKind, token_count: int, is_full: bool, size: int, rows: Sequence[tuple[int, int, tuple[int, ...]]]
 ) -> ChunkLayout:
     blocked = kind is not CacheKind.KV
-    slabs, offsets, lengths, layers, heads = [], [], [], [], []
+    slabs, offsets, lengths = [], [], []
     offset = strip_first = 0
     for layer, head_count, dims in rows:
-        row_bytes = sum(dims) * size
-        strips = [
-            min(BLOCK_TOKENS, token_count - start) * row_bytes for start in range(0, token_count, BLOCK_TOKENS)
-        ] if blocked else [token_count * row_bytes] * head_count  # fmt: skip
-        place = 0
-        for head, length in enumerate(strips):
-            offsets.append(offset + place)
-            lengths.append(length)
-            layers.append(layer)
-            heads.append(head)
-            place += _align(length, STRIP_ALIGNMENT)
-        slab_bytes = _align(place, PAGE_BYTES)
+        places, strips = _strips(token_count, head_count, sum(dims) * size, blocked)
+        slab_bytes = _align(int(places[-1] + strips[-1]), PAGE_BYTES)
         slabs.append(Slab(layer, offset, slab_bytes, strip_first, len(strips), head_count, dims))
+        offsets.append(places + np.uint64(offset))
+        lengths.append(strips)
         offset += slab_bytes
         strip_first += len(strips)
-        if offset > CHUNK_BYTES_MAX or max(strips) >= 1 << 32:
+        if strip_first > STRIP_COUNT_MAX:
+            raise InvalidRequest(
+                f"a chunk of this model has more than {STRIP_COUNT_MAX} strips: one for each kv head of each layer, or "
+                f"for each {BLOCK_TOKENS} tokens of each layer of MLA and of E; lower chunk_tokens, or have fewer heads"
+            )
+        if offset > CHUNK_BYTES_MAX or strips[0] >= 1 << 32:
             raise InvalidRequest(f"a chunk of {token_count} tokens of this model is too large; lower chunk_tokens")
+    counts = [slab.strip_count for slab in slabs]
     header_bytes = _align(FIXED_HEADER_BYTES + STRIP_ENTRY_BYTES * strip_first, PAGE_BYTES)
     return ChunkLayout(
         kind=kind,
@@ -180,8 +191,8 @@ def _build(
         header_bytes=header_bytes,
         body_bytes=offset,
         slabs=tuple(slabs),
-        strip_offsets=np.array(offsets, np.uint64),
-        strip_lengths=np.array(lengths, np.uint32),
-        strip_layers=np.array(layers, np.int32),
-        strip_heads=np.array(heads, np.int32),
+        strip_offsets=np.concatenate(offsets),
+        strip_lengths=np.concatenate(lengths).astype(np.uint32),
+        strip_layers=np.repeat(np.array([slab.layer for slab in slabs], np.int32), counts),
+        strip_heads=np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
     )

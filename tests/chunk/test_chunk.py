@@ -22,8 +22,9 @@ from kvstore.chunk import (
     verify_slab,
 )
 from kvstore.chunk.header import _CHECKSUM_AT, _FIXED
+from kvstore.chunk.layout import STRIP_COUNT_MAX
 from kvstore.errors import DataLoss, InvalidRequest
-from kvstore.spec import DTYPES, CacheKind, Exactness, ModelSpec, Provenance
+from kvstore.spec import DTYPES, CacheKind, Exactness, LayerSpec, ModelSpec, Provenance
 from tests.specs import odd_spec, small_spec
 
 GOLDEN = {
@@ -174,6 +175,14 @@ def test_right_bytes_in_a_wrong_place_fail() -> None:
 def test_impossible_layouts_are_refused(count: int, layer: int | None) -> None:
     with pytest.raises(InvalidRequest):
         layout_of(small_spec(), CacheKind.KV if layer is None else CacheKind.E, count, layer)
+
+
+def test_a_layout_that_takes_long_to_make_is_refused() -> None:
+    """Any client may name the model, and all of them wait for the server's loop."""
+    layers = (LayerSpec(kv_heads=1024, k_dim=1, v_dim=1),) * 1024
+    with pytest.raises(InvalidRequest, match="strips"):
+        layout_of(small_spec(layers=layers), CacheKind.KV, 16)
+    assert layout_of(small_spec(layers=layers[:128]), CacheKind.KV, 16).strip_count == STRIP_COUNT_MAX
 
 
 @given(geometries(), st.integers(1, 3))
