@@ -46,8 +46,16 @@ MUTANTS = [
         "received-with-strips-left-out",
         LANDING,
         "        if extent.first != first or extent.stop > stop:\n",
-        "        if place.stop > stop:\n",
+        "        if extent.stop > stop:\n",
         "a chunk counts as whole of which a message was lost",
+        (f"{T_REMOTE}::test_a_confused_server_is_a_miss",),
+    ),
+    Mutant(
+        "received-with-a-chunk-left-out",
+        CLIENT,
+        "            self._check_leading()\n",
+        "",
+        "a chunk that the server did not name is handed out as whatever lay in memory",
         (f"{T_REMOTE}::test_a_confused_server_is_a_miss",),
     ),
     Mutant(

@@ -40,6 +40,7 @@ class StreamedChunks:
         self._digests = digests
         try:
             self.chunks = [self._chunk(entry) for entry in head.chunks]
+            self._check_leading()
         except (InvalidRequest, IndexError):
             _log.error("kvstore: the server names chunks that this model does not have: treated as a miss")
             self.chunks, self.reason = [], MissReason.CORRUPT
@@ -52,6 +53,18 @@ class StreamedChunks:
         layout = layout_of(spec, spec.kind if layer is None else CacheKind.E, entry.token_count, layer)
         self._digests[entry.index]
         return StreamChunk(entry.part, entry.index, entry.index * spec.chunk_tokens, layout)
+
+    def _check_leading(self) -> None:
+        """Raise InvalidRequest unless the chunks are the chain's leading ones, in all parts and without a gap: a chunk
+        in a gap would count as fetched, and never come. Values by key have lengths of their own."""
+        part_count = 1 + len(self.wanted.hidden_layers)
+        count = len(self.chunks) // part_count
+        places = sorted((chunk.part, chunk.index) for chunk in self.chunks)
+        is_chain = self.wanted.spec.kind is not CacheKind.OPAQUE
+        if places != [(part, index) for part in range(part_count) for index in range(count)] or any(
+            is_chain and chunk.index < count - 1 and not chunk.layout.is_full for chunk in self.chunks
+        ):
+            raise InvalidRequest("the chunks are not the leading ones of the chain")
 
     def receive(self) -> list[Strips] | None:
         """Return the strips of the next message, or None when no more will come."""
