@@ -25,6 +25,11 @@ class MissReason(IntEnum):
     OVERLOADED = 5
     UNAVAILABLE = 6
 
+    @classmethod
+    def _missing_(cls, value: object) -> MissReason | None:
+        """Map a number that only a later release knows to UNAVAILABLE, as ``Tier`` does to NONE."""
+        return cls.UNAVAILABLE if isinstance(value, int) else None
+
 
 class Tier(IntEnum):
     """The kinds of tier in which a chunk can lie."""
@@ -51,6 +56,11 @@ class EventKind(IntEnum):
     MOVED = 3
     GAP = 4
 
+    @classmethod
+    def _missing_(cls, value: object) -> EventKind | None:
+        """As ``Tier``."""
+        return cls.NONE if isinstance(value, int) else None
+
 
 class Encoding(IntEnum):
     """The encoding of a residency's strips."""
@@ -58,6 +68,11 @@ class Encoding(IntEnum):
     NONE = 0
     RAW = 1
     LZ4 = 2
+
+    @classmethod
+    def _missing_(cls, value: object) -> Encoding | None:
+        """As ``Tier``."""
+        return cls.NONE if isinstance(value, int) else None
 
 
 def encoding_of(word: str) -> Encoding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from kvstore_client.lookup.match import chunk_matches
 
-from kvstore.spec import ChunkState, Encoding, Tier
+from kvstore.spec import ChunkState, Encoding, EventKind, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 
 
@@ -14,3 +14,9 @@ def test_a_tier_of_a_later_release_is_a_hit_of_a_tier_without_a_name() -> None:
     assert [(chunk.state, chunk.tier) for chunk in chunk_matches([run], 16, 0, 32)] == [(ChunkState.HIT, Tier.NONE)] * 2
     with pytest.raises(ValueError, match="redis"):
         Tier("redis")
+
+
+def test_other_numbers_of_a_later_release_are_no_error_either() -> None:
+    (miss,) = chunk_matches([pb.ChunkRun(count=1, state=ChunkState.MISS, reason=99, encoding=99)], 16, 0, 16)
+    assert (miss.state, miss.reason) == (ChunkState.MISS, MissReason.UNAVAILABLE)
+    assert (Encoding(99), EventKind(99)) == (Encoding.NONE, EventKind.NONE)
