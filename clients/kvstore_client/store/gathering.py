@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.chunk import ChunkLayout, Part, slab_parts
+from kvstore.chunk.layout import STRIP_ALIGNMENT
 from kvstore.errors import InvalidRequest
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import Tensor, settle_device
 from kvstore_client.copying import copy, raw
 from kvstore_client.fetch.paged import Pages
 from kvstore_client.planes.store import StagingRun
+
+FILL_BYTES_MAX = 32 << 20
+"""Bytes of a fill of several strips: what the sidecar's byte movers copy at a time, and half of what gRPC takes."""
 
 
 class StripRange(NamedTuple):
@@ -31,6 +35,8 @@ class Pile:
 
     def __init__(self, strips: StripRange, layout: ChunkLayout, run: StagingRun) -> None:
         self.first, self.count = strip_range(layout, strips)
+        self._strip_bytes = -(-int(layout.strip_lengths[self.first]) // STRIP_ALIGNMENT) * STRIP_ALIGNMENT
+        """Bytes from one strip to the next: in a slab all strips but the last are as long."""
         self.run = run
         self.strips = strips
         self.there: NDArray[np.bool_] = np.zeros(layout.token_count, np.bool_)
@@ -38,11 +44,17 @@ class Pile:
         memory = run.memory[run.offset : run.offset + run.byte_count]  # excludes the next run
         self.parts = slab_parts(layout, strips.slab, memory, first=first, stop=stop)
 
-    def fill(self) -> pb.Fill:
-        return pb.Fill(
-            chunk=self.strips.entry, strip_first=self.first, strip_count=self.count,
-            staging_id=self.run.staging_id, staging_offset=self.run.offset,
-        )  # fmt: skip
+    def fills(self) -> Iterator[tuple[pb.Fill, StagingRun]]:
+        """Yield its strips as fills, each with its part of the run: all of them may be too large for one message."""
+        step = max(1, FILL_BYTES_MAX // self._strip_bytes)
+        for first in range(0, self.count, step):
+            count, start = min(step, self.count - first), first * self._strip_bytes
+            stop = start + count * self._strip_bytes if first + count < self.count else self.run.byte_count
+            run = self.run._replace(offset=self.run.offset + start, byte_count=stop - start)
+            yield pb.Fill(
+                chunk=self.strips.entry, strip_first=self.first + first, strip_count=count,
+                staging_id=run.staging_id, staging_offset=run.offset,
+            ), run  # fmt: skip
 
 
 def strip_range(layout: ChunkLayout, strips: StripRange) -> tuple[int, int]:

@@ -304,7 +304,7 @@ class StoreWriter:
 
     def _fill(self, piles: list[Pile]) -> None:
         assert self._session is not None
-        fills, runs = [pile.fill() for pile in piles], [pile.run for pile in piles]
+        fills, runs = zip(*(each for pile in piles for each in pile.fills()), strict=True)
         self._session.fill(self._reservation.reservation_id, fills, runs, self._timeout_s)
 
     def _settled(self, sent: Future[None]) -> None:

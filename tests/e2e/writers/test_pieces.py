@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from kvstore_client import Client, Durability, Paged, connect
 from kvstore_client.planes.shared_memory.mapped import CALL_FILLS_MAX
+from kvstore_client.store import gathering
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
 from kvstore.seams.jobs import begun
+from kvstore.spec import LayerSpec
 from tests.e2e.writers.prompts import COUNT, SPEC, STEP, assert_stored, fresh
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
@@ -41,6 +43,28 @@ def test_a_chunked_prefill_in_pieces_of_any_size(client: Client, piece: int) -> 
                 writer.put_layer(layer, (k[:, start : start + piece], v[:, start : start + piece]), token_start=start)
         assert writer.commit().stored_token_count == COUNT
     assert_stored(client, tokens, cache)
+
+
+@pytest.mark.parametrize("mla", [False, True], ids=["heads", "blocks of tokens"])
+def test_strips_too_large_for_one_message_go_in_several(
+    client: Client, monkeypatch: pytest.MonkeyPatch, mla: bool
+) -> None:
+    """gRPC takes 64 MiB, and a layer of a long chunk may have more: here it is one strip that is too much."""
+    monkeypatch.setattr(gathering, "FILL_BYTES_MAX", 1)
+    heads = 1 if mla else 3
+    layers = (LayerSpec(kv_heads=heads, k_dim=8, v_dim=4),) * 2
+    spec = small_spec(model_id=f"long, mla: {mla}", layers=layers, chunk_tokens=200, mla=mla)
+    tokens, cache = tokens_of(300, 77 + mla), random_cache(spec, 300, 77)
+    session, sent = client.connect_now(), []
+    fill = session.fill
+    monkeypatch.setattr(session, "fill", lambda name, fills, *rest: (sent.extend(fills), fill(name, fills, *rest)))
+    with client.start_store(spec, tokens) as writer:
+        for layer, pair in enumerate(cache):
+            writer.put_layer(layer, pair)
+        assert writer.commit().stored_token_count == 300
+    assert len(sent) == 2 * 6
+    for found, stored in zip(client.fetch(spec, tokens), cache, strict=True):
+        assert all((bits(ours) == bits(theirs)).all() for ours, theirs in zip(found, stored, strict=True))
 
 
 @pytest.mark.parametrize(
