@@ -6,7 +6,7 @@ import asyncio
 import socket
 from pathlib import Path
 
-from kvstore.errors import Unavailable
+from kvstore.errors import Exhausted, Unavailable
 from kvstore.handoff.messages import (
     PROTOCOL_VERSION,
     Answer,
@@ -128,7 +128,14 @@ class SidecarSession:
             if segment.bytes.size >= byte_count:
                 self._idle.remove(segment)
                 return segment
-        answer, descriptors = await self.exchange(StagingQuestion(byte_count), StagingAnswer)
+        try:
+            answer, descriptors = await self.exchange(StagingQuestion(byte_count), StagingAnswer)
+        except Exhausted:
+            if not self._idle:
+                raise
+            # Idle segments that are too small count against the session's limits.
+            await self.exchange(StagingClose(self._idle.pop().staging_id), Done)
+            return await self.take_segment(byte_count)
         with closing_all(descriptors):
             try:
                 check_descriptors(answer, descriptors)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import pytest
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.errors import Unavailable
+from kvstore.errors import Exhausted, Unavailable
 from kvstore.handoff.messages import Done, LookedUp, RegionsAnswer, RegionsQuestion
 from kvstore.remote.session import SidecarSession
 
@@ -57,3 +58,16 @@ async def test_a_session_that_ends_while_it_asks_takes_no_answer_of_the_next(own
         await asking
     assert (await second.take_segment(4096)).bytes.size == 4096
     second.close()
+
+
+async def test_idle_staging_that_is_too_small_makes_room_for_what_is_asked() -> None:
+    environment = {**os.environ, "KVSTORE__LIMITS__STAGING_BYTES_MAX": "8 MiB"}
+    with Sidecar("--capacity", "16 MiB", environment=environment) as sidecar:
+        session, _, _ = await SidecarSession.open(sidecar.directory / "run" / "data.sock")
+        small = [await session.take_segment(4 << 20) for _ in range(2)]
+        with pytest.raises(Exhausted, match="staging_bytes_max"):
+            await session.take_segment(4 << 20)
+        for each in small:
+            session.give_back(each)
+        assert (await session.take_segment(8 << 20)).bytes.size == 8 << 20
+        session.close()
