@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 from kvstore_client import connect
 from kvstore_ops.sidecar import Sidecar
@@ -49,3 +51,23 @@ def test_slabs_and_strips_larger_than_a_message(remote: Sidecar, heads: int, dim
             for (k, v), (stored_k, stored_v) in zip(fetched, kv, strict=True):
                 assert (bits(k) == stored_k[head.start :]).all()
                 assert (bits(v) == stored_v[head.start :]).all()
+
+
+def test_of_a_cache_that_is_not_wanted_one_layer_comes_with_its_e(remote: Sidecar) -> None:
+    spec, (tokens, kv) = large_spec(), large_cache(9, 2)
+    hidden = np.random.default_rng(9).integers(0, 65535, (tokens.size, spec.hidden_size), dtype=np.uint16)
+    came = []
+    with connect(remote.address) as client:
+        client.store(spec, tokens, kv, hidden={1: hidden}).wait(10.0)
+        session = client.connect_now()
+        honest = session.fetch_bytes
+
+        def counted(request: Any, **options: Any) -> Any:
+            came.append(list(request.fetch.layers))
+            return honest(request, **options)
+
+        session.fetch_bytes = counted
+        found = client.fetch(spec, tokens, layers=(), hidden_layers=(1,))
+    assert found.token_count == tokens.size
+    assert (bits(found.hidden[1]) == bits(hidden)).all()
+    assert came == [[0]]

@@ -132,7 +132,8 @@ class StreamSession(ClientSession):
     ) -> StreamPrefix:
         """Open a prefix by a stream: the first message tells its length, the later ones bring its bytes."""
         del request.layers[:]
-        request.layers.extend(dict.fromkeys(wanted.layers))
+        # No layer would mean all of them: where only E is wanted, one is the least that can be asked for.
+        request.layers.extend(dict.fromkeys(wanted.layers or wanted.spec.slab_layers[:1]))
         count = 0 if wanted.head_stop is None else wanted.head_stop - wanted.head_start
         asked = rpb.FetchBytesRequest(fetch=request, head_first=wanted.head_start, head_count=count)
         limit_s = stream_timeout_s(timeout_s, wanted.byte_count(len(digests) * wanted.spec.chunk_tokens))
