@@ -33,7 +33,8 @@ class RemoteSettings:
     """Open connections of all tenants; a further one is closed."""
     call_count_max: int = 256
     """Calls of one tenant in progress; a further one is refused before its message is read. Streams that last as long
-    as their callers (sessions, watches, partial prefills) have as many places of their own."""
+    as their callers (sessions, watches, partial prefills) have as many places of their own. gRPC reads a message of up
+    to 64 MiB before anything can be said of it: as many of each kind may be in memory at once."""
 
     def __post_init__(self) -> None:
         certificate, key, authority = self.certificate_file, self.key_file, self.client_ca_file

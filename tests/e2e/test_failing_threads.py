@@ -334,8 +334,14 @@ def test_without_a_thread_of_its_own_a_call_is_a_miss_or_a_typed_error(
     for writer, heads in zip(writers, [(0, 1), (1, 2)], strict=True):
         for layer, (k, v) in enumerate(cache):
             writer.put_layer(layer, (k[slice(*heads)], v[slice(*heads)]), heads=heads)
+    earlier = rig.client.store(SPEC, tokens, kv)
+    later, late_cache = rig.fresh()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_more_threads)
+        assert earlier.stored_token_count == COUNT
+        earlier.wait(WAIT_S)  # it asks the sidecar: whatever comes of that, later calls are not to wait for it
+        stored = rig.client.store(SPEC, later, late_cache)
+        assert stored.stored_token_count == COUNT or "thread" in stored.reason
         with pytest.raises(Unavailable, match="thread"):
             rig.client.start_fetch(held.ticket)
         with pytest.raises(Unavailable, match="thread"):
@@ -350,6 +356,7 @@ def test_without_a_thread_of_its_own_a_call_is_a_miss_or_a_typed_error(
     writers[1].abort()
     absent.close()
     rig.client.release_ticket(held.ticket)
+    assert rig.client.store(SPEC, later, late_cache).wait(WAIT_S) is Durability.MEMORY
     rig.assert_right(fresh, cache, whole=False)
     rig.assert_balanced()
     assert_same(rig.client.fetch(SPEC, tokens), kv, COUNT)

@@ -31,7 +31,7 @@ from kvstore_client.context import Context
 from kvstore_client.fetch.ticket import pack_ticket
 from kvstore_client.lookup.calls import with_tail
 from kvstore_client.lookup.match import Match, chunk_matches
-from kvstore_client.planes.session import ClientSession, PendingCall, cancel, noted, translated
+from kvstore_client.planes.session import ClientSession, PendingCall, cancel, translated
 from kvstore_client.prompt import Prompt
 
 CALL_S_MAX = 3600.0
@@ -65,8 +65,8 @@ class PrefillCall:
         self._is_over = threading.Event()
         self._returns = session.returns
         try:
-            self._stream = noted(
-                session.prefills.PartialPrefill(
+            self._stream = session.begun(
+                lambda: session.prefills.PartialPrefill(
                     iter(self._said.get, None), timeout=CALL_S_MAX, metadata=session.carried
                 )
             )

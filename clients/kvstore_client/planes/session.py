@@ -13,6 +13,7 @@ import grpc
 
 from kvstore import __version__
 from kvstore.errors import UNREGISTERED, InvalidRequest, KVStoreError, Unavailable, from_status
+from kvstore.seams.scheduler import start_thread
 from kvstore.spec import Exactness, ModelSpec
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import cache_pb2_grpc
@@ -218,9 +219,15 @@ class ClientSession(Plane):
 
     def begin(self, method: Any, request: object, timeout_s: float) -> Any:
         """Begin a unary call whose answer is awaited elsewhere; return gRPC's future of it. Raises Unavailable."""
+        return self.begun(lambda: method.future(request, timeout=timeout_s, metadata=self.carried))
+
+    def begun(self, begin: Callable[[], Call]) -> Call:
+        """Begin a call that threads of gRPC's serve, and note it. Raises Unavailable, also where no thread can be
+        had."""
         self._check_process()
+        check_threads()
         try:
-            return noted(method.future(request, timeout=timeout_s, metadata=self.carried))
+            return noted(begin())
         except ValueError as error:
             raise Unavailable("the sidecar is gone") from error
 
@@ -232,6 +239,16 @@ class ClientSession(Plane):
             raise translated(error) from error
         except grpc.FutureCancelledError as error:
             raise Unavailable("the sidecar is gone") from error
+
+
+def check_threads() -> None:
+    """Raise Unavailable where no thread can be had. Call it before a call that gRPC starts threads for: it counts on a
+    thread that it could not start, and later calls of its channel, and the channel's end, wait for that for ever."""
+    start_thread(_nothing, "kvstore-check")
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def translated(error: grpc.RpcError) -> KVStoreError:

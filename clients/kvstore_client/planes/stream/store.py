@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 import xxhash
 
-from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.errors import DeadlineExceeded
 from kvstore.seams.memory import Bytes
 from kvstore.units import PAGE_BYTES
 from kvstore.v1 import cache_pb2 as pb
@@ -21,7 +21,7 @@ from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import ALIGNMENT, data_message, data_prefix
 from kvstore_client.arrays import fresh_message
 from kvstore_client.copying import Copier, check
-from kvstore_client.planes.session import ClientSession, cancel, noted, translated
+from kvstore_client.planes.session import ClientSession, cancel, translated
 from kvstore_client.planes.store import StagingRun, StoreSource, Unit
 
 POOL_BYTES_MAX = 512 << 20
@@ -148,12 +148,9 @@ class StreamUpload:
     def _send(self, messages: list[list[_SentStrips]], byte_count: int) -> None:
         session = self._session
         self._limit_s = stream_timeout_s(self._timeout_s, byte_count)
-        try:
-            self._stream = noted(
-                self._way.call.future(self._outgoing(messages), timeout=self._limit_s, metadata=session.carried)
-            )
-        except ValueError as error:
-            raise Unavailable("the sidecar is gone") from error
+        self._stream = session.begun(
+            lambda: self._way.call.future(self._outgoing(messages), timeout=self._limit_s, metadata=session.carried)
+        )
         self._stream.add_done_callback(lambda _: self._read.set())
         read = self._read.wait(self._limit_s)
         if not read or self._stream.done():
