@@ -18,7 +18,7 @@ from kvstore.seams import Clock
 from kvstore.units import split_address
 
 START_TIMEOUT_S = 30.0
-RESTART_PAUSE_S = 1.0
+RESTART_PAUSE_S, RESTART_PAUSE_S_MAX = 1.0, 60.0
 STOP_TIMEOUT_S = 5.0
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 """By default the C library gives memory of a message's size back to the kernel at once, and faults it in anew for the
@@ -64,17 +64,21 @@ class RemoteDoor:
         self.address = f"[{host}]:{reply['port']}" if ":" in host else f"{host}:{reply['port']}"
 
     async def watch(self) -> None:
-        """Start the process again whenever it dies, until ``stop``."""
+        """Start the process again whenever it dies, until ``stop``; less and less often while it does not start: each
+        attempt takes a second of a processor, and a line of the log."""
+        pause_s = RESTART_PAUSE_S
         while self._process is not None:
             code = await self._process.wait()
             if self._is_stopping:
                 return
             _log.error("the remote plane's process died: starting it again", extra={"exit_status": code})
-            await self._clock.sleep(RESTART_PAUSE_S)
+            await self._clock.sleep(pause_s)
             try:
                 await self.start()
+                pause_s = RESTART_PAUSE_S
             except (KVStoreError, OSError, ValueError) as error:  # clients on this host are served on in any case
                 _log.error("the remote plane does not start", extra={"reason": str(error)})
+                pause_s = min(2 * pause_s, RESTART_PAUSE_S_MAX)
 
     async def stop(self) -> None:
         """End the process. Idempotent."""
