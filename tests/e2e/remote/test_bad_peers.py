@@ -208,6 +208,16 @@ def test_garbage_and_unknown_calls_are_refused(remote: Sidecar) -> None:
             assert status(peer.call("unary_stream", method, b"", timeout=10)) == "UNIMPLEMENTED"
 
 
+def test_a_compressed_message_is_refused(remote: Sidecar) -> None:
+    """A few bytes would take as much memory as the largest message."""
+    with Peer(remote) as peer:
+        for kind, name in (("unary_unary", "/kvstore.v1.CacheService/Lookup"), ("unary_stream", "FetchBytes")):
+            call = lambda kind=kind, name=name: peer.call(  # noqa: E731 - as above
+                kind, name, bytes(1 << 20), compression=grpc.Compression.Gzip, timeout=10
+            )
+            assert status(call) == "UNIMPLEMENTED"
+
+
 @pytest.mark.parametrize("what", ["flip", "swap", "twice", "drop", "early", "header", "behind", "gap"])
 def test_a_confused_server_is_a_miss(own_remote: Sidecar, what: str) -> None:
     """Bytes that changed on the way, strips or chunks left out or sent twice: never wrong bytes."""
