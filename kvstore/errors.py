@@ -24,7 +24,7 @@ class KVStoreError(Exception):
 
     status: ClassVar[str] = "INTERNAL"
 
-    def __init__(self, message: str, **fields: object) -> None:
+    def __init__(self, message: str, /, **fields: object) -> None:
         super().__init__(message)
         self.message = message
         self.fields = fields
@@ -113,7 +113,7 @@ _FOREIGN_STATUS: dict[str, type[KVStoreError]] = {
 }
 
 
-def from_status(status: str, message: str, **fields: object) -> KVStoreError:
+def from_status(status: str, message: str, /, **fields: object) -> KVStoreError:
     """Return the error for any gRPC status name. A status that only gRPC itself produces gets the nearest class."""
     cls = _BY_STATUS.get(status) or _FOREIGN_STATUS.get(status, Internal)
     return cls(message, **fields)

@@ -15,8 +15,12 @@ def pack_fields(fields: dict[str, object]) -> str:
 
 
 def unpack_fields(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, object]:
-    """Return the fields that a failed call's trailing metadata tell; none where they tell none."""
+    """Return the fields that a failed call's trailing metadata tell; none where they tell none, or no JSON object."""
     for key, value in metadata or ():
         if key == METADATA_ERROR:
-            return {str(name): field for name, field in json.loads(value).items()}
+            try:
+                told = json.loads(value)
+            except (ValueError, RecursionError):
+                return {}
+            return told if isinstance(told, dict) else {}
     return {}

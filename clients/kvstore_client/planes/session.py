@@ -188,7 +188,10 @@ class ClientSession(Plane):
         told = error.fields.get(UNREGISTERED)
         if not isinstance(told, str):
             return False
-        name = bytes.fromhex(told)
+        try:
+            name = bytes.fromhex(told)
+        except ValueError:
+            return False
         spec = self.models.get(name) or self._earlier_models.get(name)
         if spec is None:
             return False
