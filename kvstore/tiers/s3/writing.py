@@ -78,11 +78,12 @@ async def _put(
 ) -> bool:  # fmt: skip
     sealed = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": settings.sse_kms_key_id}
     options = sealed if settings.sse_kms_key_id else {}
+    sent_with = condition if connection.is_conditional else {}
     try:
         try:
-            await put(place, bodies, condition if connection.is_conditional else {}, options, connection)
+            await put(place, bodies, sent_with, options, connection)
         except Refused as refused:
-            if refused.code not in UNCONDITIONAL or not connection.is_conditional:
+            if refused.code not in UNCONDITIONAL or not sent_with:  # others may have been refused meanwhile
                 raise
             connection.is_conditional = False
             await put(place, bodies, {}, options, connection)

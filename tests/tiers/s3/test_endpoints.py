@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from kvstore.config import S3Settings
 from kvstore.errors import DeadlineExceeded, PermissionDenied, Unavailable
+from kvstore.tiers.s3 import writing
 from kvstore.tiers.s3.connection import RetryBudget
 from kvstore.tiers.s3.objects import READ_S_MAX
+from kvstore.tiers.s3.refusals import Refused
+from kvstore.tiers.s3.writing import Condition
 from tests.contracts.chunks import LARGE, chunk
 from tests.contracts.shared.s3_stand import S3Stand, tier_of
 from tests.contracts.shared.stands import TIMEOUT_S, found, write
@@ -82,6 +87,22 @@ def test_a_store_without_conditions_is_written_without(stand: S3Stand) -> None:
         assert there(stand, chunk(1)) == bytes_of(chunk(1))
 
     stand.run(scenario)
+
+
+async def test_the_first_writes_to_a_store_without_conditions_all_go_without() -> None:
+    """They are on their way side by side when the first refusal comes."""
+    store, both = SimpleNamespace(is_conditional=True), asyncio.Barrier(2)
+
+    async def put(_place: object, _bodies: object, condition: Condition, *_: object) -> None:
+        if condition:
+            await both.wait()
+            raise Refused("NotImplemented", 501)
+
+    async def written() -> bool:
+        return await writing._put(put, S3Settings(bucket="bucket"), {}, [], {"IfNoneMatch": "*"}, store)
+
+    async with asyncio.timeout(TIMEOUT_S):
+        assert await asyncio.gather(written(), written()) == [True, True]
 
 
 def test_a_request_says_whose_the_bucket_is_and_what_it_checks_to(stand: S3Stand) -> None:
