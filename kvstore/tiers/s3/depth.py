@@ -20,6 +20,11 @@ def points(low: int, high: int) -> list[int]:
     return [low + (high - low) * (number + 1) // (count + 1) for number in range(count)]
 
 
+def first_count(key_count: int, chains: Sequence[int] = ()) -> int:
+    """Return the number of questions that ``are_there`` asks before it has an answer."""
+    return min(HEAD_COUNT_MAX, len(chains) if chains and key_count > HEAD_COUNT_MAX else key_count)
+
+
 async def are_there(
     keys: Sequence[Key], is_there: Callable[[Key], Coroutine[Any, Any, bool | None]], chains: Sequence[int] = ()
 ) -> tuple[list[bool | None], int]:

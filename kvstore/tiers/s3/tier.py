@@ -39,6 +39,7 @@ from kvstore.tiers.contract import (
 from kvstore.tiers.pace import Pace, Timed, grace_s, timed
 from kvstore.tiers.s3.allowance import Allowance
 from kvstore.tiers.s3.bucket import BucketPresence
+from kvstore.tiers.s3.depth import first_count
 from kvstore.tiers.s3.judging import KEPT, REFUSED, Finding, Judgement, judge
 from kvstore.tiers.s3.looking import RawGuesses, ask_for_bucket, look, probe_objects
 from kvstore.tiers.s3.objects import warm_up
@@ -155,6 +156,8 @@ class S3Tier:
         elif self._bucket.problem:
             raise Unavailable(self._bucket.problem)
         asked = (list(storage_keys), list(chains), timeout_s, asks_bucket)
+        sent_count = first_count(len(storage_keys), chains)
+        self._allowance.used(0, sent_count)  # now: without an answer nobody tells how many were sent
         job = asyncio.wrap_future(begun(self._lanes.askers, probe_objects, self._settings, *asked))
         try:
             found = await in_time(job, timeout_s)
@@ -165,7 +168,7 @@ class S3Tier:
         except Unavailable as error:
             self._bucket.refused(error)
             raise
-        self._allowance.used(0, found.request_count)
+        self._allowance.used(0, found.request_count - sent_count)
         if found.is_bucket_seen:
             self._bucket.seen()
         if found.is_denied:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.tiers.s3.depth import are_there
+from kvstore.tiers.s3.depth import are_there, first_count
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 100, 128, 1000])
@@ -49,3 +51,21 @@ async def test_a_question_that_fails_fails_all() -> None:
 
     with pytest.raises(KVStoreError, match="away"):
         await are_there(range(100), is_there, [100])
+
+
+@pytest.mark.parametrize(("count", "chains"), [(3, []), (60, []), (8, [8]), (60, [60]), (60, [20, 5, 30, 5])])
+async def test_what_is_asked_before_any_answer_is_known_beforehand(count: int, chains: list[int]) -> None:
+    asked: list[int] = []
+    answer = asyncio.Event()
+
+    async def is_there(key: int) -> bool:
+        asked.append(key)
+        await answer.wait()
+        return False
+
+    asking = asyncio.ensure_future(are_there(range(count), is_there, chains))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(asked) == first_count(count, chains)
+    answer.set()
+    await asking

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore.config import S3Settings
-from kvstore.errors import Exhausted, Unavailable
+from kvstore.errors import DeadlineExceeded, Exhausted, Unavailable
 from kvstore.seams import SystemClock
 from kvstore.tiers import pace
 from kvstore.tiers.s3 import looking, reading, writing
@@ -19,7 +19,7 @@ from kvstore.tiers.s3.allowance import DAY_S, Allowance
 from tests.contracts.chunks import LARGE, SMALL, chunk
 from tests.contracts.shared.s3_stand import S3Stand, tier_of
 from tests.contracts.shared.stands import TIMEOUT_S, found, write
-from tests.fakes.switches import POLL_S
+from tests.fakes.switches import POLL_S, Switch
 
 STALL_S = 1.0
 HEARD_S_MAX = 20.0
@@ -40,6 +40,26 @@ def test_a_day_has_its_limit(stand: S3Stand, limit: str) -> None:
         assert len(stand.switches.asked) == before, "nothing was asked"
         assert tier.statistics().state == "failing"
         assert await found(stand.other, chunk(0))
+        await tier.close()
+
+    stand.run(scenario)
+
+
+@pytest.mark.parametrize("is_refused", [True, False], ids=["refused", "late"])
+def test_questions_without_an_answer_count_for_the_day(stand: S3Stand, is_refused: bool) -> None:
+    """They are billed like others, and a bucket that is far away answers most lookups too late."""
+
+    async def scenario() -> None:
+        tier = tier_of(replace(stand.settings, day_request_count_max=8))
+        stand.switches.refusals = [(500, "InternalError")] * 20 * is_refused
+        if not is_refused:
+            stand.switches.turn_on(Switch.STALLED)
+        keys = [chunk(number).header.storage_key for number in range(4)]
+        for _ in range(2):
+            with pytest.raises((Unavailable, DeadlineExceeded)):
+                await tier.probe(keys, TIMEOUT_S if is_refused else 0.01)
+        assert list(await tier.probe(keys, TIMEOUT_S)) == [None] * 4, "eight were sent: nothing more is asked"
+        stand.switches.turn_off()
         await tier.close()
 
     stand.run(scenario)
