@@ -22,10 +22,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import wraps
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from kvstore.directory.hints import HINT_BYTES_MAX
 from kvstore.errors import DataLoss, KVStoreError, Unavailable
@@ -78,6 +79,9 @@ Command = tuple[str, Sequence[object]]
 """The key that says which server is asked, and the words."""
 Member = tuple[str, str]
 """A node's name and its incarnation."""
+Asked = ParamSpec("Asked")
+Answer = TypeVar("Answer")
+Call = Callable[Concatenate["NodeDirectory", Asked], Coroutine[Any, Any, Answer]]
 
 
 class DirectoryServers(Protocol):
@@ -98,6 +102,22 @@ class Whereabouts(NamedTuple):
 
     chunks: list[dict[str, Tier] | None]
     reason: str
+
+
+def _of_redis(call: Call[Asked, Answer]) -> Call[Asked, Answer]:
+    """Have a call raise Unavailable where the answers are none that a Redis gives: these must not end the service."""
+
+    @wraps(call)
+    async def told(self: NodeDirectory, /, *args: Asked.args, **kwargs: Asked.kwargs) -> Answer:
+        try:
+            return await call(self, *args, **kwargs)
+        except KVStoreError:
+            raise
+        except Exception as error:
+            self.is_reachable = False
+            raise Unavailable(f"the server of tiers.redis.url answers as no Redis does ({error!r})") from error
+
+    return told
 
 
 class NodeDirectory:
@@ -148,6 +168,7 @@ class NodeDirectory:
 
     # ------------------------------------------------------------ tell
 
+    @_of_redis
     async def beat(self) -> bool:
         """Say that this node lives, and learn who else does; call it several times within ``LIVE_S``. False: Redis did
         not know this incarnation, and may have lost its entries. A node that may only read learns who lives before this
@@ -192,6 +213,7 @@ class NodeDirectory:
             _log.error("another node has this node's name: set server.node to its own", extra={"node": self.node})
         self._has_rival = has_rival
 
+    @_of_redis
     async def tell(self, changes: Mapping[bytes, Tier]) -> list[bytes]:
         """Publish changes: storage key -> the fastest tier here that has the chunk; NONE: no tier has it any more.
         Returns the keys of which the server did not answer."""
@@ -211,6 +233,7 @@ class NodeDirectory:
                 _known(answer)
         return list(failed)
 
+    @_of_redis
     async def keep(self, here: Mapping[bytes, Tier]) -> list[bytes]:
         """``tell`` again what is here, so that it does not expire, and remove what nodes told of these chunks that are
         no members any more. A node that comes back begins anew, and tells all that it has."""
@@ -228,6 +251,7 @@ class NodeDirectory:
 
     # ------------------------------------------------------------ ask
 
+    @_of_redis
     async def where(self, keys: Sequence[bytes], timeout_s: float) -> Whereabouts:
         """Return for each chunk the other nodes that have it. One round trip, or none where Redis did not answer the
         last question. Raises Unavailable where nothing is known, also after ``timeout_s`` seconds."""
@@ -252,6 +276,7 @@ class NodeDirectory:
     def _knew_lately(self) -> bool:
         return self._clock.monotonic() - self._live_s <= KEPT_S
 
+    @_of_redis
     async def give_hints(self, fingerprint: bytes, heat: float, runs: bytes) -> None:
         """Leave a model's hints for nodes that begin, unless a node that fetches more of it has left some."""
         name = f"{self._hot}:{fingerprint.hex()}"
@@ -259,12 +284,13 @@ class NodeDirectory:
         [told] = await self._asked([(name, words)])
         _known(told)
 
+    @_of_redis
     async def hints(self, fingerprint: bytes) -> bytes | None:
         """Return a model's hints; None: nobody left any, or they are larger than ours ever are."""
         name = f"{self._hot}:{fingerprint.hex()}"
         [found] = await self._asked([(name, ("EVAL", READ_HINTS, 1, name, HINT_BYTES_MAX + SEAL_BYTES_MAX))])
-        hints: bytes | None = _known(found)
-        return hints
+        hints = _known(found)
+        return hints if isinstance(hints, bytes) else None
 
     def _counted(self, entries: Any, members: set[Member]) -> dict[str, Tier] | None:
         """Return the entries of other nodes that live; None where they are unknown. A malformed entry, or one with an
@@ -283,10 +309,10 @@ class NodeDirectory:
 
     async def close(self) -> None:
         """Withdraw this node's entries and close the connections. Never raises."""
-        with suppress(Unavailable):
+        with suppress(Exception):
             if self.is_reachable:
                 await self._asked([(self._nodes, ("ZREM", self._nodes, self._member))])
-        with suppress(Unavailable):
+        with suppress(Exception):
             await self._answered(self._servers.close(), CALL_S_MAX)
 
     def _entry(self, key: bytes) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -170,3 +170,38 @@ async def test_a_redis_that_is_away_is_unavailable_and_found_again(server: Redis
         await a.tell({KEYS[0]: Tier.DRAM})
         await b.beat()
         assert (await b.where(KEYS[:1], TIMEOUT_S)).chunks == [{"a": Tier.DRAM}]
+
+
+class OddServers:
+    """They answer every command with the same, or raise it."""
+
+    def __init__(self, answer: object) -> None:
+        self._answer = answer
+
+    async def ask_each(self, commands: Sequence[object]) -> list[object]:
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return [self._answer] * len(commands)
+
+    async def close(self) -> None:
+        raise ValueError
+
+
+@pytest.mark.parametrize("answer", [None, 5, b"OK", [1, 2], [], {}, {1: 2}, ValueError("no number")], ids=repr)
+async def test_answers_that_no_redis_gives_are_an_outage_and_end_nothing(answer: object) -> None:
+    """The service itself would end with them: its tasks expect the directory's own errors alone."""
+    directory = NodeDirectory(OddServers(answer), "a", "kvstore", "", HandClock(), SystemRandom())  # type: ignore[arg-type]  # it only tells the time
+    with pytest.raises(Unavailable, match=r"tiers\.redis\.url"):
+        await directory.beat()
+    assert not directory.is_reachable
+    for call in (
+        lambda: directory.tell({KEYS[0]: Tier.DRAM}), lambda: directory.keep({KEYS[0]: Tier.DRAM}),
+        lambda: directory.where(KEYS, TIMEOUT_S), lambda: directory.give_hints(KEYS[0], 1.0, b"hints"),
+    ):  # fmt: skip
+        directory.is_reachable = True
+        with suppress(Unavailable):
+            await call()
+    with suppress(Unavailable):
+        assert await directory.hints(KEYS[0]) in (None, b"OK")
+    directory.is_reachable = True
+    await directory.close()

@@ -13,7 +13,10 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from kvstore.config import RedisSettings
 from kvstore.errors import Exhausted, PermissionDenied, Unavailable
+from kvstore.seams import SystemClock
+from kvstore.tiers.redis.claims import RedisClaims
 from kvstore.tiers.redis.errands import _problem_of
 from kvstore.tiers.redis.replies import NO_WRITES, RIGHTS, refusal
 from kvstore.tiers.redis.tier import RedisTier
@@ -242,3 +245,19 @@ def test_a_password_is_in_no_error_of_redis_py(server: RedisServer) -> None:
         redis.Redis(unix_socket_path=server.path, username="u", password="hunter2", retry=Retry(NoBackoff(), 0)).ping()
     assert "hunter2" not in repr(caught.value)
     assert os.path.exists(server.path)
+
+
+async def test_answers_that_no_redis_gives_to_claims_fail_no_upload() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(4096):
+            writer.write(b":no number\r\n" * 8)
+
+    listening = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with listening:
+        port = listening.sockets[0].getsockname()[1]
+        claims = RedisClaims(RedisSettings(url=f"redis://127.0.0.1:{port}"), SystemClock())
+        try:
+            await claims.release([bytes(32)])
+            assert await claims.claim([bytes(32)], 1.0) == [True]
+        finally:
+            await claims.close()
