@@ -22,6 +22,7 @@ from kvstore.chunk import (
 from kvstore.config import S3Settings
 from kvstore.errors import DataLoss, Unavailable
 from kvstore.seams import EnvelopeRing
+from kvstore.tiers.pace import limit_s
 from kvstore.tiers.s3.connection import S3Connection, together
 from kvstore.tiers.s3.looking import Looked, first_bytes
 from kvstore.tiers.s3.objects import LOOK_S_MAX, VERSION, bucket_of, finished, object_key
@@ -116,9 +117,10 @@ def examine(
     small = [each for each in listed if each.byte_count <= SEVERAL_BYTES_MAX]
     large = [each for each in listed if each.byte_count > SEVERAL_BYTES_MAX]
     examined = partial(_by_all_bytes, ring or EnvelopeRing())
-    found = finished(settings, "read", partial(_all, settings, small, examined, WHOLE_AT_ONCE), EXAMINE_S_MAX)
-    for each in large:
-        found += finished(settings, "read", partial(_all, settings, [each], examined, 1), EXAMINE_S_MAX)
+    found: list[Examined] = []
+    for several, at_once in ((small, WHOLE_AT_ONCE), *(([each], 1) for each in large)):
+        deadline_s = limit_s(EXAMINE_S_MAX, sum(each.byte_count for each in several))
+        found += finished(settings, "read", partial(_all, settings, several, examined, at_once), deadline_s)
     return found
 
 

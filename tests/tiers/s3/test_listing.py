@@ -10,7 +10,9 @@ import pytest
 
 from kvstore.config import S3Settings
 from kvstore.errors import Unavailable
+from kvstore.tiers.pace import BYTES_PER_S_MIN
 from kvstore.tiers.s3 import listing
+from kvstore.tiers.s3.listing import Listed
 from kvstore.tiers.s3.objects import object_key
 
 SETTINGS = S3Settings(bucket="bucket", prefix="p")
@@ -68,3 +70,18 @@ def test_a_list_that_cannot_be_read_to_its_end_is_an_error(
 ) -> None:
     with pytest.raises(Unavailable, match=r"tiers\.s3"):
         listed(Store(answer), monkeypatch)
+
+
+def test_objects_that_are_read_whole_have_time_for_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of large ones takes an operator's own line longer than any fixed time."""
+    given: list[tuple[int, float]] = []
+
+    def finished(settings: S3Settings, action: str, work: Any, deadline_s: float) -> list[Any]:
+        given.append((sum(each.byte_count for each in work.args[1]), deadline_s))
+        return []
+
+    monkeypatch.setattr(listing, "finished", finished)
+    small = [Listed(bytes([number]) * 32, "", 60 << 20, 0.0) for number in range(64)]
+    listing.examine(SETTINGS, [*small, Listed(bytes(32), "", 1 << 30, 0.0)], whole=True)
+    assert len(given) == 2
+    assert all(deadline_s >= byte_count / BYTES_PER_S_MIN for byte_count, deadline_s in given)
