@@ -146,7 +146,7 @@ class Warming:
                 end = sum(digest in asked for digest in chain)
                 while end < len(chain):
                     count = min(PIECE_COUNT, len(chain) - end, left - len(asked))
-                    if not count or not await self._is_free_for(count * size):
+                    if count <= 0 or not await self._is_free_for(count * size):  # hints may overlap oddly
                         return
                     end += count
                     query = ChainQuery(model.fingerprint, chain[:end])

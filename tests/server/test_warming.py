@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvstore.controller import ChainQuery
 from kvstore.controller.operators import Operators
 from kvstore.errors import DataLoss
 from kvstore.seams import EnvelopeRing
@@ -95,3 +98,21 @@ async def test_what_has_no_room_is_not_brought() -> None:
     await used.store(used.controller.open_session(), 11, 12, 13)
     assert await follows._is_free_for(4 * size)
     assert not await follows._is_free_for(5 * size), "room for engines' own stores stays"
+
+
+async def test_hints_whose_chains_do_not_share_their_beginnings_end() -> None:
+    """Whoever can write to a Redis without envelopes can make them up: the share of a model bounds them, too."""
+    new, asked = Service(chunks=8), list[int]()
+    follows = warming(new, Place())
+    follows._byte_count_max = 8 * new.layout.total_bytes
+
+    async def prefetch(_session: object, query: ChainQuery, *, dry_run: bool) -> AsyncIterator[None]:
+        asked.append(len(query.digests))
+        assert len(asked) < 50, "it never ends"
+        for nothing in ():
+            yield nothing
+
+    follows._operators = SimpleNamespace(prefetch=prefetch)
+    known, other = ([bytes([first, number]) * 16 for number in range(30)] for first in (1, 2))
+    await follows._warm_up(model_of(new), [known[:5], [*other, *known[:5]]])
+    assert asked == [5, 8]
