@@ -15,9 +15,9 @@ from kvstore.tiers.redis.replies import NO_WRITES
 PERIOD_S = 1.0
 ACCOUNT_EVERY = 5
 """The account is asked for once in so many rounds, while the server answers."""
-PENDING_COUNT_MAX = 8192
-"""Keys that are remembered, at most. More are used within a second only where all are used so often that none
-expires."""
+PENDING_COUNT_MAX = 65_536
+"""Keys that are remembered, at most: as many as uses are told of in a minute. All of these may come in one second, and
+of what is not remembered nothing is told in that minute."""
 _log = logging.getLogger("kvstore.redis")
 
 

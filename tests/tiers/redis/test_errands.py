@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvstore.errors import KVStoreError, Unavailable
+from kvstore.movement.uses import TOUCH_COUNT_MAX
 from kvstore.tiers.redis.control import Account
 from kvstore.tiers.redis.errands import Errands
 from kvstore.tiers.redis.replies import refusal
@@ -82,5 +83,22 @@ def test_an_errand_that_fails_keeps_none_of_the_others() -> None:
             assert not errands.problem, "a server that takes no writes answers"
         with suppress(asyncio.CancelledError):
             await errands.end()
+
+    simulate(scenario(), seed=1)
+
+
+def test_every_chunk_that_uses_tell_in_a_minute_stays_longer() -> None:
+    """They are told of at most once a minute, and may all be used in one second of it."""
+
+    async def scenario() -> None:
+        server: Any = Server()
+        errands = Errands(server, LoopClock(), 1000)
+        for number in range(TOUCH_COUNT_MAX):
+            errands.used(b"%d" % number)
+        errands.begin()
+        await asyncio.sleep(1.0)
+        with suppress(asyncio.CancelledError):
+            await errands.end()
+        assert len(server.touched) == TOUCH_COUNT_MAX
 
     simulate(scenario(), seed=1)
