@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from contextlib import suppress
+from functools import partial
 
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import Clock, Workers
@@ -58,7 +59,8 @@ class Reads:
 
     async def read(self, chunk: ChunkReads, part: PartRead) -> bool:
         """Read a part. Returns True when all its strips are right. A cancelled caller is released only when no mover
-        works on its part. Raises the job's errors. When a server fails one read all waiting reads raise Unavailable."""
+        works on its part. Raises the job's errors. When a server fails one read all that wait for it raise
+        Unavailable."""
         begins: asyncio.Future[tuple[Job, int]] = asyncio.get_running_loop().create_future()
         if not chunk.waiting:
             self._chunks.append(chunk)
@@ -90,24 +92,28 @@ class Reads:
         job = asyncio.wrap_future(begun(self._workers, read_parts, chunk.server, chunk.key, parts, until_s))
         self._turn_count -= 1
         self._waits.began(job, grace_s(self._job_count, byte_count))
-        job.add_done_callback(self._ended)
+        job.add_done_callback(partial(self._ended, chunk.server))
         for number, (_, begins) in enumerate(taken):
             begins.set_result((job, number))
 
-    def _ended(self, job: Job) -> None:
+    def _ended(self, server: Server, job: Job) -> None:
         self._turn_count += 1
         self._waits.ended(job)
         error = failure_of(job)
         if error is None or MOVED in error.fields or not isinstance(error, Unavailable):
             self._waits.answered()
         else:
-            self.give_up(error.message)
+            self.give_up(error.message, server)
         self._begin()
 
-    def give_up(self, reason: str) -> None:
-        """Fail all reads that wait for a server: they are not to wait for a dead server one after the other."""
+    def give_up(self, reason: str, server: Server | None = None) -> None:
+        """Fail all reads that wait for a server: they are not to wait for a dead server one after the other. None: all
+        servers."""
         chunks, self._chunks = self._chunks, deque()
         for chunk in chunks:
+            if server not in (None, chunk.server):
+                self._chunks.append(chunk)
+                continue
             for _, begins in chunk.waiting:
                 if not begins.done():
                     begins.set_exception(Unavailable(reason))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvstore.chunk import ChunkHeader, ChunkLayout, Making, Trust, encoding_cost
@@ -16,6 +17,7 @@ from kvstore.spec import Durability, Encoding, Tier
 from kvstore.tiers.choice import EncodingChoice
 from kvstore.tiers.contract import Buffer, ChunkName, TierStatistics, UploadState, host_memory
 from kvstore.tiers.pace import Timed, Waits, grace_s, limit_s, timed
+from kvstore.tiers.redis.access import Server
 from kvstore.tiers.redis.chunk import RedisChunk, read_opened
 from kvstore.tiers.redis.control import Control
 from kvstore.tiers.redis.embedded import EmbeddedServer
@@ -66,7 +68,8 @@ class RedisTier:
         self._reads = Reads(readers, settings.reader_count, clock, self._waits)
         self._write_count = settings.writer_count * AHEAD
         self._turns = asyncio.Semaphore(self._write_count)
-        self._failure_count = 0
+        self._failures: Counter[Server] = Counter()
+        self._is_closed = False
         self._read_bytes = self._written_bytes = 0
         self._refused = ""
         """The reason why the server takes no writes; empty while it does."""
@@ -178,11 +181,12 @@ class RedisTier:
     async def _move_once(
         self, byte_count: int, key: bytes, function: Callable[..., Result], *args: object
     ) -> Timed[Result]:
-        failure_count = self._failure_count
+        server = await self._control.server_of(key)
+        failure_count = self._failures[server]
         async with self._turns:
-            if failure_count != self._failure_count:  # do not wait for a dead server one after the other
+            # do not wait for a dead server one after the other
+            if self._is_closed or failure_count != self._failures[server]:
                 raise Unavailable("tiers.redis: the server failed others meanwhile: see tiers.redis.url")
-            server = await self._control.server_of(key)
             with self._waits.asked(grace_s(self._write_count, byte_count)) as answered:
                 until_s = self._clock.monotonic() + limit_s(JOB_S_MAX, byte_count)
                 try:
@@ -190,7 +194,7 @@ class RedisTier:
                 except Unavailable as error:
                     if NO_WRITES in error.fields:
                         answered()
-                    self._failed(error)
+                    self._failed(error, server)
                     raise
                 answered()
                 return found
@@ -200,17 +204,17 @@ class RedisTier:
         try:
             return await self._reads.read(reads, part)
         except Unavailable as error:
-            self._failed(error)
+            self._failed(error, reads.server)
             if MOVED not in error.fields:
                 raise
             reads.server = await self._control.followed(reads.key, str(error.fields[MOVED]))
         return await self._reads.read(reads, part)
 
-    def _failed(self, error: Unavailable) -> None:
+    def _failed(self, error: Unavailable, server: Server) -> None:
         """Have other writes not wait for a server that fails, and have it looked for anew: another may be the primary
-        by now."""
+        by now. Those to other nodes of a cluster go on."""
         if MOVED not in error.fields:
-            self._failure_count += NO_WRITES not in error.fields
+            self._failures[server] += NO_WRITES not in error.fields
             self._control.doubt()
 
     def was_read(self, byte_count: int) -> None:
@@ -222,7 +226,7 @@ class RedisTier:
         return self._waits.stalled_s()
 
     async def close(self) -> None:
-        self._failure_count += 1
+        self._is_closed = True
         await self._errands.end()
         self._reads.give_up("tiers.redis is closed")
         for workers in (self._readers, self._writers):

@@ -285,6 +285,8 @@ async def test_a_node_that_dies_costs_its_chunks_and_no_others(program: Path | N
             found = await asyncio.gather(*(got(tier, each) for each in chunks), return_exceptions=True)
             for each, is_lost in zip(found, lost, strict=True):
                 assert isinstance(each, Unavailable) if is_lost else each is True
+            written = await asyncio.gather(*(put(tier, each) for each in chunks), return_exceptions=True)
+            assert [isinstance(each, Unavailable) for each in written] == lost
             there = await tier.probe([each.header.storage_key for each in chunks], 5.0)
             assert there == [None if each else True for each in lost], "what the others have is found"
             left = key_of(next(each for each, is_lost in zip(chunks, lost, strict=True) if not is_lost))
