@@ -19,6 +19,7 @@ from kvstore.chunk import (
     parse_header,
     shown_header,
 )
+from kvstore.chunk.header import HEADER_BYTES_MAX
 from kvstore.config import S3Settings
 from kvstore.errors import DataLoss, Unavailable
 from kvstore.seams import EnvelopeRing
@@ -151,7 +152,9 @@ async def _header(settings: S3Settings, each: Listed, connection: S3Connection) 
     if looked is None or len(looked.data) < HEADER_BYTES:
         return looked
     wanted = min(object_lengths(looked.data)[0], looked.total_bytes)
-    return looked if wanted <= HEADER_BYTES else await first_bytes(_place(settings, each), wanted, connection)
+    if not HEADER_BYTES < wanted <= HEADER_BYTES_MAX:  # no header is longer: it is damaged
+        return looked
+    return await first_bytes(_place(settings, each), wanted, connection)
 
 
 async def _whole(settings: S3Settings, each: Listed, connection: S3Connection) -> Looked | None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from kvstore.chunk.header import HEADER_BYTES_MAX
 from kvstore.config import S3Settings
 from kvstore.errors import Unavailable
 from kvstore.tiers.pace import BYTES_PER_S_MIN
 from kvstore.tiers.s3 import listing
 from kvstore.tiers.s3.listing import Listed
+from kvstore.tiers.s3.looking import Looked
 from kvstore.tiers.s3.objects import object_key
 
 SETTINGS = S3Settings(bucket="bucket", prefix="p")
@@ -85,3 +87,19 @@ def test_objects_that_are_read_whole_have_time_for_their_bytes(monkeypatch: pyte
     listing.examine(SETTINGS, [*small, Listed(bytes(32), "", 1 << 30, 0.0)], whole=True)
     assert len(given) == 2
     assert all(deadline_s >= byte_count / BYTES_PER_S_MIN for byte_count, deadline_s in given)
+
+
+async def test_a_header_that_says_it_is_longer_than_any_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever can write to the bucket would choose how much memory a scan takes."""
+    first = bytearray(listing.HEADER_BYTES)
+    first[:16] = b"KVSCHUNK" + bytes(4) + (HEADER_BYTES_MAX + 1).to_bytes(4, "little")
+    asked: list[int] = []
+
+    async def first_bytes(_place: object, byte_count: int, _connection: object) -> Looked:
+        asked.append(byte_count)
+        return Looked(bytes(first), "etag", 5 << 30)
+
+    monkeypatch.setattr(listing, "first_bytes", first_bytes)
+    [found] = await listing._all(SETTINGS, [Listed(bytes(32), "", 5 << 30, 0.0)], listing._by_header, 1, Store())  # type: ignore[arg-type]  # it is asked nothing
+    assert found.reason
+    assert asked == [listing.HEADER_BYTES]
