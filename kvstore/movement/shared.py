@@ -21,7 +21,7 @@ from kvstore.seams import Clock
 from kvstore.seams.memory import Bytes
 from kvstore.spec import Durability
 from kvstore.telemetry import Counters
-from kvstore.tiers import ChunkName, Residency, SharedUse, TierStatistics, UploadState, WritePolicy
+from kvstore.tiers import PART, ChunkName, Residency, SharedUse, TierStatistics, UploadState, WritePolicy
 from kvstore.tiers.pace import limit_s
 
 STALL_S = 2.0
@@ -116,6 +116,12 @@ class SharedCopies:
         """The reason why the tier is of no use at present, with its name; empty while it is of use."""
         found = self.statistics()
         return told_of(self.tier.name, found.reason) if found.state == "failing" else ""
+
+    def failed(self, error: BaseException, reason: str) -> None:
+        """Count a call that failed, unless that says nothing of the tier: a limit of our own, or a part of the
+        engine."""
+        if not isinstance(error, Exhausted) and PART not in getattr(error, "fields", ()):
+            self.breaker.failed(reason)
 
     def worked(self) -> None:
         """Count a call that the tier answered."""
@@ -304,8 +310,7 @@ class SharedTarget:
             shared.is_bad(name.storage_key)
             return False
         except Exception as error:
-            if not isinstance(error, Exhausted):  # a limit of our own says nothing of the tier
-                shared.breaker.failed(_reason_of(error))
+            shared.failed(error, _reason_of(error))
             raise Unavailable(f"tiers.{self.name} did not give a chunk that it has: {error!r}") from error
         shared.bad.pop(name.storage_key, None)
         return found
@@ -354,7 +359,7 @@ class SharedTarget:
             raise
         except Exception as error:
             reason = told_of(self.name, str(error))
-            shared.breaker.failed(reason)
+            shared.failed(error, reason)
             raise Unavailable(reason) from error
         shared.worked()
         return 0

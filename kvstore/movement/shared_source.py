@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore.catalog import Catalog
 from kvstore.chunk import ChunkHeader, write_mark
-from kvstore.errors import DataLoss, Exhausted, KVStoreError
+from kvstore.errors import DataLoss, KVStoreError
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.shared import STALL_S, SharedCopies
 from kvstore.movement.sources import may_enter
@@ -62,8 +62,8 @@ class SharedSource:
         if isinstance(error, DataLoss):
             self._shared.is_bad(self._chunk.storage_key)
             self._forget()
-        elif not isinstance(error, Exhausted):  # a limit of our own says nothing of the tier
-            self._shared.breaker.failed(error.message)
+        else:
+            self._shared.failed(error, error.message)
 
     def late(self) -> float:
         """Wait longer for a tier that answers other calls meanwhile: it is busy."""

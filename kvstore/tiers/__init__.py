@@ -16,6 +16,7 @@ were checked against the chunk's header (``contract.check_header`` and ``kvstore
 from kvstore.tiers.choice import EncodingFigures
 from kvstore.tiers.contract import (
     NOTHING,
+    PART,
     Buffer,
     ChunkName,
     Evictor,
@@ -36,6 +37,7 @@ from kvstore.tiers.contract import (
 
 __all__ = [
     "NOTHING",
+    "PART",
     "Buffer",
     "ChunkName",
     "EncodingFigures",

@@ -22,6 +22,8 @@ Residency = int
 """The place of one copy in a local tier: a number of that tier, 0 <= number < RESIDENCY_STOP, meaningless elsewhere."""
 RESIDENCY_STOP = 1 << 62
 """The catalog uses the bits from here on for itself. It never passes them to a tier."""
+PART = "part"
+"""The field of an Unavailable that says: only a part of a shared engine failed, other chunks may well be had."""
 NOTHING = 0
 """Stands for "no write" where the first 8 bytes of a write id are expected."""
 SpaceName = tuple[bytes, Provenance, Exactness]

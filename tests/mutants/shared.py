@@ -159,11 +159,19 @@ MUTANTS = [
     ),
     Mutant(
         "a-limit-of-our-own-is-the-tiers-failure",
-        SHARED_SOURCE,
-        "        elif not isinstance(error, Exhausted):  # a limit of our own says nothing of the tier\n",
-        "        else:\n",
+        SHARED,
+        "        if not isinstance(error, Exhausted) and PART",
+        "        if PART",
         "a node that reads much leaves a bucket alone that answers",
         ("tests/tiers/shared/test_odd.py::test_a_limit_of_our_own_costs_chunks_and_no_tier",),
+    ),
+    Mutant(
+        "a-part-of-an-engine-is-all-of-it",
+        SHARED,
+        ' and PART not in getattr(error, "fields", ())',
+        "",
+        "a node of a cluster that died hides what all others have",
+        (f"{FAILING}::test_a_part_of_an_engine_that_fails_costs_its_chunks_and_no_others",),
     ),
     Mutant(
         "documents-are-one-chain",

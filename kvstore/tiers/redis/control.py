@@ -31,7 +31,7 @@ from redis.exceptions import (
 
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.seams.scheduler import Result
-from kvstore.tiers.contract import UploadState
+from kvstore.tiers.contract import PART, UploadState
 from kvstore.tiers.pace import Waits
 from kvstore.tiers.redis.access import Server
 from kvstore.tiers.redis.cluster import KeyCommand
@@ -222,6 +222,12 @@ class Control:
         """Return the server that has a key's bytes, after a server said that another one has them."""
         return await self._call(self._topology.followed, key, said)
 
+    def as_part(self, error: Unavailable) -> Unavailable:
+        """Note in an error of one server that a cluster's others may well answer."""
+        if self._cluster is not None:
+            error.fields[PART] = True
+        return error
+
     def doubt(self) -> None:
         """Record that a server failed: the next ``server_of`` may name another one."""
         self._topology.doubt()
@@ -250,8 +256,10 @@ class Control:
                     answered()
                     return found
         except TimeoutError as error:
-            raise _Late(f"tiers.redis: no answer within {timeout_s} s: see tiers.redis.url") from error
+            late = _Late(f"tiers.redis: no answer within {timeout_s} s: see tiers.redis.url")
+            raise self.as_part(late) from error
         except Unavailable as error:
+            self.as_part(error)
             if error.fields.get(NO_WRITES) == REPLICA:
                 await self._topology.reconnect()
             raise

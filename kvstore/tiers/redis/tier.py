@@ -186,7 +186,9 @@ class RedisTier:
         async with self._turns:
             # do not wait for a dead server one after the other
             if self._is_closed or failure_count != self._failures[server]:
-                raise Unavailable("tiers.redis: the server failed others meanwhile: see tiers.redis.url")
+                raise self._control.as_part(
+                    Unavailable("tiers.redis: the server failed others meanwhile: see tiers.redis.url")
+                )
             with self._waits.asked(grace_s(self._write_count, byte_count)) as answered:
                 until_s = self._clock.monotonic() + limit_s(JOB_S_MAX, byte_count)
                 try:
@@ -213,6 +215,7 @@ class RedisTier:
     def _failed(self, error: Unavailable, server: Server) -> None:
         """Have other writes not wait for a server that fails, and have it looked for anew: another may be the primary
         by now. Those to other nodes of a cluster go on."""
+        self._control.as_part(error)
         if MOVED not in error.fields:
             self._failures[server] += NO_WRITES not in error.fields
             self._control.doubt()

@@ -19,7 +19,7 @@ from kvstore.chunk import ChunkLayout, layout_of
 from kvstore.config import RedisAddress, RedisSettings
 from kvstore.errors import DeadlineExceeded, PermissionDenied, Unavailable
 from kvstore.spec import CacheKind, LayerSpec
-from kvstore.tiers import UploadState
+from kvstore.tiers import PART, UploadState
 from kvstore.tiers.redis import errands
 from kvstore.tiers.redis.access import Access, Server
 from kvstore.tiers.redis.line import Line
@@ -287,6 +287,7 @@ async def test_a_node_that_dies_costs_its_chunks_and_no_others(program: Path | N
                 assert isinstance(each, Unavailable) if is_lost else each is True
             written = await asyncio.gather(*(put(tier, each) for each in chunks), return_exceptions=True)
             assert [isinstance(each, Unavailable) for each in written] == lost
+            assert all(PART in each.fields for each in (*found, *written) if isinstance(each, Unavailable))
             there = await tier.probe([each.header.storage_key for each in chunks], 5.0)
             assert there == [None if each else True for each in lost], "what the others have is found"
             left = key_of(next(each for each, is_lost in zip(chunks, lost, strict=True) if not is_lost))

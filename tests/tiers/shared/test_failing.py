@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvstore.chunk import ChunkHeader, ChunkLayout
 from kvstore.errors import DataLoss, Unavailable
 from kvstore.spec import MissReason
-from kvstore.tiers import TierStatistics, WritePolicy
+from kvstore.tiers import PART, TierStatistics, WritePolicy
 from tests.fakes import EngineTier, Switch
 from tests.tiers.shared.world import LOOKUP_S, PATH, Node, World, redeemed, run, spoil
 
@@ -264,6 +266,33 @@ def test_a_refusal_is_told_no_longer_than_something_is_lacking(world: World) -> 
         world.switches.turn_off()
         await asyncio.sleep(60.0)
         assert not movement.problems
+
+    world.run(scenario)
+
+
+def test_a_part_of_an_engine_that_fails_costs_its_chunks_and_no_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node of a cluster died, and refuses at once what the others take their time for."""
+
+    async def scenario() -> None:
+        node = world.one
+        written, lost = node.shared[0].write, set[bytes]()
+
+        async def write(header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Any]) -> None:
+            if header.storage_key[0] % 3:
+                lost.add(header.storage_key)
+                raise Unavailable("connection refused", **{PART: True})
+            await asyncio.sleep(0.01)
+            await written(header, layout, pieces)
+
+        monkeypatch.setattr(node.shared[0], "write", write)
+        await node.keep(*range(1, 13))
+        await asyncio.sleep(1.0)
+        assert len(lost) > 3
+        assert len(world.engine.values) == 12 - len(lost)
+        [shared] = node.controller.parts.movement.shared_tiers.tiers
+        assert shared.is_asked
 
     world.run(scenario)
 
