@@ -112,7 +112,9 @@ class SharedTiers:
         goes on behind the one before. All questions to all tiers together take no longer than the longest of the
         tiers' own bounds; what was not asked by then is not known. ``timeout_s``: the seconds that the caller may
         take; the questions get half of them, the rest is for the node's own work."""
-        bound_s = max((shared.lookup_s_max for shared in self.tiers), default=0.0)
+        if not self.tiers:
+            return [Beyond([], is_known=True) for _ in chains]
+        bound_s = max(shared.lookup_s_max for shared in self.tiers)
         reaches, asked = [Reach(*chain) for chain in chains], set[bytes]()
         until_s: float | None = None
         while going_on := [each for each in reaches if each.is_open]:
@@ -171,7 +173,7 @@ class SharedTiers:
     def _keys(self, spaces: Sequence[Namespace], digests: Sequence[bytes]) -> list[list[bytes]]:
         """Return the storage keys of a chain's chunks, part by part; empty where the node has that part. Ends before a
         chunk that is being stored here. Returns nothing where other nodes can have none of these chunks."""
-        if not self.tiers or not all(map(is_for_others, spaces)):
+        if not all(map(is_for_others, spaces)):
             return [[] for _ in spaces]
         digests = digests[: PROBE_COUNT_MAX // len(spaces)]
         pending = [space.pending.keys() for space in spaces if not space.pending.keys().isdisjoint(digests)]

@@ -202,3 +202,26 @@ def test_a_dry_run_of_a_prefetch_counts_no_use_and_sends_nothing(tmp_path: Path)
         assert await words_of(real) == words
 
     run([node], scenario)
+
+
+async def test_a_dry_run_of_a_prefetch_needs_no_shared_tier() -> None:
+    async with Held((1, 2), chunks=8) as held:
+        session, query = held.service.controller.open_session(), held.service.query(1, 2, 3)
+        for dry_run in (True, False):
+            words = await words_of(held.operators.prefetch(session, query, dry_run=dry_run))
+            assert words == {"in memory already": 2, "not stored": 1}, dry_run
+
+
+def test_stored_chunks_that_a_prefetch_finds_no_room_for_are_not_called_missing() -> None:
+    service = DeviceService(arena_chunks=8)
+
+    async def scenario() -> None:
+        await service.keep(1, 2, 3, 4, 5, 6)
+        service.arena_bytes //= 2
+        await service.restart()
+        operators, query = Operators(service.parts, service.controller), service.query(1, 2, 3, 4, 5, 6, 7)
+        for dry_run in (True, False):
+            words = await words_of(operators.prefetch(service.session, query, dry_run=dry_run))
+            assert words == {"brought into memory": 4, "no room": 2, "not stored": 1}, dry_run
+
+    service.run(scenario)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
 from kvstore.catalog import Copies
@@ -13,6 +13,8 @@ from kvstore.controller.operators.changes import (
     BATCH_S_MAX,
     BROUGHT,
     IN_MEMORY,
+    NO_ROOM,
+    NO_SOURCE,
     STAYS,
     Changes,
     slower_than,
@@ -30,6 +32,7 @@ from kvstore.controller.values import ChainQuery
 from kvstore.errors import InvalidRequest
 from kvstore.movement import TierAccount, Transit, Writes
 from kvstore.seams import Deadline
+from kvstore.spec import MissReason
 
 WALKED_AT_ONCE = 1024
 """Chunks of a prompt that are looked up in one step of the loop."""
@@ -202,8 +205,9 @@ class Operators:
         model = self._parts.catalog.model(query.fingerprint)
         size = model.seen(None, query.exactness, query.provenance).known_bytes(model.spec.chunk_tokens)
         if dry_run:
-            there, hit_count = await self._found(query)
-            _count(tally, size, there, hit_count - there, len(query.digests) - hit_count)
+            there, stored, absent = await self._found(query)
+            brought = max(0, min(stored, self._parts.arena.capacity_bytes // size) - there)
+            _count(tally, size, {IN_MEMORY: there, BROUGHT: brought, NO_ROOM: stored - there - brought})
         else:
             clock = self._parts.clock
             deadline = Deadline.of(clock, None, BATCH_S_MAX)
@@ -215,16 +219,22 @@ class Operators:
                 self._controller.release(session, [result.lease_id])
             coming = [chunk.loading for chunk in result.chunks if chunk.loading is not None]
             landed = sum(each.has_landed for each in coming)
-            _count(tally, size, len(result.chunks) - len(coming), landed, len(query.digests) - result.hit_count)
+            stored, absent = result.hit_count, NO_SOURCE if result.reason is MissReason.UNAVAILABLE else NOT_STORED
+            if result.reason is MissReason.OVERLOADED:  # more of it is stored than memory has room for
+                _, found, absent = await self._found(query)
+                stored = max(stored, found)
+            _count(tally, size, {IN_MEMORY: len(result.chunks) - len(coming), BROUGHT: landed})
+            _count(tally, size, {NO_ROOM: stored - result.hit_count, Transit.FAILED: len(coming) - landed})
             if landed < len(coming):
-                tally.add(Transit.FAILED, (len(coming) - landed) * size, len(coming) - landed)
                 tally.problem = "a tier did not give all: see the service's log"
+        _count(tally, size, {absent: len(query.digests) - stored})
         tally.done_count = tally.total_count
         yield ChangeNews(tally, is_last=True)
 
-    async def _found(self, query: ChainQuery) -> tuple[int, int]:
-        """Count the chunks of a stored prefix that memory has, and all of its chunks. This is no lookup: a lookup would
-        count as a use, and after a use tiers may want the chunks."""
+    async def _found(self, query: ChainQuery) -> tuple[int, int, str]:
+        """Count the chunks of a stored prefix that memory has, and all of its chunks; return also the word for the
+        chunks behind it. This is no lookup: a lookup would count as a use, and after a use tiers may want the
+        chunks."""
         catalog, movement, turn = self._parts.catalog, self._parts.movement, self._turns.begin()
         spaces = namespaces_of(catalog, query)
         there = hits = 0
@@ -237,7 +247,7 @@ class Operators:
                 break
         turn.end()
         more = await movement.shared_tiers.find(spaces, query.digests[hits:], self._parts.deadline(None).left_s)
-        return there, hits + len(more.chunks)
+        return there, hits + len(more.chunks), NOT_STORED if more.is_known else NO_SOURCE
 
     def _local(self, name: str) -> Copies | None:
         """Return a local tier's copies; None for a shared tier. Raises InvalidRequest for a tier that is not in use."""
@@ -267,8 +277,8 @@ def _reported(changes: AsyncGenerator[ChangeNews]) -> AsyncGenerator[ChangeNews]
     return with_heartbeats(changes, ChangeNews(Tally(0)))
 
 
-def _count(tally: Tally, size: int, there: int, brought: int, missing: int) -> None:
+def _count(tally: Tally, size: int, outcomes: Mapping[str, int]) -> None:
     """Count the outcomes for a chain, whose chunks count ``size`` bytes each."""
-    for what, count in ((IN_MEMORY, there), (BROUGHT, brought), (NOT_STORED, missing)):
+    for what, count in outcomes.items():
         if count:
             tally.add(what, count * size, count)
