@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.controller.operators import Operators, Selection
 from kvstore.controller.operators.changes import UNDONE_AT_ONCE
+from kvstore.controller.operators.looks import LOOK_S_MAX, Looks
 from kvstore.controller.operators.selection import Chosen
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.movement import Fate
@@ -225,3 +226,22 @@ def test_stored_chunks_that_a_prefetch_finds_no_room_for_are_not_called_missing(
             assert words == {"brought into memory": 4, "no room": 2, "not stored": 1}, dry_run
 
     service.run(scenario)
+
+
+async def test_a_tier_is_not_given_up_for_the_time_that_others_took() -> None:
+    """A verification reads the chunks of one tier for long, and then meets another tier's copy again."""
+    async with Held((1,), chunks=8) as held:
+        looks = Looks(held.service.parts.catalog, held.service.clock)
+
+        async def gives() -> bool:
+            return True
+
+        async def gives_nothing() -> None:
+            held.service.clock.advance(LOOK_S_MAX / 2)
+
+        for look, found in [(gives, True), (gives_nothing, None), (gives, True)]:
+            assert await looks.look("nvme", 0, look) is found
+            held.service.clock.advance(LOOK_S_MAX + 1)
+        for found in (None, None, None):
+            assert await looks.look("nvme", 0, gives_nothing) is found
+        assert await looks.look("nvme", 0, gives) is None, "it gave nothing for so long: it is asked no more"

@@ -10,7 +10,7 @@ from kvstore.controller.operators.values import Tally
 from kvstore.seams import Clock
 
 LOOK_S_MAX = 60.0
-"""A tier that has given no copy for so long is not asked again."""
+"""A tier that was waited for so long, and gave no copy meanwhile, is not asked again."""
 
 
 class Looks:
@@ -19,13 +19,14 @@ class Looks:
     def __init__(self, catalog: Catalog, clock: Clock) -> None:
         self._catalog = catalog
         self._clock = clock
-        self._since_s: dict[str, float] = {}
-        """Tier -> the time when it last gave a copy, or else was first asked for one."""
+        self._waited_s: dict[str, float] = {}
+        """Tier -> the seconds that it was waited for since it last gave a copy. Waits for other tiers do not count."""
 
     async def look(self, tier: str, row: int, look: Callable[[], Awaitable[bool | None]]) -> bool | None:
         """Read one copy: True when it is sound, False when it is damaged, None when the tier did not give it or is not
         asked any more. A look that takes too long goes on alone, and holds its chunk until it has ended."""
-        left_s = self._since_s.setdefault(tier, self._clock.monotonic()) + LOOK_S_MAX - self._clock.monotonic()
+        waited_s, asked_s = self._waited_s.get(tier, 0.0), self._clock.monotonic()
+        left_s = LOOK_S_MAX - waited_s
         if left_s <= 0:
             return None
         self._catalog.table.hold(row)
@@ -33,8 +34,7 @@ class Looks:
         task.add_done_callback(lambda _: self._catalog.unhold(row))
         await asyncio.wait([task], timeout=left_s)
         found = task.result() if task.done() else None
-        if found is not None:
-            self._since_s[tier] = self._clock.monotonic()
+        self._waited_s[tier] = waited_s + self._clock.monotonic() - asked_s if found is None else 0.0
         return found
 
 
