@@ -273,7 +273,7 @@ class Levels:
             return told_of(name, writes.reason)
         if row in writes:
             return f"tiers.{name} has not taken it yet"
-        if writes.is_parked(row):
+        if row in writes.parked:
             return "memory has no room to read it back: raise arena.capacity_bytes"
         if row in shared.copies:
             level = writes.target.durability.name

@@ -28,6 +28,9 @@ class ParkedChunks:
     def __contains__(self, row: int) -> bool:
         return row in self._rows
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows)
+
     def __len__(self) -> int:
         return len(self._rows)
 

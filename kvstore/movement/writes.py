@@ -75,7 +75,8 @@ class Writes:
         self._queue = MoveQueue(lambda row: int(catalog.worth(row)[0]))
         self._demanded: dict[int, bytes] = {}
         """Row -> digest of chunks that were asked to be there: for them the tier's mere word is not enough."""
-        self._parked = ParkedChunks(clock)
+        self.parked = ParkedChunks(clock)
+        """Rows that were refused lately, by the tier or by memory, into which they would have to be read back."""
         self._left: dict[int, _Left] = {}
         self._due: list[tuple[float, int]] = []
         """A heap: the time at which each row that is left is looked for again."""
@@ -118,11 +119,6 @@ class Writes:
     def __contains__(self, row: int) -> bool:
         return row in self._queue
 
-    def is_parked(self, row: int) -> bool:
-        """Return True when the chunk was refused lately, by the tier or by memory, into which it would have to be read
-        back."""
-        return row in self._parked
-
     def offer(self, row: int) -> None:
         """Queue a chunk that was stored or used, if the tier's settings want it there now."""
         if self.target.wants(row):
@@ -141,7 +137,7 @@ class Writes:
                 self._left[row].pause_s = SOON_S
                 self._queue.resume([row])
             self._demanded[row] = self._catalog.table.digests[row]
-            self._parked.forget(row)
+            self.parked.forget(row)
 
     def insist(self, rows: Iterable[int]) -> None:
         """Stop leaving these chunks to other nodes: the request that waits for them has little time left."""
@@ -153,7 +149,7 @@ class Writes:
     def ahead(self, row: int) -> bool:
         """Queue a chunk that no request waits for, unless the tier refused it lately. Returns True when it waits
         now."""
-        if row not in self._parked:
+        if row not in self.parked:
             self.add(row, Priority.BATCH)
         return row in self._queue
 
@@ -168,9 +164,9 @@ class Writes:
 
     async def _lane(self, classes: Collection[Priority]) -> None:
         for number in count(1):
-            if self._parked.is_back:
-                await self._queue_again(self._parked.take_all(), any_of=True)
-            if number % LANE_AT_ONCE == 0 and self._parked:
+            if self.parked.is_back:
+                await self._queue_again(self.parked.take_all(), any_of=True)
+            if number % LANE_AT_ONCE == 0 and self.parked:
                 await self._clock.sleep(0)
             row = await self._queue.take(classes)
             is_left = False
@@ -186,7 +182,7 @@ class Writes:
                 self._ended(row, is_left=is_left)
                 if row not in self._queue:
                     self._demanded.pop(row, None)
-                if row not in self._parked and self._is_wanted(row):
+                if row not in self.parked and self._is_wanted(row):
                     self.add(row, self._class_of(row))  # the chunk was stored anew, or left memory, meanwhile
                 self._settled(row)
 
@@ -232,12 +228,12 @@ class Writes:
             if state is UploadState.TAKEN and self._may_be_left(row):
                 return False
             if state is UploadState.THERE:
-                self._parked.has_taken(row)
+                self.parked.has_taken(row)
             else:
                 await self._write(row)
         except KVStoreError as error:
             self._park(row, error.message)
-            self._parked.is_away = isinstance(error, AWAY)
+            self.parked.is_away = isinstance(error, AWAY)
         except Exception:  # noqa: BLE001 - the boundary: a bug of ours keeps this chunk where it is, not the service down
             _log.exception("a chunk could not be written", extra={"tier": self.target.name})
             self._park(row, "an error in the service: see its log")
@@ -272,14 +268,14 @@ class Writes:
         if await self._readbacks.bring(row, is_urgent=self._is_demanded(row)):
             await self._write_from_memory(row)
         else:
-            self._parked.put(row)
+            self.parked.put(row)
 
     async def _write_from_memory(self, row: int) -> None:
         placement = self._memory.placement(row)
         residency = self._memory.residency(row)
         try:
             await self._write_held(row, placement)
-            self._parked.has_taken(row)
+            self.parked.has_taken(row)
             if self.reason and not self.is_draining:
                 _log.info("the tier takes chunks again", extra={"tier": self.target.name})
                 self.reason = ""
@@ -302,7 +298,7 @@ class Writes:
     def _park(self, row: int, reason: str) -> None:
         """Record that the tier did not take the chunk: its copies stay, and it is tried again later."""
         self._counters.add_of(self.target.name, "refused_chunks")
-        self._parked.put(row)
+        self.parked.put(row)
         if reason != self.reason and not self.is_draining:
             _log.error("a tier takes no chunks for now", extra={"tier": self.target.name, "reason": reason})
             self.reason = reason
@@ -310,14 +306,14 @@ class Writes:
     async def retry(self) -> None:
         """Queue again chunks that the tier refused, once it had some time, and chunks that found the queue full: one
         while the tier is away. Yields to other requests in between."""
-        if self._parked.are_due:
-            if self._parked.is_away:
-                await self._queue_again(self._parked.probes(), any_of=True, count_max=1)
+        if self.parked.are_due:
+            if self.parked.is_away:
+                await self._queue_again(self.parked.probes(), any_of=True, count_max=1)
             else:
-                await self._queue_again(self._parked.take_all(), any_of=True)
-        elif self.reason and not (self._parked or len(self._queue) or self.is_draining):
+                await self._queue_again(self.parked.take_all(), any_of=True)
+        elif self.reason and not (self.parked or len(self._queue) or self.is_draining):
             self.reason = ""  # what it refused is nowhere any more, or came to be there otherwise
-        if self._lacks_some and not len(self._queue) and not (self._parked and self._parked.is_away):
+        if self._lacks_some and not len(self._queue) and not (self.parked and self.parked.is_away):
             self._lacks_some = False
             await self._queue_again(range(len(self._catalog.table.digests)), any_of=False)
 
@@ -358,7 +354,7 @@ class Writes:
         """Return the level that all of these chunks have reached once the tier is through with them, at most
         ``timeout_s`` seconds from now; the reason why it is no higher; and whether the tier is through."""
         for row in chunks:
-            if row in self._memory and row not in self._parked:
+            if row in self._memory and row not in self.parked:
                 self.add(row, Priority.INTERACTIVE)  # also where the tier had to give up its copy meanwhile
         is_through = await self.through(chunks, timeout_s)
         return *self.level(chunks), is_through

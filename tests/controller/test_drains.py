@@ -6,11 +6,14 @@ from itertools import chain, cycle
 from types import SimpleNamespace
 from typing import Any
 
+from kvstore.controller.operators import Operators, Selection
 from kvstore.controller.operators.changes import BATCH_S_MAX, NEWS_S
 from kvstore.controller.operators.drains import Drains
 from kvstore.controller.operators.turns import Turns
+from kvstore.errors import Unavailable
 from kvstore.movement import Transit
 from tests.controller.service import Service
+from tests.tiers.service import DeviceService
 
 
 class PassingTime:
@@ -68,3 +71,23 @@ async def test_chunks_that_are_written_while_it_looks_for_more_are_counted() -> 
     for dry_run in (True, False):
         news = [each async for each in drains.stores(dry_run=dry_run)][-1]
         assert news.tally.counts[Transit.WRITTEN] == 3, dry_run
+
+
+def test_what_a_tier_refuses_is_not_called_written() -> None:
+    """A refused chunk leaves the backlog, and is tried again later."""
+    service = DeviceService()
+
+    async def scenario() -> None:
+        async def refuse(*_: Any) -> Any:
+            raise Unavailable("the device is off")
+
+        service.nvme.write = refuse  # type: ignore[method-assign]  # a device that fails
+        await service.store(service.session, 1, 2, 3)
+        operators = Operators(service.parts, service.controller)
+        for _ in range(2):  # the second drain finds no backlog
+            drained = operators.drain(Selection(), end=False, service=False, dry_run=False)
+            tally = [news async for news in drained][-1].tally
+            assert tally.counts == {Transit.FAILED: 3}
+            assert "the device is off" in tally.problem
+
+    service.run(scenario)

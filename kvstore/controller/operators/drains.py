@@ -91,10 +91,12 @@ class Drains:
 
     async def settle(self, total: int = 0, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Wait until the tiers have written all chunks of their backlogs, and in a drain until all stores have ended.
-        ``total``: chunks of the backlogs and those that the run adds to them, also where they are written by now."""
+        ``total``: chunks of the backlogs and those that the run adds to them, also where they are written by now. A
+        chunk that a tier refuses leaves its backlog: it is tried again later, and has failed as far as a drain goes."""
         movement, clock = self._movement, self._parts.clock
+        refused = 0 if dry_run else await self._refused()
         left = movement.backlog_count
-        total = max(total, left)
+        total = max(total, left) + refused
         tally, since_s = Tally(total), clock.monotonic()
         now = least = (left, self._storing)
         while any(now) and not dry_run and clock.monotonic() - since_s < BATCH_S_MAX:
@@ -105,17 +107,27 @@ class Drains:
             left = min(left, now[0])
             tally.done_count = total - left
             yield ChangeNews(tally)
-        if dry_run:
-            left = 0
-        if total - left:
-            tally.add(Transit.WRITTEN, 0, total - left)
-        if left:
-            tally.add(Transit.FAILED, 0, left)
+        failed = 0 if dry_run else min(total, left + await self._refused())
+        if total - failed:
+            tally.add(Transit.WRITTEN, 0, total - failed)
+        if failed:
+            tally.add(Transit.FAILED, 0, failed)
             tally.problem = "; ".join(
                 f"{each.target.name}: {each.reason}" for each in movement.all_writes if each.reason
             )
         tally.done_count = total
         yield ChangeNews(tally, is_last=True)
+
+    async def _refused(self) -> int:
+        """Count the chunks that tiers refused, still lack, and do not try again yet."""
+        turn, count = self._turns.begin(), 0
+        for writes in self._movement.all_writes:
+            for row in list(writes.parked):
+                await turn.between()
+                is_here = self._table.is_resident(row) and self._parts.catalog.is_visible(row)
+                count += is_here and writes.takes(row) and not writes.target.has(row) and row not in writes
+        turn.end()
+        return count
 
     @property
     def _storing(self) -> int:
