@@ -3,11 +3,12 @@
 A message is [topic, sequence as u64 big-endian, msgpack of [wall seconds, [event, ...]]]. A router that missed messages
 sends the first sequence number that it lacks to the replay endpoint. It gets those messages that are kept, then
 [empty, -1, empty]. A batch with AllBlocksCleared begins a new account of all chunks: at the start, and whenever this
-publisher lost events.
+publisher lost events. The first sequence number of a start is the time in microseconds. A router that followed an
+earlier start may hear none of the first batches, but it sees a gap, asks for what it missed, and begins anew.
 
-Source: vLLM 0.32, vllm/distributed/kv_events.py. Departures: the service never sees tokens, so ``token_ids`` is empty;
-hashes are chunks' 32-byte chain digests, which a router computes with ``kvstore.keys.chain_digests``, or gets from vLLM
-where its connector names chunks by vLLM's hashes.
+Source: vLLM 0.32, vllm/distributed/kv_events.py. Departures: vLLM's numbers begin at 0 again after a restart; the
+service never sees tokens, so ``token_ids`` is empty; hashes are chunks' 32-byte chain digests, which a router computes
+with ``kvstore.keys.chain_digests``, or gets from vLLM where its connector names chunks by vLLM's hashes.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Publisher:
         self._clock = clock
         self._encoder = encoder
         self._topic = settings.topic.encode()
-        self._sequence = 0
+        self._sequence = int(clock.wall() * 1e6)  # above an earlier start's: its routers see a gap, and ask for all
         self._kept = KeptBatches(settings.buffer_count, KEPT_BYTES_MAX)
         self._context = zmq.asyncio.Context()
         self._sender, self._replay = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
