@@ -103,8 +103,10 @@ class Announcer:
 
     @property
     def _may_tell(self) -> bool:
-        """True when Redis takes what is told, as far as we know; perhaps a node of a cluster does not."""
-        return self._has_begun and self._directory.is_reachable and not self._directory.problem
+        """True when Redis takes what is told, as far as we know; perhaps a node of a cluster does not. A request's
+        question that failed is no reason to tell nothing: no beat would notice, and what left would stay told."""
+        is_there = self._is_heard or self._directory.is_reachable
+        return self._has_begun and is_there and not self._directory.problem
 
     async def _tell_all(self) -> None:
         """Begin a new incarnation, and tell all chunks. Changes meanwhile follow as events."""

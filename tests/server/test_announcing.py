@@ -12,10 +12,11 @@ from redis.crc import key_slot
 
 from kvstore.controller.fetches.lookup import namespaces_of
 from kvstore.directory import NodeDirectory, directory
+from kvstore.errors import Unavailable
 from kvstore.seams import SystemClock, SystemRandom
 from kvstore.server import announcing
 from kvstore.server.announcing import Announcer
-from kvstore.spec import Tier
+from kvstore.spec import MissReason, Tier
 from kvstore.tiers.redis.replies import RIGHTS
 from tests.controller.service import Service
 from tests.directory.test_directory import TIMEOUT_S, servers
@@ -124,6 +125,36 @@ async def test_what_told_anew_meanwhile_is_not_removed_with_the_dead(server: Red
     assert (await a.directory.where([key], TIMEOUT_S)).chunks == [{"b": Tier.DRAM}]
     await a.directory.close()
     await b.directory.close()
+
+
+async def test_what_leaves_after_a_question_that_failed_is_told_all_the_same(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request asked where a prefix is, and Redis did not answer that: the next beat finds all as it was."""
+    monkeypatch.setattr(directory, "ENTRY_S", 3600)
+    a, b = Told(server.url, "a"), Told(server.url, "b")
+    await a.service.store(a.session, 1)
+
+    async def is_told() -> bool:
+        await b.directory.beat()
+        return (await b.directory.where([a.key(1)], TIMEOUT_S)).chunks == [{"a": Tier.DRAM}]
+
+    async def is_gone() -> bool:
+        return not await is_told()
+
+    async def fails(commands: Any) -> list[Any]:
+        raise Unavailable("the connection was reset")
+
+    async with a.announced():
+        await until(is_told)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(a.directory._servers, "ask_each", fails)
+            with pytest.raises(Unavailable):
+                await a.directory.where([a.key(1)], TIMEOUT_S)
+        a.service.parts.movement.remove(0, MissReason.EVICTED)
+        await until(is_gone, 2.0)
+    for each in (a, b):
+        await each.directory.close()
 
 
 async def test_a_node_that_may_not_tell_says_so_once_and_is_announced_when_it_may(
