@@ -57,14 +57,16 @@ class Claims:
         waits for the device to write them, at most policy.demotion_wait_s and half of the time that its caller waits.
         With a ``refusal`` it stops at the first chunk that is not stored. Raises Exhausted past
         limits.reservation_count_max or limits.namespace_count_max; Unavailable when a value that is to be replaced is
-        in use until the deadline, or may not be because of a ``refusal``, or when the session ends meanwhile."""
+        pinned, or in use for half of the time that its caller waits, or may not be replaced because of a ``refusal``,
+        or when the session ends meanwhile."""
         with self._reservations.making(session):
             spaces = self._spaces(request)
             with self._catalog.use(request.query.fingerprint, spaces):
                 if request.replaces:
                     if self.refusal:
                         raise Unavailable(self.refusal)  # before the old value goes
-                    await self._replacement.remove(spaces[0], request.replaces, deadline)
+                    patience = deadline.sooner(deadline.answerable_s)  # the old value does not go for a caller who left
+                    await self._replacement.remove(spaces[0], request.replaces, patience)
                 return await self._reserve(session, request, spaces, deadline)
 
     def _spaces(self, request: ReserveRequest) -> list[Namespace]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvstore.catalog import Namespace
+from kvstore.catalog import ROOT_ROW, Namespace
 from kvstore.chunk import ChunkHeader, write_mark
 from kvstore.controller.parts import Parts
 from kvstore.errors import InvalidRequest, Unavailable
@@ -23,7 +23,8 @@ class Replacement:
 
     async def remove(self, space: Namespace, digests: Sequence[bytes], deadline: Deadline) -> None:
         """Remove the chunks of these digests, once nobody reads or stores them. Raises InvalidRequest for a namespace
-        whose digests have one meaning for ever; Unavailable when reads or stores do not end within the deadline."""
+        whose digests have one meaning for ever; Unavailable when reads or stores do not end within the deadline, and at
+        once where a chunk is pinned."""
         if space.kind is not CacheKind.OPAQUE:
             raise InvalidRequest("replaces: only chunks of an opaque namespace can be replaced")
         while True:
@@ -32,6 +33,8 @@ class Replacement:
                 for row in [space.index[each] for each in digests if each in space.index]:
                     self._parts.movement.remove(row, MissReason.STALE)
                 return  # the claim follows without a pause, so nobody can read or store them in between
+            if self._parts.pins.is_kept(space.index.get(busy, ROOT_ROW)):
+                raise Unavailable("the value that is to be replaced is pinned: kvstore unpin ends that")
             while self._is_in_use(space, busy):  # only this digest is checked while waiting: there may be many
                 if deadline.has_passed:
                     raise Unavailable("the value that is to be replaced is being read or written: try again")
