@@ -70,9 +70,11 @@ class AdminService:
     async def Stats(self, request: admin_pb2.StatsRequest, context: Context) -> admin_pb2.StatsResponse:
         """Return a consistent snapshot of the tenant's counts."""
         session_of(self._controller, context)
+        pauses = self._controller.begin_long_work()  # a rate is fitted to each prefill, and a report may have thousands
         for told in request.computed:
             for each in map(prefill_from_message, told.prefills):
                 self._prefills.engines.told(told.fingerprint, told.step_tokens, each)
+                await pauses.between()
         for plan in request.planned:
             self._prefills.told(plan.fingerprint, plan.step_tokens, outcome_from_message(plan))
         uptime = self._clock.monotonic() - self._started_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 import pytest
 from kvstore_client import connect
@@ -17,12 +17,19 @@ from kvstore_ops.sidecar import Sidecar
 from kvstore_ops.status import render
 from rich.console import Console
 
+from kvstore.controller.operators import Operators
+from kvstore.controller.prefills import PartialPrefills
 from kvstore.movement import TierMeters
 from kvstore.planning.loading import Prefill
 from kvstore.seams import SystemDisk
+from kvstore.seams.pauses import STEP_S
 from kvstore.server.kept import KeptFile, KeptRates
+from kvstore.server.operators import AdminService
 from kvstore.spec import ChunkState, Durability, Tier
 from kvstore.v1alpha import admin_pb2, prefill_pb2
+from kvstore.wire.plans import prefill_to_message
+from tests.controller.service import Service
+from tests.server.cut_short import Call
 from tests.server.raw import eventually
 from tests.simulated import InlineWorkers
 from tests.simulated.clock import ManualClock
@@ -138,6 +145,32 @@ def test_durations_in_which_no_device_computes_are_left_out() -> None:
             session.call(session.admin.Stats, admin_pb2.StatsRequest(computed=report), 10.0)
         (known,) = stats_of(sidecar).engines
         assert known.rate.sample_count == 1
+
+
+async def test_a_long_report_of_prefills_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To fit a rate takes a part of a millisecond, and one message may have thousands of prefills."""
+    service, told = Service(), 0
+    prefills = PartialPrefills(service.parts, service.controller.lookups, service.controller.tickets)
+    admin = AdminService(
+        service.controller, Operators(service.parts, service.controller), prefills, service.clock, 1, None
+    )
+
+    def takes_long(*_: object) -> None:
+        nonlocal told
+        service.clock.advance(STEP_S)
+        told += 1
+
+    monkeypatch.setattr(prefills.engines, "told", takes_long)
+    report = admin_pb2.StatsRequest()
+    report.computed.add(prefills=[prefill_to_message(Prefill(100, 0, 1.0))] * 20)
+    secret = service.controller.open_session().secret
+    answer = asyncio.ensure_future(admin.Stats(report, cast("Any", Call(secret))))
+    seen = set[int]()
+    while not answer.done():
+        await asyncio.sleep(0)
+        seen.add(told)
+    assert seen.issuperset(range(1, 21)), "others run between two of them"
+    assert answer.result().server_pid == 1
 
 
 def test_speeds_of_engines_are_kept() -> None:
