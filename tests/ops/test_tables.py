@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from kvstore_ops.operators import tables
+from kvstore_ops.operators import changing, tables
 from rich.console import Console
 
 from kvstore.v1alpha import admin_pb2
@@ -39,3 +39,9 @@ def test_a_tier_that_just_answers_a_call_is_not_told_to_be_stalled() -> None:
     busy, silent = (admin_pb2.TierReport(stats=stats, stalled_seconds=each) for each in (0.4, 9.0))
     assert "up for 59 s" in drawn(admin_pb2.TiersResponse(tiers=[busy]))
     assert "stalled 9 s" in drawn(admin_pb2.TiersResponse(tiers=[silent]))
+
+
+def test_a_drain_that_moves_nothing_calls_no_tier_empty() -> None:
+    """A shared tier takes no more, and keeps what it has."""
+    request = admin_pb2.ChangeRequest(selection=admin_pb2.Selection(tier="redis"), drain=admin_pb2.Drain())
+    assert changing._nothing(request) == "nothing to move: redis takes no more"

@@ -285,7 +285,7 @@ def _nothing(request: admin_pb2.ChangeRequest) -> str:
         return f"nothing else: {what} again"
     if request.WhichOneof("change") == "drain":
         tier = request.selection.tier
-        return f"nothing: {tier} holds no chunk" if tier else "nothing: no chunk waits to be written"
+        return f"nothing to move: {tier} takes no more" if tier else "nothing: no chunk waits to be written"
     return "nothing: no chunk is meant"
 
 
