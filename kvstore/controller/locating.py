@@ -11,11 +11,13 @@ from kvstore.controller.parts import Parts
 from kvstore.controller.values import ChainQuery, Located, NodePrefix
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.movement import TierWord
-from kvstore.seams import Deadline
+from kvstore.seams import Deadline, Pauses
 from kvstore.spec import Tier
 
 LOCATED_CHUNKS_MAX = 16_384
 """Chunks of all chains of a call, times their parts."""
+KEYS_AT_ONCE = 256
+"""Chunks whose keys are computed between two pauses."""
 SPEED = (Tier.HBM, Tier.DRAM, Tier.NVME, Tier.REDIS, Tier.S3)
 """The tiers, the fastest first."""
 NO_DIRECTORY = "other nodes are not known here: set tiers.redis.url to a server that they use, too"
@@ -32,7 +34,9 @@ class Locates:
         """Locate the prefix of each chain. Raises InvalidRequest for more than ``LOCATED_CHUNKS_MAX`` chunks."""
         if sum(len(query.digests) * (len(query.hidden_layers) + 1) for query in queries) > LOCATED_CHUNKS_MAX:
             raise InvalidRequest(f"locate: more than {LOCATED_CHUNKS_MAX} chunks in one call: ask for fewer contexts")
-        keys = [self._keys(query) for query in queries]
+        pauses = self._parts.long_work.begin()
+        has_others = self._parts.directory is not None or self._parts.movement.shared_tiers.tiers
+        keys = [await self._keys(query, pauses) if has_others else [] for query in queries]
         (others, reason), said = await asyncio.gather(self._others(keys, deadline), self._said(keys, deadline))
         chains = [
             [*self._here(query), *elsewhere, *_of_tiers(chunks, said)]
@@ -40,10 +44,15 @@ class Locates:
         ]
         return Located(self._parts.node, chains, reason, tuple(each.kind for each in said if not each.is_whole))
 
-    def _keys(self, query: ChainQuery) -> list[list[bytes]]:
-        """Return the storage keys of each chunk, one per part."""
-        spaces = namespaces_of(self._parts.catalog, query)
-        return [[self._parts.storage_key(space, digest) for space in spaces] for digest in query.digests]
+    async def _keys(self, query: ChainQuery, pauses: Pauses) -> list[list[bytes]]:
+        """Return the storage keys of each chunk, one per part, in steps between which others are answered. A chain may
+        be long, and a key is a hash."""
+        spaces, found = namespaces_of(self._parts.catalog, query), list[list[bytes]]()
+        for start in range(0, len(query.digests), KEYS_AT_ONCE):
+            digests = query.digests[start : start + KEYS_AT_ONCE]
+            found += map(list, zip(*(self._parts.movement.names.keys(space, digests) for space in spaces), strict=True))
+            await pauses.between()
+        return found
 
     def _here(self, query: ChainQuery) -> list[NodePrefix]:
         walk = self._parts.catalog.walk(namespaces_of(self._parts.catalog, query), query.digests)

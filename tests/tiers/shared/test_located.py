@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvstore.controller.locating import _of_nodes
+from kvstore.catalog import Namespace
+from kvstore.controller.locating import KEYS_AT_ONCE, _of_nodes
+from kvstore.directory.directory import Whereabouts
 from kvstore.movement.questions import PROBE_COUNT_MAX, SILENT_BOUNDS
+from kvstore.seams.pauses import STEP_S
 from kvstore.spec import Tier
+from tests.controller.service import Service
 from tests.fakes import Switch
 from tests.tiers.shared.world import LOOKUP_S, PATH, Wide, run
 
@@ -155,3 +160,29 @@ def test_a_node_has_what_comes_before_a_chunk_that_it_has() -> None:
         assert _of_nodes([[each] for each in chunks]) == found, chunks
     assert _of_nodes([[here, here], [here, None], [None, here]]) == [("a", Tier.DRAM, 1)], "a part of it is unknown"
     assert _of_nodes([[here, here], [here, None], [here, here]]) == [("a", Tier.DRAM, 3)]
+
+
+async def test_a_long_chain_is_located_in_steps_and_hashed_only_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A storage key is a hash: those of a long prompt would keep every other request waiting."""
+    service = Service()
+    names, query = service.parts.movement.names, service.query(*range(3 * KEYS_AT_ONCE))
+    keys, counts = names.keys, list[int]()
+
+    def slowly(space: Namespace, digests: Sequence[bytes]) -> list[bytes]:
+        service.clock.advance(STEP_S)
+        counts.append(len(digests))
+        return keys(space, digests)
+
+    async def nowhere(asked: Sequence[bytes], timeout_s: float) -> Whereabouts:
+        return Whereabouts([{}] * len(asked), "")
+
+    monkeypatch.setattr(names, "keys", slowly)
+    assert (await service.controller.locate([query])).chains == [[]]
+    assert not counts, "nobody else can have it"
+    object.__setattr__(service.parts, "directory", SimpleNamespace(where=nowhere))  # parts are frozen
+    located, seen = asyncio.ensure_future(service.controller.locate([query])), set[int]()
+    while not located.done():
+        await asyncio.sleep(0)
+        seen.add(len(counts))
+    assert located.result().chains == [[]]
+    assert (counts, seen) == ([KEYS_AT_ONCE] * 3, {1, 2, 3})
