@@ -112,6 +112,14 @@ MUTANTS = [
         (f"{ANNOUNCING}::test_entries_of_a_living_node_stay_and_those_of_a_dead_one_go",),
     ),
     Mutant(
+        "what-leaves-after-a-failed-question-stays-told",
+        "kvstore/server/announcing.py",
+        "        is_there = self._is_heard or self._directory.is_reachable\n",
+        "        is_there = self._directory.is_reachable\n",
+        "routers are sent to chunks that have left the node",
+        (f"{ANNOUNCING}::test_what_leaves_after_a_question_that_failed_is_told_all_the_same",),
+    ),
+    Mutant(
         "what-was-told-anew-goes-with-the-dead",
         DIRECTORY,
         "  if redis.call('HGET', KEYS[1], ARGV[at]) == ARGV[at + 1] then redis.call('HDEL', KEYS[1], ARGV[at]) end\n",

@@ -41,6 +41,14 @@ MUTANTS = [
         (f"{T_PUBLISHING}::test_what_is_queued_for_a_router_that_does_not_read_is_bounded_in_bytes",),
     ),
     Mutant(
+        "numbers-begin-anew-with-each-start",
+        PUBLISHING,
+        "        self._sequence = int(clock.wall() * 1e6)",
+        "        self._sequence = 0",
+        "a router takes the batches of a new start for old ones, and asks a node for what it lost",
+        (f"{T_PUBLISHING}::test_a_router_that_listened_before_a_restart_sees_a_gap_and_begins_anew",),
+    ),
+    Mutant(
         "an-old-profile-replaces-the-newer",
         REGISTERED,
         "        if known is not None and known.measured_at_s > profile.measured_at_s:\n            return False\n",
