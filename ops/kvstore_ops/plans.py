@@ -29,7 +29,7 @@ NONE = 'No plan was made since the sidecar started, or told: clients plan with c
 
 
 def plans(
-    limit: Annotated[int, typer.Option(help="So many, the newest first; 0: all that are kept, 256.", min=0)] = 20,
+    limit: Annotated[int, typer.Option(help="So many, the newest first; 0: the last 256.", min=0, max=1 << 30)] = 20,
     number: Annotated[int, typer.Option("--number", help="Show this one whole, with its candidates.", min=0)] = 0,
     address: AddressOption = None,
     tenant: TenantOption = "",

@@ -131,6 +131,7 @@ def test_plans_and_top(afar: Afar, say: Any) -> None:
     with begun as call:
         call.end(2.0, 0.5, is_given_up=False, computed=None)
     assert stored.name in say("plans").out
+    assert say("plans", "--limit", str(1 << 40)).code == 2
     shown = say("top", "--count", "1")
     assert shown.code == 0
     assert "tenant a" in shown.out
