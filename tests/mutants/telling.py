@@ -46,7 +46,9 @@ MUTANTS = [
         "        self._sequence = int(clock.wall() * 1e6)",
         "        self._sequence = 0",
         "a router takes the batches of a new start for old ones, and asks a node for what it lost",
-        (f"{T_PUBLISHING}::test_a_router_that_listened_before_a_restart_sees_a_gap_and_begins_anew",),
+        (
+            "tests/server/test_published_anew.py::test_a_router_that_listened_before_a_restart_sees_a_gap_and_begins_anew",
+        ),
     ),
     Mutant(
         "an-old-profile-replaces-the-newer",

@@ -241,27 +241,6 @@ def test_after_a_restart_a_router_learns_what_the_device_kept(router: Router, tm
             late.close()
 
 
-async def test_a_router_that_listened_before_a_restart_sees_a_gap_and_begins_anew(
-    router: Router, tmp_path: Path
-) -> None:
-    """What memory alone had is gone: a router that kept its account would send prompts to a node that has nothing."""
-    settings = EventSettings(endpoint=f"ipc://{tmp_path}/events", replay_endpoint=f"ipc://{tmp_path}/replay")
-    for paths in ([(1, 2), (3,)], [(4,)]):
-        service = Service()
-        publisher = open_publisher(settings, service.controller, SystemClock())
-        assert publisher is not None
-        running = asyncio.ensure_future(publisher.run())
-        for path in paths:
-            await service.store(service.controller.open_session(), *path)
-        digests = {digest for path in paths for digest in service.query(*path).digests}
-        async with asyncio.timeout(10.0):
-            while set(router.known) != digests:
-                await asyncio.to_thread(router.catch_up)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        publisher.close()
-
-
 def test_a_request_that_is_no_sequence_is_ignored(router: Router, tmp_path: Path) -> None:
     with published(tmp_path) as sidecar, connect(sidecar.address) as client:
         for bad in ((b"",), (b"", b"short"), (b"", b"12345678", b"more")):
