@@ -195,7 +195,8 @@ class CachedModel:
     def _cached(
         self, input_ids: torch.Tensor, options: dict[str, Any], started_s: float, terms: Terms, preamble: GivenTokens
     ) -> tuple[Report, Any]:  # fmt: skip
-        tokens, whose = input_ids[0].cpu().numpy(), self._whose
+        # a copy: the caller may change its tensor before the store in the background has named the prompt by it
+        tokens, whose = input_ids[0].cpu().numpy().copy(), self._whose
         documents = documents_in(self.client, whose.spec, tokens, terms, preamble)
         try:
             if documents:

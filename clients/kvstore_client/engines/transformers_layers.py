@@ -27,6 +27,7 @@ class CacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no t
     def show(self, token_count: int) -> None:
         """Make the first ``token_count`` tokens the layer's content (some may still be on their way)."""
         self.keys, self.values = self._k[:, :, :token_count], self._v[:, :, :token_count]
+        self._shown = self.keys
         self.dtype, self.device = self._k.dtype, self._k.device
         self.is_initialized = True
 
@@ -34,22 +35,28 @@ class CacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no t
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._arrive()
-        start = int(self.keys.shape[-2])
+        if not self.is_initialized:  # after a reset
+            self.lazy_initialization(key_states, value_states)
+        start = int(self.get_seq_length())
         stop = start + int(key_states.shape[-2])
-        if stop > self._k.shape[-2]:
-            self._grow(start, stop)
+        # A cache that was cropped, repeated or reset goes on elsewhere: a store may still read what it had.
+        if stop > self._k.shape[-2] or self.keys is not self._shown:
+            self._move(start, stop, key_states, value_states)
         self._k[:, :, start:stop] = key_states
         self._v[:, :, start:stop] = value_states
         self.show(stop)
         return self.keys, self.values
 
-    def _grow(self, start: int, stop: int) -> None:
-        for name in ("_k", "_v"):
+    def _move(self, start: int, stop: int, *fresh: torch.Tensor) -> None:
+        """Take memory for ``stop`` tokens and more, of as many sequences as ``fresh`` has. Copy the first ``start``
+        tokens there."""
+        for name, shown, states in zip(("_k", "_v"), (self.keys, self.values), fresh, strict=True):
             old = getattr(self, name)
-            new = old.new_empty((*old.shape[:2], stop + stop // 2, old.shape[-1]))
-            new[:, :, :start] = old[:, :, :start]
-            if is_derived([old]):
-                mark_derived([new])  # later tokens are computed over derived ones, so they are derived too
+            new = old.new_empty((*states.shape[:2], stop + stop // 2, states.shape[-1]))
+            if start:
+                new[:, :, :start] = shown
+                if is_derived([old]):
+                    mark_derived([new])  # later tokens are computed over derived ones, so they are derived too
             setattr(self, name, new)
 
     def first(self, token_count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,80 @@
+"""What the caller does with its tensors and the answer's cache, while the prompt is still to be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from kvstore_client import Client
+from kvstore_client.engines.transformers import CachedModel, cache_of
+
+from kvstore.seams.jobs import begun
+from kvstore.spec import Durability
+from tests.engines.test_transformers import STEP, client, model_of, prompt
+
+__all__ = ["client"]
+
+
+@contextmanager
+def keeping_later(cached: CachedModel) -> Iterator[None]:
+    """Have stores in the background wait for the end of the block."""
+    may_go_on = Event()
+    begun(cached._background, may_go_on.wait)
+    try:
+        yield
+    finally:
+        may_go_on.set()
+
+
+def is_kept_right(cached: CachedModel, ids: torch.Tensor, kept: int) -> bool:
+    found = cached.generate(ids, max_new_tokens=4, do_sample=False)
+    expected = cached.model.generate(ids, max_new_tokens=4, do_sample=False)
+    return found.report.reused_token_count == kept and torch.equal(found.sequences, expected)
+
+
+def test_a_prompt_is_kept_under_its_own_name_whatever_its_tensor_holds_by_then(client: Client) -> None:
+    cached = CachedModel(model_of(torch.float32), client, chunk_tokens=STEP)
+    ids, other = prompt(STEP * 3 + 1, 94), prompt(STEP * 3 + 1, 95)
+    with keeping_later(cached):
+        report = cached.generate(ids, max_new_tokens=1).report
+        ids.copy_(other)
+    assert report.wait_stored(10.0) is Durability.MEMORY
+    assert is_kept_right(cached, other, 0)
+
+
+CHANGES: dict[str, tuple[int, Callable[[Any], None]]] = {
+    "cut": (1, lambda cache: cache.crop(10 - cache.get_seq_length())),
+    "begun anew": (1, lambda cache: cache.reset()),
+    "repeated": (2, lambda cache: cache.batch_repeat_interleave(2)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_cache_that_goes_on_otherwise_leaves_the_prompt_that_is_kept_alone(client: Client, change: str) -> None:
+    """It computes what transformers' own cache does."""
+    model, ids = model_of(torch.float32), prompt(STEP * 3 + 1, sum(map(ord, change)))
+    rows, changed = CHANGES[change]
+    onwards, answers = prompt(60, 97).repeat(rows, 1), []
+    cached = CachedModel(model, client, chunk_tokens=STEP)
+    with keeping_later(cached), torch.no_grad():
+        found = cached.generate(ids, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
+        plain = model.generate(ids, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
+        for cache in (found.sequences.past_key_values, plain.past_key_values):
+            changed(cache)
+            answers.append(model(onwards, past_key_values=cache).logits)
+    assert torch.allclose(answers[0], answers[1], atol=1e-4)
+    assert found.report.wait_stored(10.0) is Durability.MEMORY
+    assert is_kept_right(cached, ids, STEP * 3)
+
+
+def test_a_cache_over_the_callers_tensors_leaves_them_as_they_are_when_it_is_cut() -> None:
+    kv = [(torch.ones(2, 8, 4), torch.ones(2, 8, 4))]
+    cache = cache_of(kv)
+    cache.crop(-4)
+    cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    assert cache.get_seq_length() == 7
+    assert all(bool((plane == 1).all()) for plane in kv[0])
