@@ -1,4 +1,5 @@
-"""Stored caches that were weighed may go before they are held: the plan is then of what is left."""
+"""Stored caches that were weighed may go before they are held: the plan is then of what is left. And a shared tier that
+does not answer hides only what it has."""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvstore_client.lookup.match import Match
-from kvstore_client.recompute.inquiry import Held
+from kvstore_client.lookup.match import Match, SegmentMatch, unknown_chunks
+from kvstore_client.recompute.inquiry import Held, ask
 from kvstore_client.recompute.request import Request
 from kvstore_client.recompute.weighing import Weighed, settled
 
 from kvstore.errors import DataLoss
 from kvstore.planning import Facts, Holding, Recompute, decide
+from kvstore.spec import ModelSpec
 from tests.e2e.prefills import RECEIVER, SENDER, STEP
 
 COUNT, FOUND, WEIGHED, LEFT = (STEP * chunks for chunks in (8, 6, 4, 2))
@@ -51,3 +53,22 @@ def test_a_sibling_whose_hidden_states_nobody_asked_for_does_not() -> None:
     """They are asked for before anything is held."""
     with pytest.raises(DataLoss, match="lost since it was looked up"):
         again(Recompute.droidspeak(1, 2))
+
+
+class HalfKnown:
+    """The sidecar answers, and a shared tier does not: of the model's own prefix nobody knows. A document and the
+    sibling's cache lie here."""
+
+    def lookup(self, spec: ModelSpec, *_: Any, **__: Any) -> Match:
+        if spec == SENDER.spec:
+            return Match(LEFT, (), b"ticket")
+        segment = SegmentMatch(LEFT, WEIGHED, WEIGHED - LEFT, 0, ())
+        return Match(0, unknown_chunks(STEP, 0, COUNT), segments=(segment,))
+
+
+def test_a_shared_tier_that_is_away_takes_nothing_from_documents_and_siblings_that_are_here() -> None:
+    client: Any = HalfKnown()
+    tokens, setting = np.arange(COUNT, dtype=np.uint32), Recompute.reuse()
+    request = Request.of(RECEIVER, tokens % 96, [(LEFT, WEIGHED)], (SENDER.spec,), setting, (), 1)
+    plan = decide(ask(client, request, Held()))
+    assert (plan.reason, plan.reused_token_count) == ("", WEIGHED)

@@ -44,7 +44,7 @@ def look_up(
     with context.or_miss():
         return _look_up(context, prompt, readers, cut, known)
     chunks = unknown_chunks(prompt.spec.chunk_tokens, 0, prompt.token_count)
-    return Match(0, chunks, segments=matched(cut, (), 0, known))
+    return Match(0, chunks, segments=matched(cut, (), 0, known), is_answered=False)
 
 
 def _look_up(

@@ -52,12 +52,13 @@ class SegmentMatch(NamedTuple):
 class Match:
     """The stored part of a prompt. ``chunks`` covers the prompt; the leading hits make the prefix. ``ticket``: with
     hold, the ticket by which other processes fetch the prefix; None when there is none. ``segments``: one per segment
-    that was asked for."""
+    that was asked for. ``is_answered``: False when the sidecar is gone, so that nobody says what is stored."""
 
     prefix_token_count: int
     chunks: tuple[ChunkMatch, ...]
     ticket: bytes | None = None
     segments: tuple[SegmentMatch, ...] = ()
+    is_answered: bool = True
 
     def __bool__(self) -> bool:
         return self.prefix_token_count > 0

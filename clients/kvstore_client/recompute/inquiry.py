@@ -9,7 +9,7 @@ from kvstore.planning.loading import LoadPlan, Way
 from kvstore.planning.loading.facts import IN_MEMORY
 from kvstore.planning.permit import ALONE
 from kvstore.planning.profile import Origin
-from kvstore.spec import ChunkState, Exactness, MissReason, ModelSpec
+from kvstore.spec import ChunkState, Exactness, ModelSpec
 from kvstore_client.caches import Caches
 from kvstore_client.loading.call import Asked, PrefillCall
 from kvstore_client.loading.planner import ENGINE_WAYS
@@ -48,7 +48,7 @@ def ask(client: Caches, request: Request, held: Held, *, in_memory: bool = False
     facts = Facts(
         receiver, int(request.tokens.size), request.reusable_token_count, _holding(request, own.match),
         setting=request.setting, loading=own.loading, load_start=own.load_start,
-        is_unavailable=any(chunk.reason is MissReason.UNAVAILABLE for chunk in own.match.chunks[:1]),
+        is_unavailable=not own.match.is_answered,
     )  # fmt: skip
     if in_memory or not facts.allows_lossy:
         return facts
@@ -108,7 +108,7 @@ def _by_call(client: Caches, request: Request, held: Held) -> _Own | None:
             match = replace(match, prefix_token_count=(first + count) * step)
         return _Own(match, plan, first * step)
     assert miss.why, "what did not return has missed"
-    return _Own(Match(0, unknown_chunks(step, 0, prompt.token_count)))
+    return _Own(Match(0, unknown_chunks(step, 0, prompt.token_count), is_answered=False))
 
 
 def _ways(spec: ModelSpec) -> frozenset[Way]:
