@@ -161,6 +161,8 @@ def _life_of(plane: Tensor, number: int) -> tuple[int, Callable[[], bool]]:
     owner = plane
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
+    if is_tensor(owner.base):  # numpy's view of a tensor may end before the tensor does
+        return _life_of(owner.base, number)
     reference = weakref.ref(owner, lambda _: _marks.pop(number, None))
     return id(owner), lambda: reference() is not None
 

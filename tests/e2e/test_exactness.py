@@ -171,6 +171,17 @@ def test_the_callers_own_tensors_are_known_until_something_exact_is_there(client
     client.store(SPEC, tokens_of(COUNT, 93), mine).wait(10)
 
 
+def test_a_tensor_is_known_when_the_view_of_numpy_that_was_filled_is_gone() -> None:
+    tensor = torch.zeros(2, 2, COUNT, 8)
+    for view in tensor.numpy():
+        derived.mark_derived([view])
+    del view
+    assert derived.is_derived([tensor[1]])
+    del tensor
+    gc.collect()
+    assert not derived.is_derived([torch.zeros(2, 2, COUNT, 8)])
+
+
 def test_pages_are_known_by_their_slots(client: Client) -> None:
     pages = [np.zeros((2, 6, PAGE, 2, 8), np.uint16) for _ in range(2)]
     client.fetch(SPEC, TOKENS, into=Paged(pages, SLOTS), exactness=DERIVED)
