@@ -7,6 +7,8 @@ seen, nor are other processes: such callers must say ``exactness=Exactness.DERIV
 
 An exact fetch over all of it makes memory exact again. What a model computes there cannot be seen: then the store says
 ``exactness=Exactness.EXACT``. Marks keep no memory alive, and a process that fetches nothing derived pays nothing.
+A mark ends with the array or tensor that was filled where that is a view of memory whose owner is not known
+(``np.frombuffer``, ``torch.from_numpy``).
 """
 
 from __future__ import annotations
