@@ -117,6 +117,12 @@ def check_plain(model: Any) -> Module:
                 f"the model has a {_called(each)}, not transformers' own: what it computes is in no key. Merge "
                 f"adapters (merge_and_unload), load weights unquantised, {VOUCH}"
             )
+    made_for = getattr(getattr(type(model), "config_class", None), "model_type", None)
+    if made_for != model.config.model_type:  # the fields that both families have would name both alike
+        raise InvalidRequest(
+            f"the model is a {_called(model)}, which is made for a configuration of {made_for!r}, and has one of "
+            f"{model.config.model_type!r}: make it of its own, {VOUCH}"
+        )
     plain = _skeleton(model)
     ours, theirs = dict(model.named_modules()), dict(plain.named_modules())
     if ours.keys() != theirs.keys():

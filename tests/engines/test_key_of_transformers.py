@@ -9,7 +9,7 @@ import pytest
 import torch
 from kvstore_client import ModelSpec
 from torch import nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralForCausalLM
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import fingerprint
@@ -215,6 +215,14 @@ def test_a_configuration_that_is_not_the_models_is_refused() -> None:
     model = base_of("llama")
     with pytest.raises(InvalidRequest, match=r"give model\.config"):
         ModelSpec.from_transformers(with_config(model, rms_norm_eps=0.1).config, model)
+
+
+def test_a_class_over_the_configuration_of_another_family_has_no_key() -> None:
+    """It reads fields of the same names, and may compute something else: Llama heeds no window."""
+    config = LlamaConfig(**{**SIZES, **SMALL, "sliding_window": 5})
+    assert name_of(LlamaForCausalLM(config).eval())
+    with pytest.raises(InvalidRequest, match="made for a configuration of 'mistral', and has one of 'llama'"):
+        name_of(MistralForCausalLM(config).eval())
 
 
 def test_digests_are_the_same_for_ever() -> None:
