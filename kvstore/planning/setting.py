@@ -48,6 +48,8 @@ class Recompute:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise InvalidRequest(f"{name} must be a whole number, not {value!r:.80}")
+        if self.seed.bit_length() > 63:  # torch takes no longer one
+            raise InvalidRequest(f"seed {self.seed!r:.80} must have 63 bits at most")
         if self.first_layer < 0 or self.last_layer < self.first_layer - 1:
             raise InvalidRequest(
                 f"first_layer {self.first_layer} must be 0 or more, and last_layer {self.last_layer} at least one less"

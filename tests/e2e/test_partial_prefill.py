@@ -257,7 +257,11 @@ def test_arguments_are_named(client: Client) -> None:
     tokens = prompt(40, 404)
     for options, match in [
         ({"senders": ["qwen3"]}, "senders\\[0\\]"),
+        ({"senders": SENDER.spec}, "senders must be a list"),
+        ({"senders": None}, "senders must be a list"),
         ({"logit_count": 41}, "logit_count"),
+        ({"logit_count": 1.5}, "logit_count"),
+        ({"recompute": 0.2}, "recompute must be a Recompute"),
         ({"recompute": Recompute.full(9)}, "4 layers"),
         ({"segments": [(0, 10), (5, 20)]}, "segments\\[1\\]"),
         ({"segments": [(30, 50)]}, "segments\\[0\\]"),

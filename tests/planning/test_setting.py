@@ -39,6 +39,7 @@ def test_the_papers_are_points_of_it() -> None:
         ((0, 1, 0.1, "first", "kv"), "metric"),
         ((0, 1, 0.1, "first", "k", 2.0), "gradual"),
         ((0, 1, 0.1, "random", "k", 0.0, None), "seed"),
+        ((0, 1, 0.1, "random", "k", 0.0, 1 << 63), "seed"),
     ],
 )
 def test_what_is_wrong_is_named(fields: Any, name: str) -> None:

@@ -40,14 +40,18 @@ class Request:
         known = prompt.tokens
         if known is None:
             raise InvalidRequest("tokens must be the tokens: their hashes cannot be computed with")
-        if not 1 <= logit_count <= known.size:
-            raise InvalidRequest(f"logit_count {logit_count} must be in 1..{known.size}, the prompt's tokens")
+        if not hasattr(logit_count, "__index__") or not 1 <= logit_count <= known.size:
+            raise InvalidRequest(f"logit_count {logit_count!r:.40} must be in 1..{known.size}, the prompt's tokens")
+        if not isinstance(senders, Sequence):
+            raise InvalidRequest(f"senders must be a list of ModelSpec, not {type(senders).__name__}")
         for index, sender in enumerate(senders):
             if not isinstance(sender, ModelSpec):
                 raise InvalidRequest(f"senders[{index}] must be a ModelSpec, not {type(sender).__name__}")
             check_sender(runner.spec, sender)
         named_segments(prompt, segments, Exactness.EXACT, preamble)
         if setting is not None:
+            if not isinstance(setting, Recompute):
+                raise InvalidRequest(f"recompute must be a Recompute, not {setting!r:.40}")
             setting.check(runner.spec.layer_count)
         # The model's own cache is no sender's: it is looked up, and fetched, once.
         others = tuple(sender for sender in dict.fromkeys(senders) if sender != runner.spec)
