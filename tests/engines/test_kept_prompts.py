@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from threading import Event
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from kvstore_client import Client
-from kvstore_client.engines.transformers import CachedModel, cache_of
+from kvstore_client.engines.transformers import PENDING_MAX, CachedModel, cache_of
+from kvstore_client.store.receipt import Outcome, Receipt, Settle, Settling
 
 from kvstore.seams.jobs import begun
 from kvstore.spec import Durability
@@ -78,3 +80,41 @@ def test_a_cache_over_the_callers_tensors_leaves_them_as_they_are_when_it_is_cut
     cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
     assert cache.get_seq_length() == 7
     assert all(bool((plane == 1).all()) for plane in kv[0])
+
+
+def test_a_prompt_does_not_wait_for_the_device_of_the_one_before(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for its level does."""
+    answered: Future[None] = Future()
+    both, stored = Event(), list[int]()
+
+    def store(_spec: Any, tokens: Any, _kv: Any, **_: Any) -> Receipt:
+        stored.append(len(tokens))
+        if len(stored) == 2:
+            both.set()
+        committed: Future[tuple[Durability, int, str]] = Future()
+        committed.set_result((Durability.MEMORY, len(tokens), ""))
+        settling = Settling(answered, lambda: Outcome({Durability.SHARED: "", Durability.OBJECT: ""}, True))
+        return Receipt(committed, Settle(Durability.LOCAL, lambda *_: settling))
+
+    monkeypatch.setattr(client, "store", store)
+    cached = CachedModel(model_of(torch.float32), client, chunk_tokens=STEP)
+    reports = [cached.generate(prompt(STEP + 1, seed), max_new_tokens=1).report for seed in (101, 102)]
+    assert both.wait(5.0)
+    answered.set_result(None)
+    assert [report.wait_stored(5.0) for report in reports] == [Durability.LOCAL] * 2
+    assert stored == [STEP, STEP]
+
+
+def test_no_more_caches_wait_to_be_kept_than_memory_may_have(client: Client) -> None:
+    cached = CachedModel(model_of(torch.float32), client, chunk_tokens=STEP)
+    with keeping_later(cached):
+        reports = [
+            cached.generate(prompt(STEP + 1, 110 + number), max_new_tokens=1).report
+            for number in range(PENDING_MAX + 1)
+        ]
+        last = reports[-1].receipt
+        assert last.is_done
+        assert "still to be kept" in last.reason
+    assert [report.wait_stored(10.0) for report in reports] == [Durability.MEMORY] * PENDING_MAX + [Durability.NONE]

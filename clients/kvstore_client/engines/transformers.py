@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ from kvstore_client.engines.transformers_spec import check_spec, followed, is_of
 from kvstore_client.loading.patience import Patience, prior_s, with_budget
 from kvstore_client.prompt import GivenTokens
 from kvstore_client.recompute import dense_planes
-from kvstore_client.store.receipt import Receipt
+from kvstore_client.store.receipt import Receipt, Settle, Settling
 
 __all__ = ["CachedModel", "Generated", "Report", "TransformersRunner", "cache_of", "chat_frame"]
 
@@ -49,6 +50,8 @@ _log = logging.getLogger("kvstore.client")
 ROOM_TOKENS_MAX = 4096
 """The most new tokens that a generation reserves memory for at the start: many callers set a limit that no answer
 reaches. Beyond it the cache's memory grows by halves."""
+PENDING_MAX = 8
+"""The most prompts that are still to be kept: each has a cache in the engine's memory until the sidecar took it."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ class CachedModel:
             )
         self._clock = clock or SystemClock()
         self._background = WorkerThreads(1, "kvstore-keep")
+        self._pending: list[Future[tuple[Durability, int, str]]] = []
 
     @property
     def spec(self) -> ModelSpec:
@@ -360,18 +364,30 @@ class CachedModel:
         if prompt_e is not None:
             kv = [plane[:whole] for plane in prompt_e.planes]
 
+        made: list[Receipt] = []
+
         def store() -> tuple[Durability, int, str]:
             try:
                 if not is_of(spec, self.model):
                     raise InvalidRequest("the model changed while it computed the prompt")
                 receipt = self.client.store(spec, tokens[:whole], kv, durability=self._durability)
-                level = receipt.wait()
-                return level, receipt.stored_token_count, receipt.reason
+                made.append(receipt)
+                return max(receipt.reached, default=Durability.NONE), receipt.stored_token_count, receipt.reason
             except Exception as error:  # noqa: BLE001 - a store never fails a generation
                 _log.warning("kvstore: the prompt was not kept: %s", error)
                 return Durability.NONE, 0, str(error)
 
+        def ask(token_count: int, wait_s: float) -> Settling:
+            settle = made[0].settle
+            assert settle is not None, "a level below memory is asked for"
+            return settle.ask(token_count, wait_s)
+
+        self._pending = [each for each in self._pending if not each.done()]
+        if len(self._pending) >= PENDING_MAX:
+            return Receipt.nothing(f"{PENDING_MAX} prompts before it are still to be kept")
         outcome = begun(self._background, store)
         if outcome.done() and (refusal := failure_of(outcome)) is not None:
             return Receipt.nothing(refusal.message)
-        return Receipt(outcome)
+        self._pending.append(outcome)
+        # No store waits for the device of the one before it: who wants to know of the level asks.
+        return Receipt(outcome, Settle(self._durability or Durability.LOCAL, ask))

@@ -51,7 +51,8 @@ class Report:
         return self.fetched_bytes / self.fetch_s if self.fetch_s else 0.0
 
     def wait_stored(self, timeout_s: float | None = None) -> Durability:
-        """Wait for the background store; NONE when there was nothing to store or it failed."""
+        """Wait for the background store, and for its level; NONE when there was nothing to store or it failed. Raises
+        as ``Receipt.wait``."""
         return self.receipt.wait(timeout_s) if self.receipt else Durability.NONE
 
 

@@ -60,7 +60,7 @@ class Receipt:
     def __init__(self, future: Future[tuple[Durability, int, str]], settle: Settle | None = None) -> None:
         """``settle``: None where nobody wants to know which levels beyond memory are reached."""
         self._future = future
-        self._settle = settle
+        self.settle = settle
         self._found: Outcome | None = None
         self._pid = os.getpid()
 
@@ -127,7 +127,7 @@ class Receipt:
         level, count, _ = self._outcome()
         is_known = level is Durability.NONE or level >= self._wanted or (self._found and self._found.is_settled)
         left_s = max(0.0, min(until_s - self._clock.monotonic(), SETTLE_S_MAX))
-        return None if is_known else self._settle, count, left_s
+        return None if is_known else self.settle, count, left_s
 
     def _settled(self, settling: Settling, waited_s: float) -> None:
         if settling.answered.done():
@@ -139,7 +139,7 @@ class Receipt:
 
     @property
     def _wanted(self) -> Durability:
-        return Durability.MEMORY if self._settle is None else self._settle.wanted
+        return Durability.MEMORY if self.settle is None else self.settle.wanted
 
     @property
     def _level(self) -> Durability:
