@@ -12,6 +12,7 @@ import pytest
 import torch
 from kvstore_client import Client
 from kvstore_client.engines.transformers import PENDING_MAX, CachedModel, cache_of
+from kvstore_client.forks import _renewals
 from kvstore_client.store.receipt import Outcome, Receipt, Settle, Settling
 
 from kvstore.seams.jobs import begun
@@ -118,3 +119,12 @@ def test_no_more_caches_wait_to_be_kept_than_memory_may_have(client: Client) -> 
         assert last.is_done
         assert "still to be kept" in last.reason
     assert [report.wait_stored(10.0) for report in reports] == [Durability.MEMORY] * PENDING_MAX + [Durability.NONE]
+
+
+def test_a_forked_child_keeps_its_prompts_itself(client: Client) -> None:
+    """It has no thread of its parent's."""
+    cached = CachedModel(model_of(torch.float32), client, chunk_tokens=STEP)
+    with keeping_later(cached):
+        _renewals[cached](cached)  # as at a fork
+        report = cached.generate(prompt(STEP + 1, 103), max_new_tokens=1).report
+        assert report.wait_stored(10.0) is Durability.MEMORY

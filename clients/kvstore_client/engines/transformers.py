@@ -39,6 +39,7 @@ from kvstore_client.engines.transformers_planning import PromptPlan, Stopwatch
 from kvstore_client.engines.transformers_report import Generated, Report
 from kvstore_client.engines.transformers_runner import TransformersRunner
 from kvstore_client.engines.transformers_spec import check_spec, followed, is_of
+from kvstore_client.forks import in_children
 from kvstore_client.loading.patience import Patience, prior_s, with_budget
 from kvstore_client.prompt import GivenTokens
 from kvstore_client.recompute import dense_planes
@@ -121,6 +122,10 @@ class CachedModel:
                 f"step_tokens {self.step_tokens} must be a multiple of chunk_tokens {self.spec.chunk_tokens}"
             )
         self._clock = clock or SystemClock()
+        self._begin()
+        in_children(self._begin)  # a child has no thread of its parent's, and would queue its prompts for ever
+
+    def _begin(self) -> None:
         self._background = WorkerThreads(1, "kvstore-keep")
         self._pending: list[Future[tuple[Durability, int, str]]] = []
 
