@@ -14,6 +14,7 @@ from kvstore_client import Client
 from kvstore_client.engines.transformers import PENDING_MAX, CachedModel, cache_of
 from kvstore_client.forks import _renewals
 from kvstore_client.store.receipt import Outcome, Receipt, Settle, Settling
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvstore.seams.jobs import begun
 from kvstore.spec import Durability
@@ -80,6 +81,17 @@ def test_a_cache_over_the_callers_tensors_leaves_them_as_they_are_when_it_is_cut
     cache.crop(-4)
     cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
     assert cache.get_seq_length() == 7
+    assert all(bool((plane == 1).all()) for plane in kv[0])
+
+
+def test_a_reset_leaves_the_memory_alone_that_others_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers may zero what a layer has."""
+    monkeypatch.setattr(DynamicLayer, "reset", CacheLayerMixin.reset)
+    kv = [(torch.ones(2, 8, 4), torch.ones(2, 8, 4))]
+    cache = cache_of(kv)
+    cache.reset()
+    cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    assert cache.get_seq_length() == 3
     assert all(bool((plane == 1).all()) for plane in kv[0])
 
 

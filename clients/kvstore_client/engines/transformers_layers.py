@@ -35,8 +35,6 @@ class CacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no t
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._arrive()
-        if not self.is_initialized:  # after a reset
-            self.lazy_initialization(key_states, value_states)
         start = int(self.get_seq_length())
         stop = start + int(key_states.shape[-2])
         # A cache that was cropped, repeated or reset goes on elsewhere: a store may still read what it had.
@@ -46,6 +44,10 @@ class CacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no t
         self._v[:, :, start:stop] = value_states
         self.show(stop)
         return self.keys, self.values
+
+    def reset(self) -> None:
+        """Forget all tokens. Their memory stays as it is: some releases of transformers would zero it."""
+        self.keys, self.values = self.keys[:, :, :0], self.values[:, :, :0]
 
     def _move(self, start: int, stop: int, *fresh: torch.Tensor) -> None:
         """Take memory for ``stop`` tokens and more, of as many sequences as ``fresh`` has. Copy the first ``start``
