@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,13 +50,18 @@ def _pem(name: str, tls: TLS) -> bytes | None:
 
 
 def _system_authorities() -> bytes | None:
-    """Return the authorities that the system trusts. None where it names none: gRPC then takes the list that it brings,
-    as it does by default, whatever the system trusts."""
-    paths = ssl.get_default_verify_paths()
+    """Return the authorities that the system trusts: those of OpenSSL's file and of its directory. None where it names
+    none, or where gRPC's own variable names a list: gRPC then takes that list, or the one that it brings."""
+    if os.environ.get("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"):
+        return None
+    paths, found = ssl.get_default_verify_paths(), b""
     files = [Path(paths.cafile)] if paths.cafile else []
-    if paths.capath and not files:
-        files = [each for each in sorted(Path(paths.capath).glob("*.[0-9]")) if each.is_file()]
-    return b"\n".join(each.read_bytes() for each in files) or None
+    files += sorted(Path(paths.capath).glob("*.[0-9]")) if paths.capath else []
+    for each in files:
+        with suppress(OSError):  # as OpenSSL does: what cannot be read is not trusted, and fails no connection
+            read = each.read_bytes()
+            found += b"" if read in found else read + b"\n"  # most of the directory is in the file, too
+    return found or None
 
 
 @dataclass(frozen=True)

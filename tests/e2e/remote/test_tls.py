@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,19 +70,32 @@ def test_tls(certificates: Path) -> None:
 
 
 @needs_openssl
-@pytest.mark.parametrize("kind", ["file", "directory"])
+@pytest.mark.parametrize(("file", "directory"), [("ca.pem", "none"), ("none", "trusted"), ("stranger.pem", "trusted")])
 def test_the_authorities_that_the_system_trusts_are_trusted(
-    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, directory: str
 ) -> None:
-    """Also one that the list which gRPC brings does not have."""
-    shutil.copy(certificates / "ca.pem", tmp_path / "01234567.0")
-    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / ("01234567.0" if kind == "file" else "none")))
-    monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path))
+    """Also one that the list which gRPC brings does not have. Of a directory beside a file, too."""
+    (tmp_path / "trusted" / "00000000.0").mkdir(parents=True)  # a name that cannot be read spoils nothing
+    shutil.copy(certificates / "ca.pem", tmp_path / "trusted" / "01234567.0")
+    monkeypatch.delenv("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH", raising=False)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificates / file))
+    monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path / directory))
     with (
         tls_sidecar(certificates, mutual=False) as sidecar,
         connect(sidecar.address, tls=True, timeout_s=5.0) as client,
     ):
         assert client.stats().sessions.session_count == 1
+
+
+@needs_openssl
+def test_a_list_that_is_named_to_grpc_goes_before_the_systems(certificates: Path) -> None:
+    """gRPC reads it once in a process."""
+    ask = "import sys; from kvstore_client import connect; connect(sys.argv[1], tls=True, timeout_s=5.0).close()"
+    with tls_sidecar(certificates, mutual=False) as sidecar:
+        for name, code in (("ca.pem", 0), ("stranger.pem", 1)):
+            environment = {**os.environ, "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": str(certificates / name)}
+            command = [sys.executable, "-c", ask, sidecar.address]
+            assert subprocess.run(command, env=environment, timeout=60, stderr=subprocess.DEVNULL).returncode == code
 
 
 @needs_openssl
