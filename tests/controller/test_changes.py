@@ -17,12 +17,13 @@ from kvstore.controller.operators.selection import Chosen
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.movement import Fate
 from kvstore.movement.clearing import ClearingPlan
-from kvstore.spec import MissReason
+from kvstore.spec import LayerSpec, MissReason
 from kvstore.tiers import WritePolicy
 from tests.controller.service import Service
 from tests.controller.test_operators import Held, meant_rows, pause, words_of
 from tests.fakes import ObjectSettings, ObjectTier
 from tests.simulated import InlineWorkers
+from tests.specs import small_spec
 from tests.tiers.service import DeviceService
 from tests.tiers.shared.world import Node, run
 
@@ -211,6 +212,17 @@ async def test_a_dry_run_of_a_prefetch_needs_no_shared_tier() -> None:
         for dry_run in (True, False):
             words = await words_of(held.operators.prefetch(session, query, dry_run=dry_run))
             assert words == {"in memory already": 2, "not stored": 1}, dry_run
+
+
+async def test_of_a_model_whose_chunks_are_too_large_a_prefetch_finds_nothing() -> None:
+    layers = (LayerSpec(kv_heads=1024, k_dim=1, v_dim=1),) * 1024
+    async with Held((1,), chunks=8) as held:
+        name = held.service.parts.catalog.register(small_spec(model_id="large", layers=layers)).fingerprint
+        session = held.service.controller.open_session()
+        query = held.service.query(1, 2)._replace(fingerprint=name)
+        for dry_run in (True, False):
+            words = await words_of(held.operators.prefetch(session, query, dry_run=dry_run))
+            assert words == {"not stored": 2}, dry_run
 
 
 def test_stored_chunks_that_a_prefetch_finds_no_room_for_are_not_called_missing() -> None:

@@ -206,7 +206,8 @@ class Operators:
         size = model.seen(None, query.exactness, query.provenance).known_bytes(model.spec.chunk_tokens)
         if dry_run:
             there, stored, absent = await self._found(query)
-            brought = max(0, min(stored, self._parts.arena.capacity_bytes // size) - there)
+            room = self._parts.arena.capacity_bytes // max(1, size)  # 0: too large a chunk, and nothing is stored
+            brought = max(0, min(stored, room) - there)
             _count(tally, size, {IN_MEMORY: there, BROUGHT: brought, NO_ROOM: stored - there - brought})
         else:
             clock = self._parts.clock
