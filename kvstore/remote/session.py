@@ -133,8 +133,9 @@ class SidecarSession:
         except Exhausted:
             if not self._idle:
                 raise
-            # Idle segments that are too small count against the session's limits.
-            await self.exchange(StagingClose(self._idle.pop().staging_id), Done)
+            # Idle segments that are too small count against the session's limits, until they are closed: that goes on
+            # when this stream is cancelled.
+            await asyncio.shield(self.exchange(StagingClose(self._idle.pop().staging_id), Done))
             return await self.take_segment(byte_count)
         with closing_all(descriptors):
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -60,14 +61,34 @@ async def test_a_session_that_ends_while_it_asks_takes_no_answer_of_the_next(own
     second.close()
 
 
-async def test_idle_staging_that_is_too_small_makes_room_for_what_is_asked() -> None:
+@pytest.fixture
+def short_of_staging() -> Iterator[Sidecar]:
     environment = {**os.environ, "KVSTORE__LIMITS__STAGING_BYTES_MAX": "8 MiB"}
     with Sidecar("--capacity", "16 MiB", environment=environment) as sidecar:
-        session, _, _ = await SidecarSession.open(sidecar.directory / "run" / "data.sock")
-        small = [await session.take_segment(4 << 20) for _ in range(2)]
-        with pytest.raises(Exhausted, match="staging_bytes_max"):
-            await session.take_segment(4 << 20)
-        for each in small:
-            session.give_back(each)
-        assert (await session.take_segment(8 << 20)).bytes.size == 8 << 20
-        session.close()
+        yield sidecar
+
+
+async def test_idle_staging_that_is_too_small_makes_room_for_what_is_asked(short_of_staging: Sidecar) -> None:
+    session, _, _ = await SidecarSession.open(short_of_staging.directory / "run" / "data.sock")
+    small = [await session.take_segment(4 << 20) for _ in range(2)]
+    with pytest.raises(Exhausted, match="staging_bytes_max"):
+        await session.take_segment(4 << 20)
+    for each in small:
+        session.give_back(each)
+    assert (await session.take_segment(8 << 20)).bytes.size == 8 << 20
+    session.close()
+
+
+async def test_a_stream_that_is_cancelled_while_it_makes_room_leaves_no_staging_open(short_of_staging: Sidecar) -> None:
+    """It waits for other streams' questions: what it was about to close nobody would use, or close, any more."""
+    session, _, _ = await SidecarSession.open(short_of_staging.directory / "run" / "data.sock")
+    for each in [await session.take_segment(4 << 20) for _ in range(2)]:
+        session.give_back(each)
+    taking = asyncio.create_task(session.take_segment(8 << 20))
+    await asyncio.sleep(0)
+    async with session._turn:  # after its question, and before it closes what is too small
+        assert len(session._idle) == 1
+        taking.cancel()
+        await asyncio.wait([taking])
+    assert (await session.take_segment(8 << 20)).bytes.size == 8 << 20
+    session.close()
