@@ -73,6 +73,8 @@ class RemoteDoor:
                 return
             _log.error("the remote plane's process died: starting it again", extra={"exit_status": code})
             await self._clock.sleep(pause_s)
+            if self._is_stopping:
+                return
             try:
                 await self.start()
                 pause_s = RESTART_PAUSE_S
