@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 from kvstore_client import Client, connect, copying
 from kvstore_client.copying import Copier
+from kvstore_client.loading.call import Asked
 from kvstore_client.planes.shared_memory import store as staged
+from kvstore_client.prompt import Prompt
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import KVStoreError, Unavailable
@@ -335,6 +337,7 @@ def test_without_a_thread_of_its_own_a_call_is_a_miss_or_a_typed_error(
         for layer, (k, v) in enumerate(cache):
             writer.put_layer(layer, (k[slice(*heads)], v[slice(*heads)]), heads=heads)
     earlier = rig.client.store(SPEC, tokens, kv)
+    planned = Prompt.of(SPEC, tokens, (), None), Asked(COUNT, 0, (), "observe")
     later, late_cache = rig.fresh()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_more_threads)
@@ -344,6 +347,7 @@ def test_without_a_thread_of_its_own_a_call_is_a_miss_or_a_typed_error(
         assert stored.stored_token_count == COUNT or "thread" in stored.reason
         with pytest.raises(Unavailable, match="thread"):
             rig.client.start_fetch(held.ticket)
+        assert rig.client.planner.begin(*planned) is None, "it is looked up like a prompt without a plan"
         with pytest.raises(Unavailable, match="thread"):
             rig.client.watch()
         with pytest.raises(KVStoreError):
@@ -356,6 +360,8 @@ def test_without_a_thread_of_its_own_a_call_is_a_miss_or_a_typed_error(
     writers[1].abort()
     absent.close()
     rig.client.release_ticket(held.ticket)
+    with rig.client.planner.begin(*planned) as call:
+        assert call.answer.found.hit_count == COUNT // SPEC.chunk_tokens
     assert rig.client.store(SPEC, later, late_cache).wait(WAIT_S) is Durability.MEMORY
     rig.assert_right(fresh, cache, whole=False)
     rig.assert_balanced()

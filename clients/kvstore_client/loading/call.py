@@ -65,19 +65,12 @@ class PrefillCall:
         self._is_over = threading.Event()
         self._returns = session.returns
         try:
-            self._stream = session.begun(
-                lambda: session.prefills.PartialPrefill(
-                    iter(self._said.get, None), timeout=CALL_S_MAX, metadata=session.carried
-                )
-            )
-            _start(partial(_read, self._stream, answers, self._is_over))
+            self._begin(session, partial(_read, answers, self._is_over))
             answer = answers.get(timeout=timeout_s)
         except BaseException as error:
             self.close()
             if isinstance(error, Empty):
                 raise DeadlineExceeded(f"the sidecar planned nothing within {timeout_s} s") from None
-            if isinstance(error, ValueError):
-                raise Unavailable("the sidecar is gone") from error
             raise
         if not isinstance(answer, pb.PartialPrefillResponse):
             self.close()
@@ -85,6 +78,19 @@ class PrefillCall:
         self.answer = answer
         ways = {Way.PREFILL, *(WAYS[each] for each in begin.ways)}
         self.plan = plan_from_message(answer.plan, ways) if answer.HasField("plan") else None
+
+    def _begin(self, session: ClientSession, read: Callable[[Any], None]) -> None:
+        """Begin the call, and the thread that reads it. Raises _Unplanned where a thread cannot be had, or the session
+        is gone: a lookup takes no thread, and connects again."""
+        try:
+            self._stream = session.begun(
+                lambda: session.prefills.PartialPrefill(
+                    iter(self._said.get, None), timeout=CALL_S_MAX, metadata=session.carried
+                )
+            )
+            start_thread(partial(read, self._stream), "kvstore-prefill")
+        except Unavailable as error:
+            raise _Unplanned(error.message) from error
 
     def end(self, ttft_s: float, wait_s: float, *, is_given_up: bool, computed: Prefill | None) -> None:
         """Report the outcome. Does not wait: a sidecar that does not listen learns nothing."""
@@ -118,20 +124,13 @@ class _Unknown(_Unplanned):
     """The sidecar is of a release without partial prefills."""
 
 
-def _start(target: Callable[[], None]) -> None:
-    try:
-        start_thread(target, "kvstore-prefill")
-    except KVStoreError as error:
-        raise _Unplanned(error.message) from error
-
-
 def _failure(error: grpc.RpcError) -> KVStoreError:
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return _Unknown("this sidecar knows no partial prefills")
     return translated(error)
 
 
-def _read(stream: Any, answers: SimpleQueue[Any], is_over: threading.Event) -> None:
+def _read(answers: SimpleQueue[Any], is_over: threading.Event, stream: Any) -> None:
     """Read the sidecar's answers until the stream ends."""
     try:
         for message in stream:
@@ -154,8 +153,8 @@ def _ended(is_over: threading.Event, stream: PendingCall, timeout_s: float) -> N
 def begin(
     context: Context, prompt: Prompt, asked: Asked, rate: ComputeRate, link: TierRate | None
 ) -> PrefillCall | None:
-    """Begin a partial prefill of a prompt's whole chunks; None: this sidecar's release has none. ``rate`` and ``link``:
-    the client's measurements. Raises as ``PrefillCall``."""
+    """Begin a partial prefill of a prompt's whole chunks; None: this sidecar's release has none, or no thread can be
+    had. ``rate`` and ``link``: the client's measurements. Raises as ``PrefillCall``."""
     session, name = context.ready(prompt.spec)
     if not session.has_prefills:
         return None
