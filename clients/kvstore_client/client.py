@@ -289,8 +289,8 @@ class Client:
         self, namespace: str, keys: Sequence[str | bytes], targets: Sequence[Buffer], *, verify: bool = False
     ) -> list[bool]:
         """Fetch values of known sizes, in one call, each into its target: a buffer, or a list of buffers that are one
-        run. False: there is no value, or it has another size; that target's bytes are then undefined. Raises:
-        InvalidRequest."""
+        run. False: there is no value, it has another size, or it was replaced meanwhile; that target's bytes are then
+        undefined. Raises: InvalidRequest."""
         return opaque.get_each(self._context, namespace, keys, targets, verify=verify)
 
     def put_each(

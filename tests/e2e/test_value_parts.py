@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import numpy as np
+import pytest
 from kvstore_client import Durability, connect
 from kvstore_ops.operators.calls import Operator
 from kvstore_ops.sidecar import Sidecar
@@ -33,3 +34,16 @@ def test_many_in_parts_of_which_one_lost_a_part() -> None:
         assert done[-1].done_count == 1
         assert client.get_each("n", keys[4:], targets[4:]) == [True, False]
         assert client.count_leading("n", keys) == 5
+
+
+@pytest.mark.parametrize("plane", ["local", "remote"])
+@pytest.mark.parametrize("size", [MOST + 50_000, MOST])
+def test_more_than_memory_has_room_for_come_from_the_device(plane: str, size: int) -> None:
+    with Sidecar("--capacity", "24 MiB", nvme="256 MiB", plane=plane) as sidecar, connect(sidecar.address) as client:
+        keys = [f"page-{number}" for number in range(10)]
+        for number, key in enumerate(keys):
+            receipt = client.put_bytes("n", key, noise(size, number), durability=Durability.LOCAL)
+            assert receipt.wait(30) is Durability.LOCAL, receipt.reason
+        targets = [np.zeros(size, np.uint8) for _ in keys]
+        assert client.get_each("n", [*keys, "none"], [*targets, np.zeros(size, np.uint8)]) == [True] * 10 + [False]
+        assert all((each == noise(size, number)).all() for number, each in enumerate(targets))

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import presence_salt
-from kvstore.spec import Exactness, ModelSpec, Provenance
+from kvstore.spec import Exactness, MissReason, ModelSpec, Provenance
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import destination
 from kvstore_client.copying import Copier, stopped, wait_all
@@ -221,10 +221,13 @@ class Reader:
 
     def _copied(self, digests: list[bytes], place: Callable[[int, WholeChunk], Destination | None]) -> list[bool]:
         """Copy each of these chunks that is there to the place that ``place`` says for its number. Returns True for
-        each that has one and is good. Asks for fewer at a time where they exceed the limit on leases."""
+        each that has one and is good. Asks for fewer at a time where they exceed the limit on leases, or memory has no
+        room for all of them."""
         done, start, most = [False] * len(digests), 0, BATCH
         while start < len(digests):
             batch = digests[start : start + most]
+            if most < BATCH:  # there is room for few: what was read gives way first
+                self._session.returns.settle(self._timeout_s)
             try:
                 prefix = self._open(batch)
             except Exhausted:
@@ -233,7 +236,7 @@ class Reader:
                 most = len(batch) // 2
                 continue
             try:
-                chunks = self._chunks(prefix)
+                chunks, reason = self._chunks(prefix), prefix.reason
                 places = [(number, chunk, place(number, chunk)) for number, chunk in enumerate(chunks, start)]
                 work = [(number, (chunk, *each)) for number, chunk, each in places if each is not None]
                 good = self._copy(prefix, [each for _, each in work])
@@ -241,7 +244,11 @@ class Reader:
                     done[number] = is_good
             finally:
                 prefix.close()
-            start += len(chunks) + (len(chunks) < len(batch))  # the one after the last that came is not there
+            start += len(chunks)
+            if reason is MissReason.OVERLOADED and len(batch) > 1:  # the next one may be there, in a tier
+                most = len(chunks) or len(batch) // 2
+            elif len(chunks) < len(batch):
+                start += 1  # the one after the last that came is not there
         return done
 
     def count_leading(self, keys: Sequence[Key]) -> int:

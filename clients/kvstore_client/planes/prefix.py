@@ -107,6 +107,10 @@ class Received(Protocol):
     @property
     def chunks(self) -> Sequence[WholeChunk]: ...
 
+    @property
+    def reason(self) -> MissReason:
+        """Return why they are no more."""
+
     def settle(self, bad: set[int]) -> int:
         """Return the number of leading tokens that are good (``bad``: ids of chunks)."""
 

@@ -64,6 +64,11 @@ class ReceivedPrefix:
                 prefix.cut(chunk, MissReason.UNAVAILABLE)
         self.chunks = [received for _, received in found.values() if received.token_start < prefix.stop]
 
+    @property
+    def reason(self) -> MissReason:
+        """Return why they are no more."""
+        return self._prefix.reason
+
     def settle(self, bad: set[int]) -> int:
         """Return the number of leading tokens that are good."""
         return self._prefix.settle(bad)
