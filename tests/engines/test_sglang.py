@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -144,6 +145,23 @@ def test_each_pool_has_pages_of_its_own(sidecar: Sidecar) -> None:
         }  # fmt: skip
         assert torch.equal(target.page(32), beside.page(16))
         assert torch.equal(target.page(36), beside.page(20))
+
+
+def test_what_a_thread_has_to_keep_when_the_weights_are_replaced_is_not_kept(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's thread that keeps pages goes on until the cache is flushed; the weights have another name before."""
+    pool, keys, page = HostPool(), keys_of(3, 3800), torch.zeros(16)
+    pool.fill(6)
+    with backend(sidecar, pool) as one, ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(1) as next_thread:
+        assert thread.submit(one.batch_set_v1, keys[:1], pool.indices(0), None).result() == [True]
+        monkeypatch.setattr("kvstore_client.engines.sglang._weight_version", lambda: "step-1")
+        assert thread.submit(one.batch_set_v1, keys[:2], pool.indices(0, 1), None).result() == [False] * 2
+        assert thread.submit(one.batch_set_v2, [Transfer("kv", keys[:1], pool.indices(0))]).result() == {"kv": [False]}
+        assert not thread.submit(one.set, keys[0], page).result()
+        assert one.batch_exists(keys) == 0
+        assert next_thread.submit(one.batch_set_v1, keys, pool.indices(0, 1, 2), None).result() == [True] * 3
+        assert thread.submit(one.batch_exists, keys).result() == 3
 
 
 def test_states_of_an_mla_model_are_each_ranks_own(sidecar: Sidecar) -> None:

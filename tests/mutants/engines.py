@@ -88,6 +88,14 @@ MUTANTS = [
         (f"{T_SGLANG}::test_the_older_calls_with_tensors",),
     ),
     Mutant(
+        "pages-of-the-weights-before",
+        SGLANG,
+        '        if getattr(self._thread, "version", version) != version:\n',
+        "        if False:\n",
+        "pages that wait to be kept while the weights are replaced are found as those of the new ones",
+        (f"{T_SGLANG}::test_what_a_thread_has_to_keep_when_the_weights_are_replaced_is_not_kept",),
+    ),
+    Mutant(
         "states-of-another-rank",
         SGLANG,
         "        if self._is_mla and name != MAMBA:",

@@ -68,13 +68,18 @@ class Engine:
 
     def save(self, tokens: Sequence[int]) -> torch.Tensor:
         """Fill pages with random bytes, back them up, and return them."""
-        indices = self.host.alloc(len(tokens))
-        taken = self.host.kv_buffer.view(torch.uint8)
-        taken.copy_(torch.randint(0, 256, taken.shape, dtype=torch.uint8))
-        self.controller.write_storage(indices, list(tokens), hashes(tokens), None)
+        indices = self.write(tokens)
         done = self.controller.ack_backup_queue.get(timeout=WAIT_S)
         assert done.completed_tokens == len(tokens)
         return self.pages(indices)
+
+    def write(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Fill pages with random bytes, begin to back them up, and return their places."""
+        indices: torch.Tensor = self.host.alloc(len(tokens))
+        taken = self.host.kv_buffer.view(torch.uint8)
+        taken.copy_(torch.randint(0, 256, taken.shape, dtype=torch.uint8))
+        self.controller.write_storage(indices, list(tokens), hashes(tokens), None)
+        return indices
 
     def load(self, tokens: Sequence[int]) -> torch.Tensor:
         """Prefetch as the scheduler does, and return the pages that came."""

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.utils import get_storage_hash_str, storage_namespace_seed
 from sglang.srt.runtime_context import get_context
 
-from tests.sglang.engine import PAGE, attention, engine, hashes, key_of, latent
+from tests.sglang.engine import PAGE, WAIT_S, attention, engine, hashes, key_of, latent
 
 
 def test_page_hashes_are_sglangs() -> None:
@@ -111,6 +111,10 @@ def test_weights_of_another_version_share_nothing(sidecar: Sidecar) -> None:
         saved = one.save(tokens)
         get_context().override("test", weight_version="step-1")
         assert not len(one.load(tokens))
+        one.write(tokens)  # what was to be backed up when the weights were replaced
+        assert not one.controller.ack_backup_queue.get(timeout=WAIT_S).completed_tokens
+        assert not len(one.load(tokens))
+        one.controller.reset()  # a flush
         trained = one.save(tokens)
         assert torch.equal(one.load(tokens), trained)
         get_context().override("test", weight_version="default")

@@ -19,6 +19,7 @@ import hashlib
 import importlib
 import json
 import logging
+import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -137,19 +138,35 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         self._identity["kv_cache_dtype"] = extra.get("kv_cache_dtype") or self._identity["kv_cache_dtype"]
         self._drafts = {name: getattr(settings, name, None) for name in _OF_DRAFTS}
         self._private = ""
+        self._thread = threading.local()
         self._client = connect(extra.get("socket"), required=False)
         self._pools: dict[str, HostPool] = {}
         self._namespaces: dict[tuple[str, str, str], str] = {}
 
     def _namespace(self, name: str) -> str:
+        """Return the namespace of a pool's pages."""
+        return self._named(name, _weight_version())
+
+    def _named(self, name: str, version: str) -> str:
         """Return the namespace of a pool: everything that a page's bytes depend on beside its hash. Weights that are
         replaced under another version, or before ``clear``, begin another one."""
-        key = name, _weight_version(), self._private
-        found = self._namespaces.get(key)
+        namespaces, key = self._namespaces, (name, version, self._private)
+        found = namespaces.get(key)
         if found is None:
             facts = json.dumps(self._facts(*key), sort_keys=True, default=str)
-            found = self._namespaces[key] = f"sglang/{hashlib.sha256(facts.encode()).hexdigest()}"
+            found = namespaces[key] = f"sglang/{hashlib.sha256(facts.encode()).hexdigest()}"
         return found
+
+    def _kept_under(self, name: str) -> str | None:
+        """Return the namespace in which this thread keeps a pool's pages. None where it has kept pages of other
+        weights: what it still has to keep may be of them, too, for SGLang names the new weights first, and ends its
+        threads when it flushes its cache."""
+        version = _weight_version()
+        if getattr(self._thread, "version", version) != version:
+            _log.warning("kvstore: pages are not kept until SGLang's cache is flushed: they may be of older weights")
+            return None
+        self._thread.version = version
+        return self._named(name, version)
 
     def _facts(self, name: str, version: str, private: str) -> dict[str, object]:
         pool = self._pools.get(name)
@@ -233,8 +250,11 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
             return [True] * len(keys)
         if not keys:
             return []
+        namespace = self._kept_under(name)
+        if namespace is None:
+            return [False] * len(keys)
         try:
-            return self._client.put_each(self._namespace(name), keys, self._pages(name, keys, host_indices))
+            return self._client.put_each(namespace, keys, self._pages(name, keys, host_indices))
         except KVStoreError as error:
             return self._none(keys, error)
 
@@ -324,11 +344,11 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         target_sizes: object = None,
     ) -> bool:
         """Keep flat tensors as pages. Returns True when all of them are stored now."""
-        given = target_locations if values is None else values
+        given, namespace = target_locations if values is None else values, self._kept_under(KV)
         try:
             if given is None or not hasattr(given, "__len__") or len(given) != len(keys):
                 raise InvalidRequest(f"{len(keys)} keys need as many tensors")
-            return all(self._client.put_each(self._namespace(KV), keys, list(given)))
+            return namespace is not None and all(self._client.put_each(namespace, keys, list(given)))
         except KVStoreError as error:
             return all(self._none(keys, error)) and not keys
 
