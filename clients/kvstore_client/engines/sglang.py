@@ -45,12 +45,13 @@ _OF_WEIGHTS = ("model_path", "revision", "load_format")
 """SGLang's settings that name the weights, for engines without a ``weights_digest``."""
 _OF_ENGINE = (
     "dtype", "kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args", "modelopt_quant",
-    "rl_quant_profile", "mamba_ssm_dtype", "qsa_indexer_dtype",
+    "rl_quant_profile", "mamba_ssm_dtype", "qsa_indexer_dtype", "flashinfer_mxfp4_moe_precision",
+    "enable_w4a4_mxfp4_megamoe",
 )  # fmt: skip
 """SGLang's settings that decide what the weights compute, or how a pool keeps it."""
 _OF_DRAFTS = (
     "speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_revision",
-    "speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype",
+    "speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype", "uno_lora_path",
 )  # fmt: skip
 KV, MAMBA = "kv", "mamba"
 """SGLang's names of a model's pool of K and V, and of its recurrent states."""
