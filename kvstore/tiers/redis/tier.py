@@ -189,6 +189,7 @@ class RedisTier:
                 raise self._control.as_part(
                     Unavailable("tiers.redis: the server failed others meanwhile: see tiers.redis.url")
                 )
+            server = await self._control.server_of(key)  # another one may be the primary by now
             with self._waits.asked(grace_s(self._write_count, byte_count)) as answered:
                 until_s = self._clock.monotonic() + limit_s(JOB_S_MAX, byte_count)
                 try:

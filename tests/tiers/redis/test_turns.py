@@ -65,3 +65,19 @@ async def test_a_dead_node_fails_only_the_writes_that_wait_for_it(monkeypatch: p
         assert other.result == "other"  # type: ignore[union-attr]  # an error fails the test, too
         assert "connection refused" in str(first)
         assert "failed others meanwhile" in str(last)
+
+
+async def test_a_write_goes_to_the_server_that_is_the_primary_at_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    primary = [DEAD]
+
+    async def server_of(_key: bytes) -> Server:
+        return primary[0]
+
+    async with redis_tier("redis://127.0.0.1:1") as tier:
+        monkeypatch.setattr(tier._control, "server_of", server_of)
+        tier._turns = asyncio.Semaphore(0)
+        write = asyncio.ensure_future(tier._move_once(1, b"key", lambda server, *_: server.host))
+        await asyncio.sleep(0)
+        primary[0] = OTHER  # it changed places with its replica, which takes no writes
+        tier._turns.release()
+        assert (await write).result == "other"
