@@ -55,8 +55,6 @@ _OF_DRAFTS = (
 )  # fmt: skip
 KV, MAMBA = "kv", "mamba"
 """SGLang's names of a model's pool of K and V, and of its recurrent states."""
-
-
 BLOCK_GROUPS, TRAILING_PAGES = "block_groups", "trailing_pages"
 """SGLang's names of what a pool must have for a prefix; else all of its pages."""
 
@@ -144,14 +142,11 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         self._pools: dict[str, HostPool] = {}
         self._namespaces: dict[tuple[str, str, str], str] = {}
 
-    def _namespace(self, name: str) -> str:
-        """Return the namespace of a pool's pages."""
-        return self._named(name, _weight_version())
-
-    def _named(self, name: str, version: str) -> str:
+    def _namespace(self, name: str, version: str | None = None) -> str:
         """Return the namespace of a pool: everything that a page's bytes depend on beside its hash. Weights that are
-        replaced under another version, or before ``clear``, begin another one."""
-        namespaces, key = self._namespaces, (name, version, self._private)
+        replaced under another version (None: of now), or before ``clear``, begin another one."""
+        key = name, _weight_version() if version is None else version, self._private
+        namespaces = self._namespaces
         found = namespaces.get(key)
         if found is None:
             facts = json.dumps(self._facts(*key), sort_keys=True, default=str)
@@ -167,7 +162,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
             _log.warning("kvstore: pages are not kept until SGLang's cache is flushed: they may be of older weights")
             return None
         self._thread.version = version
-        return self._named(name, version)
+        return self._namespace(name, version)
 
     def _facts(self, name: str, version: str, private: str) -> dict[str, object]:
         pool = self._pools.get(name)
