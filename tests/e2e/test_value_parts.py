@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
 from kvstore_client import Durability, connect
+from kvstore_client.opaque.reader import Reader
 from kvstore_ops.operators.calls import Operator
 from kvstore_ops.sidecar import Sidecar
 
@@ -46,4 +48,23 @@ def test_more_than_memory_has_room_for_come_from_the_device(plane: str, size: in
             assert receipt.wait(30) is Durability.LOCAL, receipt.reason
         targets = [np.zeros(size, np.uint8) for _ in keys]
         assert client.get_each("n", [*keys, "none"], [*targets, np.zeros(size, np.uint8)]) == [True] * 10 + [False]
+        assert all((each == noise(size, number)).all() for number, each in enumerate(targets))
+
+
+def test_so_many_large_chunks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, opened = list[int](), Reader._open
+
+    def noting(reader: Reader, digests: list[bytes]) -> Any:
+        asked.append(len(digests))
+        return opened(reader, digests)
+
+    monkeypatch.setattr("kvstore_client.opaque.reader.LARGE_BATCH", 2)
+    monkeypatch.setattr(Reader, "_open", noting)
+    with Sidecar("--capacity", "48 MiB") as sidecar, connect(sidecar.address) as client:
+        keys, size = [f"page-{number}" for number in range(5)], MOST + 50_000
+        assert all(client.put_each("n", keys, [noise(size, number) for number in range(5)]))
+        asked.clear()
+        targets = [np.zeros(size, np.uint8) for _ in keys]
+        assert all(client.get_each("n", keys, targets))
+        assert asked == [2, 2, 1] * 2
         assert all((each == noise(size, number)).all() for number, each in enumerate(targets))

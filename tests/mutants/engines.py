@@ -144,6 +144,14 @@ MUTANTS = [
         ("tests/e2e/test_value_parts.py::test_many_in_parts_of_which_one_lost_a_part",),
     ),
     Mutant(
+        "pages-that-memory-has-no-room-for",
+        READING,
+        "            if reason is MissReason.OVERLOADED and len(batch) > 1:",
+        "            if False:",
+        "of more pages than memory has room for those on the device are missing",
+        ("tests/e2e/test_value_parts.py::test_more_than_memory_has_room_for_come_from_the_device",),
+    ),
+    Mutant(
         "good-or-not",
         READING,
         "                    done[number] = is_good\n            finally:\n",

@@ -23,6 +23,9 @@ from kvstore_client.planes.session import ClientSession
 
 BATCH = 256
 """The most keys in one call: a call with many keys delays the sidecar's other clients."""
+LARGE_BATCH = 64
+"""The most chunks of values of several in one call: a client of another host has all of them in memory before it copies
+any."""
 FIRST_BYTES = CHUNK_BYTES - HEAD.size
 """The bytes of a value in the first of several chunks; a smaller value is in one."""
 TRIES = 3
@@ -172,8 +175,8 @@ class Reader:
         return all(all(self._found(key.parts(head.version, batch))) for batch in batches)
 
     def get_each(self, keys: Sequence[Key], targets: Sequence[Pieces]) -> list[bool]:
-        """Fetch values of known sizes into their targets, in as few calls as bring as many chunks, ``BATCH`` in each. A
-        value that is not stored, or of another size than its target, is False; its target's bytes are then
+        """Fetch values of known sizes into their targets, many chunks in one call (``BATCH``, ``LARGE_BATCH``). A value
+        that is not stored, or of another size than its target, is False; its target's bytes are then
         undefined."""
         done = [False] * len(keys)
         for in_parts, get in ((False, self._get_whole_ones), (True, self._get_ones_in_parts)):
@@ -191,7 +194,7 @@ class Reader:
             is_it = head is not None and head.size == target.size
             return Destination(HEAD.size, target, 0, target.size) if is_it else None
 
-        return self._copied([key.whole for key in keys], place)
+        return self._copied([key.whole for key in keys], place, BATCH)
 
     def _get_ones_in_parts(self, keys: Sequence[Key], targets: Sequence[Pieces]) -> list[bool]:
         """``get_each`` for values of several chunks. A first chunk's version names the others, so that all are of one
@@ -211,22 +214,24 @@ class Reader:
             count = min(CHUNK_BYTES, targets[owner].size - start)
             return Destination(0, targets[owner], start, count) if room_of(chunk) >= count else None
 
-        done = self._copied([key.first for key in keys], first)
+        done = self._copied([key.first for key in keys], first, LARGE_BATCH)
         good = [number for number, is_good in enumerate(done) if is_good]
         parts = [(number, part) for number in good for part in range(1, heads[number].chunk_count)]
         digests = [each for n in good for each in keys[n].parts(heads[n].version, range(1, heads[n].chunk_count))]
-        for (owner, _), is_good in zip(parts, self._copied(digests, rest), strict=True):
+        for (owner, _), is_good in zip(parts, self._copied(digests, rest, LARGE_BATCH), strict=True):
             done[owner] = done[owner] and is_good
         return done
 
-    def _copied(self, digests: list[bytes], place: Callable[[int, WholeChunk], Destination | None]) -> list[bool]:
+    def _copied(
+        self, digests: list[bytes], place: Callable[[int, WholeChunk], Destination | None], at_once: int
+    ) -> list[bool]:
         """Copy each of these chunks that is there to the place that ``place`` says for its number. Returns True for
-        each that has one and is good. Asks for fewer at a time where they exceed the limit on leases, or memory has no
-        room for all of them."""
-        done, start, most = [False] * len(digests), 0, BATCH
+        each that has one and is good. Asks for ``at_once`` at a time, and for fewer where they exceed the limit on
+        leases, or memory has no room for all of them."""
+        done, start, most = [False] * len(digests), 0, at_once
         while start < len(digests):
             batch = digests[start : start + most]
-            if most < BATCH:  # there is room for few: what was read gives way first
+            if most < at_once:  # there is room for few: what was read gives way first
                 self._session.returns.settle(self._timeout_s)
             try:
                 prefix = self._open(batch)
@@ -301,7 +306,7 @@ class Reader:
             heads[number] = head
             return Destination(0, Pieces([]), 0, 0)
 
-        good = self._copied([key.first for key in keys], look)
+        good = self._copied([key.first for key in keys], look, LARGE_BATCH)
         return [each and self._are_there(keys[number], heads[number]) for number, each in enumerate(good)]
 
 
