@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,6 +117,19 @@ def test_another_dtype_layout_page_size_or_stage_never_shares(sidecar: Sidecar, 
     with backend(sidecar, pool) as one, backend(sidecar, other()) as another:
         assert all(one.batch_set_v1(keys, pool.indices(0, 1), None))
         assert another.batch_exists(keys) == 0
+
+
+def test_engines_that_compute_in_another_dtype_never_share(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the pool has one of its own, as float8 is."""
+    settings, keys, pool = SimpleNamespace(dtype="float16"), keys_of(1, 3400), HostPool()
+    monkeypatch.setattr("kvstore_client.engines.sglang._settings", lambda: settings)
+    with backend(sidecar, pool) as one:
+        assert one.batch_set_v1(keys, pool.indices(0), None) == [True]
+    with backend(sidecar, pool) as again:
+        assert again.batch_exists(keys) == 1
+    settings.dtype = "bfloat16"
+    with backend(sidecar, pool) as other:
+        assert other.batch_exists(keys) == 0
 
 
 def test_a_pool_of_plain_bytes_needs_their_dtype(sidecar: Sidecar) -> None:

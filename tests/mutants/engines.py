@@ -66,7 +66,7 @@ MUTANTS = [
     Mutant(
         "pages-of-another-form",
         SGLANG,
-        "            facts |= {each: str(getattr(pool, each, None)) for each in _OF_POOL}\n",
+        '        facts |= {"kind": type(pool).__name__, "form": form}\n',
         "",
         "an engine reads pages that were packed in another way",
         (f"{T_SGLANG}::test_another_dtype_layout_page_size_or_stage_never_shares",),

@@ -65,7 +65,8 @@ def test_what_one_engine_backed_up_another_prefetches(sidecar: Sidecar, pools: A
         (3, {"revision": "a" * 40}, {"revision": "b" * 40}),
         (4, {"json_model_override_args": '{"rope_theta": 1e6}'}, {}),
         (5, {"extra": {"weights_digest": "a" * 64}}, {"extra": {"weights_digest": "b" * 64}}),
-        (6, {"flashinfer_mxfp4_moe_precision": "fp8"}, {}),
+        (6, {"dtype": "float16", "kv_cache_dtype": "fp8_e4m3"}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"}),
+        (7, {"flashinfer_mxfp4_moe_precision": "fp8"}, {}),
     ],
 )
 def test_engines_that_compute_or_keep_other_numbers_share_nothing(

@@ -166,13 +166,12 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
 
     def _facts(self, name: str, version: str, private: str) -> dict[str, object]:
         pool = self._pools.get(name)
-        facts = {**self._identity, "pool": name, "version": version, "private": private}
+        facts: dict[str, object] = {**self._identity, "pool": name, "version": version, "private": private}
         if self._is_mla and name != MAMBA:  # every rank has the same latents
             facts.update(tp_rank=None, tp_size=None)
-        if pool is not None:
-            facts |= {each: str(getattr(pool, each, None)) for each in _OF_POOL}
-            facts["kind"] = type(pool).__name__
-        if "draft" in name or facts.get("target_layer_num", "None") not in ("None", facts.get("layer_num")):
+        form = {each: str(getattr(pool, each, None)) for each in _OF_POOL}
+        facts |= {"kind": type(pool).__name__, "form": form}
+        if "draft" in name or form["target_layer_num"] not in ("None", form["layer_num"]):
             facts |= self._drafts  # a pool may keep the draft model's layers behind the model's own
         return facts
 
