@@ -110,4 +110,4 @@ docs: $(STAMP) ## Write the pages that are made of settings and results
 	$(BIN)/python -m kvstore_ops.pages
 
 clean: ## Remove what was made
-	rm -rf $(VENV) $(VLLM) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
