@@ -121,7 +121,14 @@ MOVES_NO_BYTES = {
         "kvstore/server/web/site.py",
         "WebQuestion.get",
     ): "a question to the service for the page: without an answer, a 503",
-    ("clients/kvstore_client/loading/call.py", "_start"): "without it nobody plans: the prompt is looked up as ever",
+    (
+        "clients/kvstore_client/loading/call.py",
+        "PrefillCall._begin",
+    ): "without it nobody plans: the prompt is looked up as ever",
+    (
+        "clients/kvstore_client/planes/session.py",
+        "check_threads",
+    ): "does nothing: whether a thread can be had, for calls of gRPC's that would hang without",
     ("clients/kvstore_client/loading/patience.py", "Patience.__init__"): "without it a load is waited for as ever",
     (
         "clients/kvstore_client/loading/patience.py",
