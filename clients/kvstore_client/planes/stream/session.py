@@ -84,19 +84,18 @@ class StreamSession(ClientSession):
         )
         self.store_bytes = self.channel.stream_unary(SERVICE + "StoreBytes", None, rpb.StoreBytesResponse.FromString)
         bearer = ((METADATA_TOKEN, f"Bearer {token}"),)
-        connect = self.channel.unary_stream(
-            SERVICE + "Connect", rpb.ConnectRequest.SerializeToString, rpb.ConnectResponse.FromString
-        )
         self._opened = threading.Event()
         self._welcome: rpb.ConnectResponse | None = None
         self._failure: KVStoreError = Unavailable(f"{address} closed the session")
-        self._stream = connect(rpb.ConnectRequest(version=PROTOCOL_VERSION), metadata=bearer)
+        self._stream: Any = self.channel.unary_stream(
+            SERVICE + "Connect", rpb.ConnectRequest.SerializeToString, rpb.ConnectResponse.FromString
+        )(rpb.ConnectRequest(version=PROTOCOL_VERSION), metadata=bearer)
         start_thread(partial(_watch, weakref.ref(self), self._stream), "kvstore-watch")
         if not self._opened.wait(timeout_s):
             self.close()
             raise DeadlineExceeded(f"{address} did not open a session within {timeout_s} s")
         if self._welcome is None:
-            self.close()
+            self._let_go()
             failure = self._failure
             del self._failure
             try:
@@ -108,6 +107,12 @@ class StreamSession(ClientSession):
         self.staging = PrivatePool()
         self.message_bytes = int(self._welcome.message_bytes)
         self._start_returns(timeout_s)
+
+    def _let_go(self) -> None:
+        """End a session that was refused, and let its channel go: the error's frames keep the session, and a channel
+        that only the interpreter's end frees may wait for ever for one of gRPC's threads, which are stopped by then."""
+        self.close()
+        del self.channel, self.cache, self.admin, self.prefills, self.fetch_bytes, self.store_bytes, self._stream
 
     def greeted(self, welcome: rpb.ConnectResponse) -> None:
         """Note that the session is open."""
