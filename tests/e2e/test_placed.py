@@ -47,10 +47,11 @@ def client(sidecar: Sidecar) -> Iterator[Client]:
 def held(client: Client, seed: int, readers: int = 1, count: int = COUNT) -> tuple[bytes, list]:
     """Store a context, and return a ticket for all of it, and its cache."""
     tokens, cache = tokens_of(count, seed), random_cache(SPEC, count, seed)
-    client.store(SPEC, tokens, cache).wait(10)
+    receipt = client.store(SPEC, tokens, cache)
+    receipt.wait(10)
     match = client.lookup(SPEC, tokens, hold=True, readers=readers)
     assert match.ticket is not None
-    assert match.prefix_token_count == count
+    assert match.prefix_token_count == count, receipt.reason
     return match.ticket, cache
 
 
@@ -170,6 +171,7 @@ def test_whatever_byte_of_a_ticket_changes_its_places_are_right_or_not_taken() -
         Sidecar("--capacity", "40 KiB", environment={**os.environ, **settings}) as sidecar,
         connect(sidecar.address) as client,
     ):
+        sidecar.wait_prefaulted()  # both regions are there
         ticket, cache = held(client, 10, count=48)
         right = _places_of(client, ticket)
         assert [len(extents) for _, _, extents in right] == [1, 1, 2]
