@@ -58,7 +58,7 @@ class EventKind(IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> EventKind | None:
-        """As ``Tier``."""
+        """Return NONE for a number that only a later release knows, as ``Tier`` does."""
         return cls.NONE if isinstance(value, int) else None
 
 
@@ -71,7 +71,7 @@ class Encoding(IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Encoding | None:
-        """As ``Tier``."""
+        """Return NONE for a number that only a later release knows, as ``Tier`` does."""
         return cls.NONE if isinstance(value, int) else None
 
 

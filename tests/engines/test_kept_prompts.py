@@ -1,4 +1,4 @@
-"""What the caller does with its tensors and the answer's cache, while the prompt is still to be kept."""
+"""A prompt is kept as it was computed, whatever its caller does meanwhile with its tensors and the answer's cache."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_reset_leaves_the_memory_alone_that_others_read(monkeypatch: pytest.Mo
 def test_a_prompt_does_not_wait_for_the_device_of_the_one_before(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who waits for its level does."""
+    """Only the caller that asks for the level waits for it."""
     answered: Future[None] = Future()
     both, stored = Event(), list[int]()
 

@@ -13,7 +13,8 @@ from tests.server.test_publishing import Router
 
 
 async def test_a_router_that_listened_before_a_restart_sees_a_gap_and_begins_anew(tmp_path: Path) -> None:
-    """What memory alone had is gone: a router that kept its account would send prompts to a node that has nothing."""
+    """A restart loses what memory alone had: a router that kept its account would send prompts to a node that has
+    nothing."""
     router = Router(tmp_path)
     settings = EventSettings(endpoint=f"ipc://{tmp_path}/events", replay_endpoint=f"ipc://{tmp_path}/replay")
     for paths in ([(1, 2), (3,)], [(4,)]):

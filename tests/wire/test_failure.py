@@ -1,4 +1,4 @@
-"""What a failed call tells beside its status, whoever answered it."""
+"""A failed call becomes the typed error of its status, whoever answered it and whatever fields came with it."""
 
 from __future__ import annotations
 

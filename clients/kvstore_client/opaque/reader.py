@@ -33,7 +33,8 @@ TRIES = 3
 
 
 class Destination(NamedTuple):
-    """Where a chunk's bytes go. ``skip``: bytes of the chunk before them; ``start``: their place in the target."""
+    """The place that a chunk's bytes are copied to. ``skip``: bytes of the chunk before them; ``start``: their place in
+    the target."""
 
     skip: int
     target: Pieces

@@ -1,4 +1,4 @@
-"""What waits for its turn: for a server that failed it waits no longer, for another node of a cluster it does."""
+"""A write or read that waits for its turn gives up a server that failed, and goes on waiting for other nodes."""
 
 from __future__ import annotations
 
