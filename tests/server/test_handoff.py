@@ -179,8 +179,9 @@ def babble(door: Handoff) -> None:
 def test_a_client_is_sent_a_few_answers_ahead_of_what_it_reads(own_sidecar: Sidecar) -> None:
     """Small ones, too, of which the kernel would keep hundreds."""
     with Raw(own_sidecar) as hasty:
-        for _ in range(64):
-            hasty.send(b'{"op": "staging_close", "staging_id": 1}')
+        with suppress(ConnectionError):  # on a slow machine it is let go before it has sent them all
+            for _ in range(64):
+                hasty.send(b'{"op": "staging_close", "staging_id": 1}')
         ended = select.poll()
         ended.register(hasty.socket, select.POLLRDHUP)  # the end, and no answer: none is read before
         assert ended.poll(TIMEOUT_S * 1000)
