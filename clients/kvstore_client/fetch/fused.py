@@ -1,31 +1,31 @@
 """Copies all layers of a dense fetch at once: prepared in few steps, and run in few operations.
 
 Views cost more than bytes where a fetch is small: 256 tokens of 30 layers are 60 planes of 100 KB. Where the slabs of
-the layers lie at one distance, one view is cut into all of them.
+the layers lie at one distance, they are one array. Compiled code copies it to all planes (``kvstore_copies``); without
+it, torch copies views of them.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+from kvstore_copies import Batch, Blocks, batch_of, is_compiled
 from numpy.typing import NDArray
 
 from kvstore.chunk import STRIP_ALIGNMENT, ChunkLayout
 from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
-from kvstore_client.arrays import Tensor, torch_module
+from kvstore_client.arrays import Tensor, is_tensor, torch_module
+from kvstore_client.copying import COPY_THREADS, plainly
 from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun
 
 Fused = Callable[[FaultPoints, int], Iterator[Callable[[], None]]]
 """All copies of a fetch, ready to run: a call yields them in so many pieces of about the same size."""
 Copy = TypeVar("Copy")
-KEPT_MAX = 64
-"""The most runs of chunks whose views a session keeps: the views of a chunk of 32 layers take some 30 KiB."""
 
 
 class PlaneGeometry(NamedTuple):
@@ -53,76 +53,75 @@ def plane_geometry(layout: ChunkLayout, layers: tuple[int, ...]) -> PlaneGeometr
     return PlaneGeometry(begin // size, steps.pop() // size, strip // size, dims)
 
 
-class KeptViews:
-    """Views of the planes of chunks in mapped memory, kept for the next fetch of the same chunks. Safe to share between
-    threads. A chunk's place never changes, so its views stay right as long as the chunk itself is."""
-
-    def __init__(self) -> None:
-        self._changing = threading.Lock()
-        self._known: dict[tuple[object, ...], tuple[Sequence[Chunk], list[Sequence[Tensor]]]] = {}
-        self._is_over = False
-
-    def of(self, run: MappedRun, layers: tuple[int, ...], heads: range, dtype: object) -> list[Sequence[Tensor]] | None:
-        """Return as ``sources_of`` does."""
-        key = (*map(id, run.chunks), layers, heads, dtype)
-        with self._changing:
-            known = self._known.pop(key, None)  # it keeps its chunks, so that no other chunk has their ids
-            if known is not None:
-                self._known[key] = known
-                return known[1]
-        made = sources_of(run, layers, heads, dtype)
-        with self._changing:
-            if made is not None and not self._is_over:
-                self._known[key] = run.chunks, made
-                if len(self._known) > KEPT_MAX:
-                    del self._known[next(iter(self._known))]
-        return made
-
-    def clear(self) -> None:
-        """Drop all views: the session ends, and its memory goes with the last of them."""
-        with self._changing:
-            self._is_over = True
-            self._known.clear()
-
-
 def copies_of(
-    planes: Planes,
-    token_count: int,
-    runs: Sequence[MappedRun],
-    layers: tuple[int, ...],
-    heads: range,
-    kept: KeptViews | None = None,
-) -> Fused | None:
+    planes: Planes, token_count: int, runs: Sequence[MappedRun], layers: tuple[int, ...], heads: range
+) -> Fused | None:  # fmt: skip
     """Return all copies of these chunks into ``planes``, each [heads, tokens, dim] with at least ``token_count``
-    tokens, all tensors of one dtype. None where copies must be made layer by layer: without torch; where slabs or
-    chunks lie irregularly; and where a chunk ends behind ``token_count``, as a confused sidecar may say. The views are
-    made from strides alone, without bounds, and would reach beyond their plane. ``kept``: views of the chunks that
-    earlier fetches made."""
-    targets: list[Tensor] = []
-    sources: list[Tensor] = []
-    make = sources_of if kept is None else kept.of
+    tokens, all of one dtype. None where copies must be made layer by layer: where slabs or chunks lie irregularly;
+    where a chunk ends behind ``token_count``, as a confused sidecar may say; and where there is neither compiled code
+    nor torch. No bounds are checked behind this: the copies would reach beyond their plane."""
+    pairs: list[tuple[int, Chunk, NDArray[np.generic]]] = []
     for run in runs:
         first, last = run.chunks[0], run.chunks[-1]
-        if last.token_start + last.layout.token_count > token_count:
+        arrays = sources_of(run, layers, heads)
+        if last.token_start + last.layout.token_count > token_count or arrays is None:
             return None
-        found = make(run, layers, heads, planes.sides[0][0].dtype)
-        if found is None:
+        pairs += ((which, first, array) for which, array in enumerate(arrays))
+    return _in_a_batch(planes, pairs) or plainly(_in_pairs, planes, pairs)
+
+
+def _in_a_batch(planes: Planes, pairs: Sequence[tuple[int, Chunk, NDArray[np.generic]]]) -> Fused | None:
+    """Return the copies in compiled code. None where there is none, or the planes do not suit it."""
+    if not is_compiled():
+        return None
+    blocks: list[tuple[Blocks, Blocks]] = []
+    for which, first, source in pairs:
+        target = planes.blocks(which, source.shape[1:], first.token_start)
+        if target is None:
             return None
-        for which, views in enumerate(found):
-            shape, chunk_tokens = views[0].shape, first.layout.token_count
-            targets.extend(planes.parts(which, shape, len(run.chunks), chunk_tokens, first.token_start))
-            sources.extend(views)
+        blocks.append((target, Blocks.of(source)))
+    batch = batch_of(blocks, pairs[0][2].itemsize, COPY_THREADS) if pairs else None
+    return None if batch is None else partial(calls_of, batch)
+
+
+def calls_of(batch: Batch, faults: FaultPoints, _count: int) -> Iterator[Callable[[], None]]:
+    """Yield the calls that make all copies; each takes what no other thread has taken, so their number matters
+    little."""
+    return repeat(partial(_call, batch, faults), batch.calls)
+
+
+def _call(batch: Batch, faults: FaultPoints) -> None:
+    batch.run()
+    faults.reach("fetch.copy.middle")
+
+
+def _in_pairs(planes: Planes, pairs: Sequence[tuple[int, Chunk, NDArray[np.generic]]]) -> Fused | None:
+    """Return the copies by torch, which copies many pairs of tensors in one operation. None without torch."""
+    torch = torch_module()
+    if torch is None:
+        return None
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    for which, first, source in pairs:
+        targets.extend(planes.parts(which, source.shape[1:], first.token_start))
+        sources.extend(views_of(source, planes.sides[0][0].dtype))
     assert len(targets) == len(sources), "a copy for each view"
     return partial(_pairs_in_pieces, targets, sources)
 
 
+def views_of(array: NDArray[np.generic], dtype: object) -> Sequence[Tensor]:
+    """Return the entries of an array's first axis as tensors of the same memory. torch views them in one step."""
+    views: Sequence[Tensor] = torch_module().from_numpy(array).view(dtype).unbind()
+    return views
+
+
 class Planes(NamedTuple):
-    """The destination of a dense fetch. ``sides``: all K, and all V, each a list over the layers. ``are_alike``: True
-    when those of each side have one shape. ``halves``: the same planes, where those of each side are one tensor
-    [layers, heads, tokens, dim]."""
+    """The destination of a dense fetch. ``sides``: all K, and all V, each a list over the layers. ``addresses``: of the
+    first byte of each plane, where those of each side are known to be the CPU's, of one shape and stride; else empty.
+    ``halves``: the same planes, where those of each side are one tensor [layers, heads, tokens, dim]."""
 
     sides: Sequence[Sequence[Tensor]]
-    are_alike: bool = False
+    addresses: Sequence[Sequence[int]] = ()
     halves: Sequence[Tensor] = ()
 
     def at(self, positions: range) -> Planes:
@@ -130,78 +129,107 @@ class Planes(NamedTuple):
         some = slice(positions.start, positions.stop)
         halves = [half[some] for half in self.halves]
         sides = [half[:1] for half in halves] if halves else [side[some] for side in self.sides]
-        return Planes(sides, self.are_alike, halves)
+        return Planes(sides, [each[some] for each in self.addresses], halves)
 
-    def parts(
-        self, which: int, shape: Sequence[int], count: int, chunk_tokens: int, start: int
-    ) -> Iterable[Tensor]:  # fmt: skip
-        """Return, of each K or V, a view of the tokens of ``count`` chunks from token ``start`` on, of ``shape``."""
-        if self.halves:
-            return _block_runs(self.halves[which], shape, count, chunk_tokens, start)
-        side = self.sides[which]
-        looked_at = side[:1] if self.are_alike else side
-        if count > 1 or start or any(plane.shape != shape for plane in looked_at):
-            return token_runs(side, shape, count, chunk_tokens, start)
-        return side
+    def parts(self, which: int, shape: Sequence[int], start: int) -> Iterable[Tensor]:
+        """Return, of each K or V, a view of some chunks' tokens from token ``start`` on, of ``shape``: [heads, chunks,
+        tokens, dim]."""
+        if not self.halves:
+            return token_runs(self.sides[which], shape, start)
+        half = self.halves[which]
+        layer, head, token, item = half.stride()
+        steps = (layer, head, token * shape[2], token, item)
+        views: Sequence[Tensor] = half.as_strided(
+            (len(half), *shape), steps, half.storage_offset() + token * start
+        ).unbind()  # fmt: skip
+        return views
+
+    def blocks(self, which: int, shape: tuple[int, ...], start: int) -> Blocks | None:
+        """Return the same as blocks. None where the planes have several strides, or have no plain memory."""
+        if not self.halves:
+            return blocks_of(self.sides[which], shape, start, self.addresses[which] if self.addresses else None)
+        half = self.halves[which]
+        layer = half.stride(0) * half.element_size()
+        addresses = range(half.data_ptr(), half.data_ptr() + len(half) * layer, layer or 1)
+        return _blocks(addresses, shape, half.stride()[1:], half.element_size(), start, half)
 
 
-def sources_of(run: MappedRun, layers: tuple[int, ...], heads: range, dtype: object) -> list[Sequence[Tensor]] | None:
-    """Return views of K, and of V, of these chunks in each layer: [heads, tokens, dim] of one chunk, and of several
-    [heads, chunks, tokens, dim]. None as ``copies_of`` says."""
-    torch, first, count = torch_module(), run.chunks[0], len(run.chunks)
+def sources_of(
+    run: MappedRun, layers: tuple[int, ...], heads: range
+) -> list[NDArray[np.generic]] | None:  # fmt: skip
+    """Return K, and V, of these chunks as [layers, heads, chunks, tokens, dim]: views. None as ``copies_of`` says."""
+    first, count = run.chunks[0], len(run.chunks)
     layout = first.layout
     geometry = plane_geometry(layout, layers)
-    if torch is None or geometry is None or first.home is None or run.stride % layout.item_size:
+    if geometry is None or first.home is None:
         return None
     region, _, offset = first.home
     memory = region[offset : offset + run.stride * (count - 1) + layout.total_bytes]
-    return strip_views(memory, layout, geometry, len(layers), heads, count, run.stride, 0, dtype)
+    return strip_arrays(memory, layout, geometry, len(layers), heads, count, run.stride, 0)
 
 
-def strip_views(
+def strip_arrays(
     memory: Bytes, layout: ChunkLayout, geometry: PlaneGeometry, layer_count: int, heads: range, count: int,
-    stride: int, base: int, dtype: object,
-) -> list[Sequence[Tensor]]:  # fmt: skip
-    """Return views of K, and of V, as ``sources_of`` does, of ``count`` chunks in ``memory``, each ``stride`` bytes
-    further. ``base``: the first chunk's byte that the memory begins with. torch refuses views beyond the memory."""
-    items = torch_module().from_numpy(memory).view(dtype)
-    found: list[Sequence[Tensor]] = []
-    at = geometry.begin + heads.start * geometry.strip_step - base // layout.item_size
+    stride: int, base: int,
+) -> list[NDArray[np.generic]]:  # fmt: skip
+    """Return K, and V, as ``sources_of`` does, of ``count`` chunks in ``memory``, each ``stride`` bytes further.
+    ``base``: the first chunk's byte that the memory begins with. numpy refuses views beyond the memory."""
+    size, found = layout.item_size, []
+    at = geometry.begin + heads.start * geometry.strip_step
     for dim in geometry.dims:
-        shape, steps = [len(heads), layout.token_count, dim], [geometry.strip_step, dim, 1]
-        if count > 1:
-            shape.insert(1, count)
-            steps.insert(1, stride // layout.item_size)
-        views = items.as_strided((layer_count, *shape), (geometry.layer_step, *steps), at)
-        found.append(views.unbind())
+        shape = (layer_count, len(heads), count, layout.token_count, dim)
+        strides = [step * size for step in (geometry.layer_step, geometry.strip_step, 0, dim, 1)]
+        strides[2] = stride
+        found.append(np.ndarray(shape, f"i{size}", memory.data, at * size - base, strides))
         at += layout.token_count * dim
     return found
 
 
-def token_runs(
-    planes: Iterable[Tensor], shape: Sequence[int], count: int, chunk_tokens: int, start: int
-) -> Iterator[Tensor]:
-    """Yield, of each plane, a view of the tokens of ``count`` chunks from token ``start`` on, of ``shape``. Each view
-    is made in one step, and planes of the same strides share the computed steps, because a view costs more than a small
-    copy."""
+def token_runs(planes: Iterable[Tensor], shape: Sequence[int], start: int) -> Iterator[Tensor]:
+    """Yield, of each plane, a view of some chunks' tokens from token ``start`` on, of ``shape``: [heads, chunks,
+    tokens, dim]. Each view is made in one step, and planes of the same strides share the computed steps, because a view
+    costs more than a small copy."""
     strides: tuple[int, ...] = ()
     for plane in planes:
         if strides != (found := plane.stride()):
             strides = found
             head, token, item = strides
-            steps = (head, token * chunk_tokens, token, item) if count > 1 else strides
-            skipped = token * start
+            steps, skipped = (head, token * shape[2], token, item), token * start
         yield plane.as_strided(shape, steps, plane.storage_offset() + skipped)
 
 
-def _block_runs(half: Tensor, shape: Sequence[int], count: int, chunk_tokens: int, start: int) -> Sequence[Tensor]:
-    """Return as ``_token_runs`` does, of all planes of one tensor [layers, heads, tokens, dim], in one step."""
-    layer, head, token, item = half.stride()
-    steps = (head, token * chunk_tokens, token, item) if count > 1 else (head, token, item)
-    views: Sequence[Tensor] = half.as_strided(
-        (len(half), *shape), (layer, *steps), half.storage_offset() + token * start
-    ).unbind()
-    return views
+def blocks_of(
+    planes: Sequence[Tensor], shape: tuple[int, ...], start: int, addresses: Sequence[int] | None = None
+) -> Blocks | None:  # fmt: skip
+    """Return what ``token_runs`` does as blocks, of tensors or arrays. None where they have several strides, or no
+    plain memory of the CPU. ``addresses``: as those of ``Planes``, where they are known."""
+    first = planes[0]
+    if not is_tensor(first):
+        if any(is_tensor(plane) or plane.strides != first.strides for plane in planes):
+            return None
+        addresses = [plane.__array_interface__["data"][0] for plane in planes]
+        return _blocks(addresses, shape, first.strides, 1, start, planes)
+    strides = first.stride()
+    if addresses is None:
+        if not all(_is_plain(plane) and plane.stride() == strides for plane in planes):
+            return None
+        addresses = [plane.data_ptr() for plane in planes]
+    return _blocks(addresses, shape, strides, first.element_size(), start, planes)
+
+
+def _is_plain(plane: Tensor) -> bool:
+    torch = torch_module()
+    return type(plane) in (torch.Tensor, torch.nn.Parameter) and plane.is_cpu
+
+
+def _blocks(
+    addresses: Sequence[int], shape: tuple[int, ...], strides: Sequence[int], size: int, start: int, owner: object
+) -> Blocks:  # fmt: skip
+    """Return planes, at these addresses, as blocks of ``shape`` from token ``start`` on. ``size``: bytes per unit of
+    ``strides``."""
+    head, token, item = (stride * size for stride in strides)
+    begins = np.array(addresses, np.int64) + token * start
+    return Blocks(begins, shape, (head, token * shape[2], token, item), owner)
 
 
 def paged_sources(

@@ -9,15 +9,16 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from kvstore_copies import Batch, Blocks, batch_of, is_compiled
 from numpy.typing import NDArray
 
 from kvstore.chunk import slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints
 from kvstore_client.arrays import Layer, Tensor, check_memory, is_array, is_tensor, settle_device
-from kvstore_client.copying import copy, raw
+from kvstore_client.copying import COPY_THREADS, copy, raw
 from kvstore_client.fetch.axes import PageViews
-from kvstore_client.fetch.fused import Fused, KeptViews, paged_sources, pieces_of
+from kvstore_client.fetch.fused import Fused, calls_of, paged_sources, pieces_of
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.shared_memory.chunk import MappedRun
 from kvstore_client.planes.stream.strips import Strips
@@ -59,6 +60,17 @@ class Piece(NamedTuple):
 Cut = tuple[list[tuple[int, NDArray[np.intp]]], list[Piece]]
 """Runs of whole pages in any order, (first token, pages), and the other tokens as pieces."""
 PageRows = tuple[int | slice, slice]
+
+
+class WholePages(NamedTuple):
+    """Pages of one half of a cache. ``arrays``: per layer all pages, [pages, page_size, heads, dim]; ``numbers``: those
+    that are meant, in one or two axes; ``content``: theirs, with a first axis of layers."""
+
+    arrays: list[NDArray[np.generic]]
+    numbers: NDArray[np.intp]
+    content: NDArray[np.generic]
+
+
 PageCopy = tuple[NDArray[np.generic], NDArray[np.intp], NDArray[np.generic]]
 """(all pages, the numbers of those to write, their new content)."""
 
@@ -232,22 +244,23 @@ class PagedTarget:
     def rows(self, layer: int, token_count: int) -> Tensor:
         raise AssertionError("no hidden states go into pages")
 
-    def fused(
-        self, runs: Sequence[MappedRun], kept: KeptViews | None, positions: range | None = None
-    ) -> Fused | None:  # fmt: skip
+    def fused(self, runs: Sequence[MappedRun], positions: range | None = None) -> Fused | None:
         """Return all copies of the wanted layers, or those at ``positions``, at once. None where tokens lie in parts of
         pages, or a layer has work of its own."""
-        copies = self._page_copies(runs, positions or range(len(self._wanted.layers)))
-        return None if copies is None else partial(pieces_of, copies, copy_pages)
+        parts = self._whole_pages(runs, positions or range(len(self._wanted.layers)))
+        if parts is None:
+            return None
+        batch = page_batch(parts, are_targets=True)
+        return partial(pieces_of, page_copies(parts), copy_pages) if batch is None else partial(calls_of, batch)
 
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one wanted layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
         wanted = self._wanted
         for run in runs:
             faults.reach("fetch.copy.middle")
-            copies = self._page_copies([run], range(position, position + 1))
-            if copies is not None:
-                copy_pages(copies)
+            parts = self._whole_pages([run], range(position, position + 1))
+            if parts is not None:
+                copy_pages(page_copies(parts))
                 continue
             for chunk in run.chunks:
                 layout = chunk.layout
@@ -259,16 +272,16 @@ class PagedTarget:
                 for part in slab_parts(layout, index, chunk.slab(index)):
                     self._put(position, part.which, part.array[0, heads], chunk.token_start + part.token_start)
 
-    def _page_copies(self, runs: Sequence[MappedRun], positions: range) -> list[PageCopy] | None:
-        """Return the copies of these layers, in few steps for all of them: one copy per layer and half of chunks at a
-        constant distance. None where copies must be made chunk by chunk."""
+    def _whole_pages(self, runs: Sequence[MappedRun], positions: range) -> list[WholePages] | None:
+        """Return the pages of these layers and their content, by halves of chunks at a constant distance. None where
+        copies must be made chunk by chunk."""
         wanted, pages = self._wanted, self._pages
         arrays = pages.arrays[positions.start : positions.stop]
         if wanted.verify or not arrays or any(each is None for each in arrays):
             return None
         layers = wanted.layers[positions.start : positions.stop]
         heads = range(wanted.head_start, wanted.head_start + wanted.heads_of(layers[0]))
-        copies: list[PageCopy] = []
+        parts: list[WholePages] = []
         for run in runs:
             first = run.chunks[0]
             places = pages.places_of(first.token_start, first.layout.token_count, len(run.chunks))
@@ -276,12 +289,9 @@ class PagedTarget:
             if places is None or sources is None:
                 return None
             for which, source in enumerate(sources):
-                for halves, of_layer in zip(arrays, source, strict=True):
-                    assert halves is not None
-                    array = halves[which]
-                    content = of_layer.view(array.dtype)
-                    copies += [(array, numbers, content[some]) for some, numbers in places]
-        return copies
+                of_layers = [halves[which] for halves in arrays if halves is not None]
+                parts += [WholePages(of_layers, numbers, source[:, *some]) for some, numbers in places]
+        return parts
 
     def copy_strips(self, position: int, strips: Strips) -> None:
         """Copy the strips of one wanted layer that a message brought."""
@@ -315,6 +325,30 @@ class PagedTarget:
             for piece in rest:
                 source = tensor[:, piece.token - token : piece.token - token + piece.token_count]
                 copy(pages.place(plane, piece), pages.shaped(source, piece))
+
+
+def page_batch(parts: Sequence[WholePages], *, are_targets: bool) -> Batch | None:
+    """Return the copies into pages, or out of them, in compiled code; None where there is none, or the pages do not
+    suit it."""
+    if not is_compiled():
+        return None
+    pairs: list[tuple[Blocks, Blocks]] = []
+    for part in parts:
+        pages = Blocks.at(part.numbers, part.arrays)
+        if pages is None:
+            return None
+        content = Blocks.of(part.content, 1 + part.numbers.ndim)
+        pairs.append((pages, content) if are_targets else (content, pages))
+    return batch_of(pairs, parts[0].content.itemsize, COPY_THREADS) if parts else None
+
+
+def page_copies(parts: Sequence[WholePages]) -> list[PageCopy]:
+    """Return copies by numpy, one per layer and half of chunks at a constant distance."""
+    return [
+        (array, part.numbers, content.view(array.dtype))
+        for part in parts
+        for array, content in zip(part.arrays, part.content, strict=True)
+    ]
 
 
 def copy_pages(copies: Sequence[PageCopy]) -> None:

@@ -11,8 +11,8 @@ from kvstore.chunk import ChunkLayout, slab_parts
 from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
 from kvstore_client.arrays import Layer, Tensor, presented
-from kvstore_client.copying import copy, copy_small, plainly, plane_run, raw, whole
-from kvstore_client.fetch.fused import Fused, KeptViews, Planes, copies_of
+from kvstore_client.copying import copy, copy_small, plane_run, raw, whole
+from kvstore_client.fetch.fused import Fused, Planes, copies_of
 from kvstore_client.fetch.given import Given, given_planes
 from kvstore_client.fetch.owned import OwnedHalves, owned_layers, owned_rows
 from kvstore_client.fetch.paged import Paged, PagedTarget, Pages
@@ -37,7 +37,7 @@ class DenseTarget:
         self._token_count = token_count
         self.is_callers = given is not None
         self._are_tensors = given is not None and given.are_tensors
-        self._sides = () if given is None else given.sides
+        self._alike = None if given is None or not given.sides else Planes(given.sides, given.addresses)
         self._layers: Sequence[Sequence[Tensor]]
         self._owned = OwnedHalves.of(wanted, token_count) if given is None else None
         if given is not None:
@@ -91,9 +91,7 @@ class DenseTarget:
             else:
                 self._copy_run(run, index, self._raw[position])
 
-    def fused(
-        self, runs: Sequence[MappedRun], kept: KeptViews | None, positions: range | None = None
-    ) -> Fused | None:  # fmt: skip
+    def fused(self, runs: Sequence[MappedRun], positions: range | None = None) -> Fused | None:
         """Return all copies of the requested layers, or those at ``positions``, at once; None where each layer has work
         of its own."""
         wanted = self._wanted
@@ -103,13 +101,13 @@ class DenseTarget:
         if positions is not None:
             planes, layers = planes.at(positions), layers[positions.start : positions.stop]
         heads = range(wanted.head_start, wanted.head_start + wanted.heads_of(layers[0]))
-        return plainly(copies_of, planes, self._token_count, runs, layers, heads, kept)
+        return copies_of(planes, self._token_count, runs, layers, heads)
 
     def _planes(self) -> Planes:
         if self._owned is not None:
-            return Planes([half[:1] for half in self._owned.halves], True, self._owned.halves)
-        if self._sides:
-            return Planes(self._sides, are_alike=True)
+            return Planes([half[:1] for half in self._owned.halves], (), self._owned.halves)
+        if self._alike is not None:
+            return self._alike
         return Planes(list(zip(*(self._layers if self._are_tensors else self._raw), strict=True)))
 
     def copy_hidden(self, layer: int, runs: Sequence[MappedRun], bad: set[int]) -> None:

@@ -16,7 +16,7 @@ from kvstore.spec import Exactness, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import Layer, Tensor
 from kvstore_client.copying import Copier
-from kvstore_client.fetch.fused import Fused, KeptViews
+from kvstore_client.fetch.fused import Fused
 from kvstore_client.fetch.wanted import Wanted
 
 if TYPE_CHECKING:
@@ -46,11 +46,9 @@ class Target(Protocol):
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one requested layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
 
-    def fused(
-        self, runs: Sequence[MappedRun], kept: KeptViews | None, positions: range | None = None
-    ) -> Fused | None:  # fmt: skip
+    def fused(self, runs: Sequence[MappedRun], positions: range | None = None) -> Fused | None:
         """Return all copies of the requested layers, or those at ``positions``, for one pass. None where each layer has
-        work of its own. ``kept``: views that earlier fetches made."""
+        work of its own."""
 
     def copy_hidden(self, layer: int, runs: Sequence[MappedRun], bad: set[int]) -> None:
         """Copy E of a hidden layer, as ``copy_layer`` does."""

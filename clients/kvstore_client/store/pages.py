@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,8 +15,9 @@ from kvstore.seams.memory import Bytes
 from kvstore.spec import ModelSpec
 from kvstore_client.arrays import Tensor
 from kvstore_client.derived import check_exact
+from kvstore_client.fetch.axes import Arrays
 from kvstore_client.fetch.fused import page_views, plane_geometry
-from kvstore_client.fetch.paged import Paged, PageRows, Pages
+from kvstore_client.fetch.paged import Paged, PageRows, Pages, WholePages, page_batch
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.store import Unit
 from kvstore_client.prompt import EXACT, Prompt
@@ -64,8 +65,8 @@ class PagesSource:
                 self.slabs[slab].copy(one, part.token_start, part.token_stop, token, heads)
 
     def fused(self, unit: Unit, memory: Bytes, count: int, stride: int) -> list[Callable[[], None]] | None:
-        """See ``planes.store.StoreSource.fused``: one step per layer, half and chunk, whose pages the processor's cache
-        holds between the two copies that numpy makes of pages which lie here and there."""
+        """See ``planes.store.StoreSource.fused``: compiled calls; or one step per layer, half and chunk, whose pages
+        the processor's cache holds between the two copies that numpy makes of pages which lie here and there."""
         layout, pages = unit.layout, self.slabs[0].pages
         arrays = pages.arrays[unit.slab_first : unit.slab_stop]
         geometry = plane_geometry(layout, self.spec.slab_layers[unit.slab_first : unit.slab_stop])
@@ -75,6 +76,9 @@ class PagesSource:
         heads = range(self.spec.layers[self.spec.slab_layers[unit.slab_first]].kv_heads)
         base = layout.header_bytes + unit.base
         sides = page_views(memory, layout, geometry, len(arrays), heads, count, stride, base, pages.page_size)
+        batch = page_batch(_parts(arrays, sides, places), are_targets=False)
+        if batch is not None:
+            return [batch.run] * batch.calls
         rows = [(row, _in_a_row(each)) for some, numbers in places for row, each in _by_chunk(some, numbers)]
         return [
             partial(_take_pages, target.view(array.dtype)[row], array, numbers)
@@ -82,6 +86,18 @@ class PagesSource:
             for array, target in zip(halves or (), targets, strict=True)
             for row, numbers in rows
         ]
+
+
+def _parts(
+    arrays: Sequence[Arrays], sides: Sequence[NDArray[np.generic]],
+    places: Sequence[tuple[PageRows, NDArray[np.intp]]],
+) -> list[WholePages]:  # fmt: skip
+    """Return pages, and the places of their content in staging."""
+    return [
+        WholePages([halves[which] for halves in arrays if halves is not None], numbers, side[:, *some])
+        for which, side in enumerate(sides)
+        for some, numbers in places
+    ]
 
 
 def _by_chunk(some: PageRows, numbers: NDArray[np.intp]) -> list[tuple[PageRows, NDArray[np.intp]]]:

@@ -6,14 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+from kvstore_copies import Blocks, batch_of, is_compiled
+from numpy.typing import NDArray
+
 from kvstore.chunk import ChunkLayout, layout_of, slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, Exactness, ModelSpec
-from kvstore_client.arrays import Layer, Tensor, checked, settle_device, torch_module
-from kvstore_client.copying import copy, plainly, plane_run, raw
+from kvstore_client.arrays import Layer, Tensor, checked, is_tensor, settle_device, torch_module
+from kvstore_client.copying import COPY_THREADS, copy, plainly, plane_run, raw
 from kvstore_client.derived import check_exact
-from kvstore_client.fetch.fused import PlaneGeometry, plane_geometry, strip_views, token_runs
+from kvstore_client.fetch.fused import blocks_of, plane_geometry, strip_arrays, token_runs, views_of
 from kvstore_client.halves import checked_layers
 from kvstore_client.planes.store import Unit
 from kvstore_client.prompt import EXACT, Prompt
@@ -86,29 +90,48 @@ class Tensors:
             copy(raw(part.array), source[:, heads])
 
     def fused(self, unit: Unit, memory: Bytes, count: int, stride: int) -> list[Callable[[], None]] | None:
-        """See ``planes.store.StoreSource.fused``: one step per layer, K and V together."""
-        layout, torch = unit.layout, torch_module()
+        """See ``planes.store.StoreSource.fused``: compiled calls, or one step per layer, K and V together."""
+        layout = unit.layout
         layers = self.spec.slab_layers[unit.slab_first : unit.slab_stop]
-        if torch is None or unit.part or not all(plane.is_cpu for both in self.planes[0] for plane in both):
+        if unit.part or any(is_tensor(plane) and not plane.is_cpu for both in self.planes[0] for plane in both):
             return None
         geometry = plane_geometry(layout, layers)
         if geometry is None or stride % layout.item_size or unit.base % layout.item_size:
             return None
-        return plainly(self._steps, unit, geometry, memory, count, stride)
-
-    def _steps(
-        self, unit: Unit, geometry: PlaneGeometry, memory: Bytes, count: int, stride: int
-    ) -> list[Callable[[], None]]:  # fmt: skip
-        planes, layout = self.planes[0][unit.slab_first : unit.slab_stop], unit.layout
+        planes = self.planes[0][unit.slab_first : unit.slab_stop]
         heads = range(planes[0][0].shape[0])
-        base, dtype = layout.header_bytes + unit.base, planes[0][0].dtype
-        sides = strip_views(memory, layout, geometry, len(planes), heads, count, stride, base, dtype)
-        sources = []
-        for which, targets in enumerate(sides):
-            side = [both[which] for both in planes]
-            sources.append(token_runs(side, targets[0].shape, count, layout.token_count, unit.token_start))
-        pairs = zip(zip(*sides, strict=True), zip(*sources, strict=True), strict=True)
-        return [partial(_copy_both, targets, both) for targets, both in pairs]
+        base = layout.header_bytes + unit.base
+        targets = strip_arrays(memory, layout, geometry, len(planes), heads, count, stride, base)
+        sides = list(zip(*planes, strict=True))
+        return _calls(targets, sides, unit.token_start) or plainly(_steps, targets, sides, unit.token_start)
+
+
+def _calls(
+    targets: Sequence[NDArray[np.generic]], sides: Sequence[Sequence[Tensor]], start: int
+) -> list[Callable[[], None]] | None:  # fmt: skip
+    """Return the copies in compiled code; None where there is none, or the planes do not suit it."""
+    if not is_compiled():
+        return None
+    pairs: list[tuple[Blocks, Blocks]] = []
+    for side, array in zip(sides, targets, strict=True):
+        source = blocks_of(side, array.shape[1:], start)
+        if source is None:
+            return None
+        pairs.append((Blocks.of(array), source))
+    batch = batch_of(pairs, targets[0].itemsize, COPY_THREADS)
+    return None if batch is None else [batch.run] * batch.calls
+
+
+def _steps(
+    targets: Sequence[NDArray[np.generic]], sides: Sequence[Sequence[Tensor]], start: int
+) -> list[Callable[[], None]] | None:  # fmt: skip
+    """Return the copies by torch, a step per layer; None without torch."""
+    if torch_module() is None:
+        return None
+    views = [views_of(array, sides[0][0].dtype) for array in targets]
+    sources = [token_runs(side, array.shape[1:], start) for side, array in zip(sides, targets, strict=True)]
+    pairs = zip(zip(*views, strict=True), zip(*sources, strict=True), strict=True)
+    return [partial(_copy_both, *both) for both in pairs]
 
 
 def _copy_both(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvstore_client.fetch.fused import KeptViews
 from kvstore_client.lookup.presence import ChainName
 from kvstore_client.planes.shared_memory.chunk import Chunk
 
@@ -38,7 +37,6 @@ class KnownChunks:
         self._known: dict[tuple[ChainName, bytes], Known] = {}
         self._header_bytes = 0
         self._is_over = False
-        self.sources = KeptViews()
 
     def note(self, name: ChainName, digests: Sequence[bytes], chunks: Sequence[Chunk], chunk_tokens: int) -> None:
         """Remember the chunks that a fetch read; they are whole and committed."""
@@ -84,7 +82,6 @@ class KnownChunks:
             self._is_over = True
             self._known.clear()
             self._header_bytes = 0
-        self.sources.clear()
 
 
 def _hash_of_header(chunk: Chunk) -> int:

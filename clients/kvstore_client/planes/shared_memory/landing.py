@@ -75,7 +75,7 @@ class MappedLanding:
                 self.layers[position].append(copies)
 
     def _copy_layers(self, positions: range, runs: list[MappedRun]) -> None:
-        fused = self._target.fused(runs, None, positions)
+        fused = self._target.fused(runs, positions)
         if fused is None:
             for position in positions:
                 self._target.copy_layer(position, runs, self._bad, self._faults)

@@ -9,7 +9,6 @@ from kvstore.seams import FaultPoints
 from kvstore.seams.fence import fence
 from kvstore.spec import Exactness, MissReason, Tier
 from kvstore_client.copying import Copier
-from kvstore_client.fetch.fused import KeptViews
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Target
 from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun, runs_of
@@ -33,7 +32,6 @@ class ResidentPrefix:
         self.chunks: list[Chunk] = []
         self.token_count = self._stop = 0
         self._generations = session.generations
-        self._sources: KeptViews | None = None
 
     def runs(self, part: int) -> list[MappedRun]:
         """Return the chunks of one part, grouped for copying."""
@@ -42,7 +40,7 @@ class ResidentPrefix:
     def copy_all(self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], timeout_s: float) -> None:
         """Copy every requested layer of the chunks in memory; two threads share large ones."""
         cache = self.runs(0)
-        fused = None if self.wanted.hidden_layers else target.fused(cache, self._sources)
+        fused = None if self.wanted.hidden_layers else target.fused(cache)
         byte_count = self.wanted.byte_count(self.token_count)
         if fused is not None:
             count = min(PIECES_MAX, max(2, byte_count // PIECE_BYTES))

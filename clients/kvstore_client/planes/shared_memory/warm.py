@@ -34,7 +34,6 @@ class WarmPrefix(ResidentPrefix):
     ) -> None:  # fmt: skip
         super().__init__(session, wanted, exactness, Tier.DRAM, reason)
         self.chunks = chunks
-        self._sources = session.warm.sources
         last = chunks[-1]
         self._stop = last.token_start + last.layout.token_count
         self.token_count = self._stop

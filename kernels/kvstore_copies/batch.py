@@ -1,0 +1,147 @@
+"""Describes copies in words that the compiled code reads."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable, Sequence
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+AXES_MAX = 3
+"""The most axes of rows, as the compiled code has them."""
+ROW_BYTES_MIN = 16
+"""Shorter rows are left to torch and numpy."""
+STREAM_BYTES = 16 << 20
+"""From so many bytes on, stores pass the processor's caches by: so much does not stay in them."""
+TAKEN_BYTES = 64 << 10
+"""The bytes that a thread takes at a time."""
+ONE_CALL_BYTES = 64 << 20
+"""The bytes of a call, for a caller who wants to be interrupted."""
+
+
+class Blocks(NamedTuple):
+    """Blocks of memory that look alike. ``addresses``: of the first byte of each; ``shape``: of each, in items;
+    ``steps``: the bytes from one item to the next, per axis. ``owner`` keeps the memory."""
+
+    addresses: NDArray[np.int64]
+    shape: tuple[int, ...]
+    steps: tuple[int, ...]
+    owner: object
+
+    @staticmethod
+    def of(array: NDArray[np.generic], axes: int = 1) -> Blocks:
+        """Return the entries of an array's first ``axes`` axes as blocks."""
+        addresses = np.array(_address_of(array), np.int64)
+        for size, step in zip(array.shape[:axes], array.strides[:axes], strict=True):
+            addresses = addresses[..., None] + np.arange(size, dtype=np.int64) * step
+        return Blocks(addresses.reshape(-1), array.shape[axes:], array.strides[axes:], array)
+
+    @staticmethod
+    def at(numbers: NDArray[np.intp], arrays: Sequence[NDArray[np.generic]]) -> Blocks | None:
+        """Return the entries of these numbers of each of the arrays. None where the arrays have several strides."""
+        first = arrays[0]
+        if any((each.shape, each.strides) != (first.shape, first.strides) for each in arrays):
+            return None
+        begins = np.array([_address_of(each) for each in arrays], np.int64)
+        addresses = begins[:, None] + numbers.reshape(-1) * first.strides[0]
+        return Blocks(addresses.reshape(-1), first.shape[1:], first.strides[1:], arrays)
+
+
+def _address_of(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+@cache
+def _copy() -> Any:
+    """Return the compiled function; None where there is none, or ``KVSTORE_COPIES=plain`` is set."""
+    found = find_spec("kvstore_copies._compiled")
+    if found is None or found.origin is None or os.environ.get("KVSTORE_COPIES") == "plain":
+        return None
+    try:
+        function = ctypes.CDLL(found.origin).kvstore_copy
+    except (OSError, AttributeError):  # built for another machine
+        return None
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_uint64], None
+    return function
+
+
+def is_compiled() -> bool:
+    """Return True when copies are made by compiled code."""
+    return _copy() is not None
+
+
+class Batch:
+    """Copies that any number of threads make together. It keeps the memory of both ends."""
+
+    def __init__(self, words: NDArray[np.int64], calls: int, slices_per_call: int, owners: Sequence[object]) -> None:
+        """``calls``: the calls of ``run`` by which all is copied, where each is of at most ``slices_per_call``."""
+        self._words = words
+        self._slices_per_call = slices_per_call
+        self._owners = owners
+        self.calls = calls
+
+    def run(self) -> None:
+        """Copy what no other thread has taken: the rest, or as much as one call does. Returns when its part is
+        done."""
+        _copy()(_address_of(self._words), self._slices_per_call)
+
+
+def batch_of(pairs: Iterable[tuple[Blocks, Blocks]], item_bytes: int, threads: int) -> Batch | None:
+    """Return copies of sources to the targets at their places: ``pairs`` of (targets, sources) of one shape, which meet
+    nowhere. None where there is no compiled code, or rows are too short or too irregular for it. ``threads``: the
+    number that will run it."""
+    if not is_compiled():
+        return None
+    blocks: list[list[int]] = []
+    owners: list[object] = []
+    slice_count = byte_count = 0
+    for targets, sources in pairs:
+        assert targets.shape == sources.shape, "copies keep the shape"
+        assert len(targets.addresses) == len(sources.addresses), "a target for each source"
+        rows = _rows(targets.shape, targets.steps, sources.steps, item_bytes)
+        if rows is None:
+            return None
+        sizes, target_steps, source_steps, row_bytes = rows
+        pointers = (_address_of(each.addresses) for each in (targets, sources))
+        owners += (targets, sources)
+        blocks.append([*pointers, slice_count, *sizes, *target_steps, *source_steps, row_bytes])
+        slice_count += len(targets.addresses) * sizes[0]
+        byte_count += len(targets.addresses) * prod(targets.shape) * item_bytes
+    at_once = max(1, slice_count * TAKEN_BYTES // max(1, byte_count))
+    per_call = max(1, slice_count * ONE_CALL_BYTES // max(1, byte_count))
+    calls = threads + slice_count // per_call
+    header = [0, slice_count, at_once, int(byte_count >= STREAM_BYTES), len(blocks)]
+    return Batch(np.array([*header, *(word for each in blocks for word in each)], np.int64), calls, per_call, owners)
+
+
+_Rows = tuple[Sequence[int], Sequence[int], Sequence[int], int]
+
+
+@lru_cache(maxsize=256)
+def _rows(
+    shape: tuple[int, ...], target_steps: tuple[int, ...], source_steps: tuple[int, ...], item_bytes: int
+) -> _Rows | None:
+    """Return (sizes, target steps, source steps, row bytes) of AXES_MAX axes, outermost first, over rows that lie in
+    one piece at both ends. None where no such rows, or too short ones, are there."""
+    row_bytes = item_bytes
+    axes: list[tuple[int, int, int]] = []
+    given = (each for each in zip(shape, target_steps, source_steps, strict=True) if each[0] != 1)
+    for size, target, source in sorted(given, key=lambda each: abs(each[1])):
+        if not axes and target == source == row_bytes:
+            row_bytes *= size
+        elif axes and (target, source) == (axes[-1][0] * axes[-1][1], axes[-1][0] * axes[-1][2]):
+            axes[-1] = (axes[-1][0] * size, *axes[-1][1:])
+        else:
+            axes.append((size, target, source))
+    if row_bytes < ROW_BYTES_MIN or len(axes) > AXES_MAX or min(shape, default=1) < 1:
+        return None
+    outermost_first = [*reversed(axes), *[(1, 0, 0)] * (AXES_MAX - len(axes))]
+    sizes, targets, sources = zip(*outermost_first, strict=True)
+    return sizes, targets, sources, row_bytes

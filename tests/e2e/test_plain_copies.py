@@ -1,0 +1,150 @@
+"""Copies by compiled code, and those by torch and numpy where there is none: what one stores the other fetches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kvstore_client import Client, Paged, connect
+from kvstore_copies import Batch, is_compiled
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.spec import LayerSpec, ModelSpec
+from tests.specs import bits, random_cache, small_spec, tokens_of
+
+COUNT = 75
+"""Four whole chunks, and a part of a fifth one."""
+SHAPES = {
+    "alike": (LayerSpec(kv_heads=2, k_dim=64, v_dim=64),) * 3,
+    "k and v unlike": (LayerSpec(kv_heads=2, k_dim=24, v_dim=8),) * 3,
+    "layers unlike": (LayerSpec(kv_heads=2, k_dim=8, v_dim=8), LayerSpec(kv_heads=4, k_dim=8, v_dim=8)) * 2,
+}
+SPECS = {name: small_spec(layers=layers, model_id=f"copies-{name}") for name, layers in SHAPES.items()}
+LAYOUTS = ("kv page slot head dim", "page kv head slot dim")
+Copies = Callable[[bool], None]
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with Sidecar("--capacity", "32 MiB") as running, connect(running.address, timeout_s=10.0) as connected:
+        yield connected
+
+
+@pytest.fixture
+def compiled() -> Iterator[Copies]:
+    """Chooses the copies of what follows."""
+    if not is_compiled():
+        pytest.skip("kvstore was installed without a C compiler")
+
+    def choose(value: bool) -> None:
+        if value:
+            plain.undo()
+        else:
+            plain.setattr("kvstore_copies.batch._copy", lambda: None)
+
+    with pytest.MonkeyPatch.context() as plain:
+        yield choose
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+    """The calls of compiled code so far."""
+    made: list[Batch] = []
+    run = Batch.run
+
+    def counted(batch: Batch) -> None:
+        made.append(batch)
+        run(batch)
+
+    monkeypatch.setattr(Batch, "run", counted)
+    return made
+
+
+def engines_planes(spec: ModelSpec, cache: list[Any]) -> list[Any]:
+    """Return a cache in tensors as engines have them: tokens before heads, with room for more of them."""
+    planes = []
+    for layer in cache:
+        room = [torch.zeros(COUNT + 9, plane.shape[0], plane.shape[2], dtype=torch.bfloat16) for plane in layer]
+        for each, plane in zip(room, layer, strict=True):
+            each[:COUNT] = torch.from_numpy(bits(plane).view(np.int16)).view(torch.bfloat16).transpose(0, 1)
+        planes.append(tuple(each.transpose(0, 1)[:, :COUNT] for each in room))
+    return planes
+
+
+def same(found: Any, cache: Any) -> bool:
+    return all(
+        np.array_equal(bits(one), bits(other))
+        for mine, theirs in zip(found, cache, strict=True)
+        for one, other in zip(mine, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("stores", "fetches"), [(True, True), (True, False), (False, True)])
+def test_dense_planes(
+    client: Client, compiled: Copies, calls: list[Batch], name: str, stores: bool, fetches: bool
+) -> None:  # fmt: skip
+    spec, seed = SPECS[name], 10 + stores + 2 * fetches
+    tokens, cache = tokens_of(COUNT, seed), random_cache(spec, COUNT, seed)
+    compiled(stores)
+    client.store(spec, tokens, engines_planes(spec, cache)).wait(10)
+    assert bool(calls) is (stores and name != "layers unlike")
+    calls.clear()
+    compiled(fetches)
+    for _ in range(2):  # by a call; and without one
+        found = client.fetch(spec, tokens)
+        assert found.token_count == COUNT
+        assert same(found, cache)
+        into = engines_planes(spec, [tuple(np.zeros_like(plane) for plane in layer) for layer in cache])
+        assert client.fetch(spec, tokens, into=into).token_count == COUNT
+        assert same(into, cache)
+    assert bool(calls) is (fetches and name != "layers unlike")
+    for layer, (k, v) in client.fetch_layers(spec, tokens):
+        assert same([(k, v)], [cache[layer]])
+    head = client.fetch(spec, tokens, heads=(1, 2), layers=[0, 2])
+    assert same(head, [tuple(plane[1:2] for plane in cache[layer]) for layer in (0, 2)])
+
+
+@pytest.mark.parametrize("count", [72, COUNT])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dim", [8, 64])
+@pytest.mark.parametrize(("stores", "fetches"), [(True, True), (True, False), (False, True)])
+def test_pages(
+    client: Client, compiled: Copies, calls: list[Batch], layout: str, dim: int, stores: bool, fetches: bool,
+    count: int,
+) -> None:  # fmt: skip
+    """Pages of 8, in random order, with some that belong to others; the last one may be filled in part."""
+    spec = small_spec(layers=(LayerSpec(kv_heads=2, k_dim=dim, v_dim=dim),) * 3, model_id=f"pages-{dim}-{layout}")
+    seed, page_count = 40 + stores + 2 * fetches, 24
+    tokens, rng = tokens_of(count, seed), np.random.default_rng(seed)
+    sizes = {"kv": 2, "page": page_count, "slot": 8, "head": 2, "dim": dim}
+    shape = [sizes[axis] for axis in layout.split()]
+
+    def pages(fill: Callable[[], np.ndarray]) -> Paged:
+        order = rng.permutation(page_count)[: -(-count // 8)]
+        slots = (order[:, None] * 8 + np.arange(8)).reshape(-1)[:count]
+        return Paged([torch.from_numpy(fill()).view(torch.bfloat16) for _ in range(3)], slots, layout)
+
+    def of(paged: Paged, layer: int, which: int) -> np.ndarray:
+        names = layout.split()
+        view = paged.layers[layer].permute([names.index(axis) for axis in sizes])[which]
+        return bits(view.reshape(page_count * 8, 2, dim)[paged.slots])
+
+    source = pages(lambda: rng.integers(0, 1 << 15, shape, np.int16))
+    compiled(stores)
+    client.store(spec, tokens, source).wait(10)
+    assert bool(calls) is (stores and count % 8 == 0)
+    calls.clear()
+    compiled(fetches)
+    into = pages(lambda: np.full(shape, 0x5A5A, np.int16))
+    assert client.fetch(spec, tokens, into=into).token_count == count
+    assert bool(calls) is (fetches and count % 8 == 0)
+    for layer in range(3):
+        for which in range(2):
+            assert np.array_equal(of(into, layer, which), of(source, layer, which))
+        flat = into.layers[layer].permute([layout.split().index(axis) for axis in sizes]).reshape(2, page_count * 8, -1)
+        others = np.setdiff1d(np.arange(page_count * 8), into.slots)
+        assert (bits(flat[:, others]) == 0x5A5A).all(), "a page of somebody else's was written"
