@@ -24,8 +24,8 @@ from tests.ops.command import run
 
 READ = [
     *(f"kvstore/server/web/{name}" for name, _ in FILES.values()), "kvstore/py.typed", "kvstore/v1/cache_pb2.py",
-    "kvstore_client/client.py", "kvstore_kernels/__init__.py", "kvstore_copies/batch.py", "kvstore_ops/testbed/seeds.toml",
-    "kvstore_ops/testbed/weights/l6-s2/model.safetensors",
+    "kvstore_client/client.py", "kvstore_kernels/__init__.py", "kvstore_copies/batch.py",
+    "kvstore_ops/testbed/seeds.toml", "kvstore_ops/testbed/weights/l6-s2/model.safetensors",
 ]  # fmt: skip
 
 
