@@ -139,6 +139,10 @@ def on_callers_thread(function: Callable[..., Result], *args: object) -> Result:
         limit(count)
 
 
+def _at_once(function: Callable[..., Result], *args: object) -> Result:
+    return function(*args)
+
+
 def wait_all(copies: Sequence[Future[Result]], timeout_s: float) -> None:
     """Return when all copies have ended well. Raises the error of a failed copy once none runs any more, also where the
     caller is interrupted; DeadlineExceeded while a copy may still be running."""
@@ -252,21 +256,23 @@ class Copier:
         wait_all(self.halves(function, work), timeout_s)
 
     def share(
-        self, function: Callable[[Work], None], work: Iterable[Work], byte_count: int, timeout_s: float
+        self, function: Callable[[Work], None], work: Iterable[Work], byte_count: int, timeout_s: float, *,
+        by_torch: bool = True,
     ) -> None:  # fmt: skip
         """Run ``function`` over each piece of ``work``, on the calling thread and, where all of it is much
         (``byte_count``), on one that helps as soon as it is awake. Where no thread helps, the caller does it all.
-        Returns when all pieces are done. Raises the error of a failed copy, or the caller's, once none runs any more;
-        DeadlineExceeded while one may still be running."""
+        ``by_torch``: torch may make the copies. Returns when all pieces are done. Raises the error of a failed copy, or
+        the caller's, once none runs any more; DeadlineExceeded while one may still be running."""
+        here = on_callers_thread if by_torch else _at_once
         if byte_count <= HERE_BYTES_MAX:
-            on_callers_thread(_do_all, function, work)
+            here(_do_all, function, work)
             return
         left = deque(work)
         undone = [None] * len(left)
         helper: Future[None] | None = None
         try:
             helper = self.submit(_do_some, function, left, undone)
-            on_callers_thread(_do_some, function, left, undone)
+            here(_do_some, function, left, undone)
             if not helper.cancel():
                 _await_helper(helper, undone, timeout_s)
         except DeadlineExceeded:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from array import array
 from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 AXES_MAX = 3
 """The most axes of rows, as the compiled code has them."""
+HEADER_WORDS, BLOCK_WORDS = 5, 13
 ROW_BYTES_MIN = 16
 """Shorter rows are left to torch and numpy."""
 STREAM_BYTES = 16 << 20
@@ -29,18 +31,23 @@ class Blocks(NamedTuple):
     """Blocks of memory that look alike. ``addresses``: of the first byte of each; ``shape``: of each, in items;
     ``steps``: the bytes from one item to the next, per axis. ``owner`` keeps the memory."""
 
-    addresses: NDArray[np.int64]
+    addresses: Sequence[int] | NDArray[np.int64]
     shape: tuple[int, ...]
     steps: tuple[int, ...]
     owner: object
 
     @staticmethod
-    def of(array: NDArray[np.generic], axes: int = 1) -> Blocks:
+    def of(entries: NDArray[np.generic], axes: int = 1) -> Blocks:
         """Return the entries of an array's first ``axes`` axes as blocks."""
-        addresses = np.array(_address_of(array), np.int64)
-        for size, step in zip(array.shape[:axes], array.strides[:axes], strict=True):
+        begin, step = address_of(entries), entries.strides[0]
+        if axes == 1 and step > 0:
+            return Blocks(
+                range(begin, begin + len(entries) * step, step), entries.shape[1:], entries.strides[1:], entries
+            )
+        addresses = np.array(begin, np.int64)
+        for size, step in zip(entries.shape[:axes], entries.strides[:axes], strict=True):
             addresses = addresses[..., None] + np.arange(size, dtype=np.int64) * step
-        return Blocks(addresses.reshape(-1), array.shape[axes:], array.strides[axes:], array)
+        return Blocks(addresses.reshape(-1), entries.shape[axes:], entries.strides[axes:], entries)
 
     @staticmethod
     def at(numbers: NDArray[np.intp], arrays: Sequence[NDArray[np.generic]]) -> Blocks | None:
@@ -48,13 +55,14 @@ class Blocks(NamedTuple):
         first = arrays[0]
         if any((each.shape, each.strides) != (first.shape, first.strides) for each in arrays):
             return None
-        begins = np.array([_address_of(each) for each in arrays], np.int64)
+        begins = np.array([address_of(each) for each in arrays], np.int64)
         addresses = begins[:, None] + numbers.reshape(-1) * first.strides[0]
         return Blocks(addresses.reshape(-1), first.shape[1:], first.strides[1:], arrays)
 
 
-def _address_of(array: NDArray[Any]) -> int:
-    address: int = array.__array_interface__["data"][0]
+def address_of(items: NDArray[Any]) -> int:
+    """Return the address of an array's first item."""
+    address: int = items.__array_interface__["data"][0]
     return address
 
 
@@ -80,8 +88,9 @@ def is_compiled() -> bool:
 class Batch:
     """Copies that any number of threads make together. It keeps the memory of both ends."""
 
-    def __init__(self, words: NDArray[np.int64], calls: int, slices_per_call: int, owners: Sequence[object]) -> None:
-        """``calls``: the calls of ``run`` by which all is copied, where each is of at most ``slices_per_call``."""
+    def __init__(self, words: array[int], calls: int, slices_per_call: int, owners: Sequence[object]) -> None:
+        """``words``: as the compiled code reads them; its threads count there. ``calls``: the calls of ``run`` by which
+        all is copied, where each is of at most ``slices_per_call``."""
         self._words = words
         self._slices_per_call = slices_per_call
         self._owners = owners
@@ -90,7 +99,7 @@ class Batch:
     def run(self) -> None:
         """Copy what no other thread has taken: the rest, or as much as one call does. Returns when its part is
         done."""
-        _copy()(_address_of(self._words), self._slices_per_call)
+        _copy()(self._words.buffer_info()[0], self._slices_per_call)
 
 
 def batch_of(pairs: Iterable[tuple[Blocks, Blocks]], item_bytes: int, threads: int) -> Batch | None:
@@ -99,26 +108,31 @@ def batch_of(pairs: Iterable[tuple[Blocks, Blocks]], item_bytes: int, threads: i
     number that will run it."""
     if not is_compiled():
         return None
-    blocks: list[list[int]] = []
-    owners: list[object] = []
+    both = list(pairs)
     slice_count = byte_count = 0
-    for targets, sources in pairs:
+    words, place = array("q", bytes(8 * HEADER_WORDS)), HEADER_WORDS + BLOCK_WORDS * len(both)
+    for targets, sources in both:
+        count = len(targets.addresses)
         assert targets.shape == sources.shape, "copies keep the shape"
-        assert len(targets.addresses) == len(sources.addresses), "a target for each source"
+        assert count == len(sources.addresses), "a target for each source"
         rows = _rows(targets.shape, targets.steps, sources.steps, item_bytes)
         if rows is None:
             return None
         sizes, target_steps, source_steps, row_bytes = rows
-        pointers = (_address_of(each.addresses) for each in (targets, sources))
-        owners += (targets, sources)
-        blocks.append([*pointers, slice_count, *sizes, *target_steps, *source_steps, row_bytes])
-        slice_count += len(targets.addresses) * sizes[0]
-        byte_count += len(targets.addresses) * prod(targets.shape) * item_bytes
+        words.extend((place, place + count, slice_count, *sizes, *target_steps, *source_steps, row_bytes))
+        place += 2 * count
+        slice_count += count * sizes[0]
+        byte_count += count * prod(targets.shape) * item_bytes
     at_once = max(1, slice_count * TAKEN_BYTES // max(1, byte_count))
     per_call = max(1, slice_count * ONE_CALL_BYTES // max(1, byte_count))
     calls = threads + slice_count // per_call
-    header = [0, slice_count, at_once, int(byte_count >= STREAM_BYTES), len(blocks)]
-    return Batch(np.array([*header, *(word for each in blocks for word in each)], np.int64), calls, per_call, owners)
+    words[1:HEADER_WORDS] = array("q", (slice_count, at_once, byte_count >= STREAM_BYTES, len(both)))
+    for end in (end for pair in both for end in pair):
+        if isinstance(end.addresses, np.ndarray):
+            words.frombytes(np.ascontiguousarray(end.addresses, np.int64).view(np.uint8).data)
+        else:
+            words.extend(end.addresses)
+    return Batch(words, calls, per_call, both)
 
 
 _Rows = tuple[Sequence[int], Sequence[int], Sequence[int], int]

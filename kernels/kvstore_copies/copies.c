@@ -1,8 +1,9 @@
 /* Copies rows of memory in one pass, on as many threads as call it.
  *
- * A batch is an array of 64-bit words that the Python side makes: its header, then its blocks. The copies of a block are
- * alike: from the source to the target at its place, over at most three axes of rows, and each row is in one piece. The
- * work is cut into slices, a slice being what lies at one index of the outermost axis; threads take some at a time. */
+ * A batch is an array of 64-bit words that the Python side makes: its header, its blocks, and their addresses. The copies
+ * of a block are alike: from the source to the target at its place, over at most three axes of rows, and each row is in
+ * one piece. The work is cut into slices, a slice being what lies at one index of the outermost axis; threads take some
+ * at a time. */
 #include <stdint.h>
 #include <string.h>
 #if defined(__SSE2__)
@@ -12,8 +13,8 @@
 enum { AXES = 3 };
 
 typedef struct {
-    const uint64_t *targets, *sources; /* addresses */
-    uint64_t first_slice;              /* the slices of the blocks before this one */
+    uint64_t targets, sources; /* the words of the batch where their addresses begin */
+    uint64_t first_slice;      /* the slices of the blocks before this one */
     uint64_t sizes[AXES];
     int64_t target_steps[AXES], source_steps[AXES]; /* in bytes */
     uint64_t row_bytes;
@@ -56,16 +57,18 @@ static void copy_row(char *target, const char *source, uint64_t count, uint64_t 
     }
 }
 
-static void copy_slice(const block *each, uint64_t slice, uint64_t streams)
+static void copy_slice(const batch *all, const block *each, uint64_t slice)
 {
+    const uint64_t *words = (const uint64_t *)all;
     uint64_t number = slice / each->sizes[0], place = slice % each->sizes[0];
-    char *target = (char *)(uintptr_t)each->targets[number] + (int64_t)place * each->target_steps[0];
-    const char *source = (const char *)(uintptr_t)each->sources[number] + (int64_t)place * each->source_steps[0];
+    char *target = (char *)(uintptr_t)words[each->targets + number] + (int64_t)place * each->target_steps[0];
+    const char *source = (const char *)(uintptr_t)words[each->sources + number];
+    source += (int64_t)place * each->source_steps[0];
     for (uint64_t i = 0; i < each->sizes[1]; i++, target += each->target_steps[1], source += each->source_steps[1]) {
         char *to = target;
         const char *from = source;
         for (uint64_t j = 0; j < each->sizes[2]; j++, to += each->target_steps[2], from += each->source_steps[2])
-            copy_row(to, from, each->row_bytes, streams);
+            copy_row(to, from, each->row_bytes, all->streams);
     }
 }
 
@@ -96,7 +99,7 @@ void kvstore_copy(batch *all, uint64_t most)
         for (; slice < stop; slice++) {
             while (each + 1 < end && each[1].first_slice <= slice)
                 each++;
-            copy_slice(each, slice - each->first_slice, all->streams);
+            copy_slice(all, each, slice - each->first_slice);
         }
     }
 #if defined(__SSE2__)

@@ -12,7 +12,7 @@ from kvstore_client import Client, Paged, connect
 from kvstore_copies import Batch, is_compiled
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.spec import LayerSpec, ModelSpec
+from kvstore.spec import LayerSpec
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
 COUNT = 75
@@ -63,14 +63,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     return made
 
 
-def engines_planes(spec: ModelSpec, cache: list[Any]) -> list[Any]:
+def engines_planes(cache: list[Any], count: int = COUNT) -> list[Any]:
     """Return a cache in tensors as engines have them: tokens before heads, with room for more of them."""
     planes = []
     for layer in cache:
-        room = [torch.zeros(COUNT + 9, plane.shape[0], plane.shape[2], dtype=torch.bfloat16) for plane in layer]
+        room = [torch.zeros(count + 9, plane.shape[0], plane.shape[2], dtype=torch.bfloat16) for plane in layer]
         for each, plane in zip(room, layer, strict=True):
-            each[:COUNT] = torch.from_numpy(bits(plane).view(np.int16)).view(torch.bfloat16).transpose(0, 1)
-        planes.append(tuple(each.transpose(0, 1)[:, :COUNT] for each in room))
+            each[:count] = torch.from_numpy(bits(plane).view(np.int16)).view(torch.bfloat16).transpose(0, 1)
+        planes.append(tuple(each.transpose(0, 1)[:, :count] for each in room))
     return planes
 
 
@@ -90,7 +90,7 @@ def test_dense_planes(
     spec, seed = SPECS[name], 10 + stores + 2 * fetches
     tokens, cache = tokens_of(COUNT, seed), random_cache(spec, COUNT, seed)
     compiled(stores)
-    client.store(spec, tokens, engines_planes(spec, cache)).wait(10)
+    client.store(spec, tokens, engines_planes(cache)).wait(10)
     assert bool(calls) is (stores and name != "layers unlike")
     calls.clear()
     compiled(fetches)
@@ -98,7 +98,7 @@ def test_dense_planes(
         found = client.fetch(spec, tokens)
         assert found.token_count == COUNT
         assert same(found, cache)
-        into = engines_planes(spec, [tuple(np.zeros_like(plane) for plane in layer) for layer in cache])
+        into = engines_planes([tuple(np.zeros_like(plane) for plane in layer) for layer in cache])
         assert client.fetch(spec, tokens, into=into).token_count == COUNT
         assert same(into, cache)
     assert bool(calls) is (fetches and name != "layers unlike")
@@ -148,3 +148,35 @@ def test_pages(
         flat = into.layers[layer].permute([layout.split().index(axis) for axis in sizes]).reshape(2, page_count * 8, -1)
         others = np.setdiff1d(np.arange(page_count * 8), into.slots)
         assert (bits(flat[:, others]) == 0x5A5A).all(), "a page of somebody else's was written"
+
+
+def test_planes_of_several_strides(client: Client, compiled: Copies) -> None:
+    """Tensors that have room for other numbers of tokens, and heads in another order of axes."""
+    compiled(True)
+    spec = SPECS["alike"]
+    tokens, cache = tokens_of(COUNT, 70), random_cache(spec, COUNT, 70)
+    client.store(spec, tokens, cache).wait(10)
+    rooms = [torch.full((2, COUNT + 7 * number, 64), 7, dtype=torch.bfloat16) for number in (0, 0, 1, 1, 0)]
+    turned = [torch.full((COUNT, 2, 64), 7, dtype=torch.bfloat16).transpose(0, 1)]
+    into = [(rooms[0], rooms[1]), (rooms[2], rooms[3]), (turned[0], rooms[4])]
+    for _ in range(2):
+        assert client.fetch(spec, tokens, into=into).token_count == COUNT
+        assert same([tuple(plane[:, :COUNT] for plane in layer) for layer in into], cache)
+        assert all((plane[:, COUNT:] == 7).all() for plane in rooms), "bytes behind the tokens were written"
+        for plane in (*rooms, *turned):
+            plane.fill_(7)
+
+
+def test_runs_of_chunks_that_lie_apart(client: Client, compiled: Copies) -> None:
+    """Another prompt's chunks lie between those of this one."""
+    compiled(True)
+    spec = SPECS["alike"]
+    tokens, cache = tokens_of(64, 80), random_cache(spec, 64, 80)
+    for stop in (16, 48, 64):
+        client.store(spec, tokens[:stop], [tuple(plane[:, :stop] for plane in layer) for layer in cache]).wait(10)
+        client.store(spec, tokens_of(32, 81 + stop), random_cache(spec, 32, 81 + stop)).wait(10)
+    for _ in range(2):
+        assert same(client.fetch(spec, tokens), cache)
+        into = engines_planes([tuple(np.zeros_like(plane) for plane in layer) for layer in cache], 64)
+        assert client.fetch(spec, tokens, into=into).token_count == 64
+        assert same(into, cache)

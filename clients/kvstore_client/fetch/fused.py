@@ -23,8 +23,15 @@ from kvstore_client.arrays import Tensor, is_tensor, torch_module
 from kvstore_client.copying import COPY_THREADS, plainly
 from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun
 
-Fused = Callable[[FaultPoints, int], Iterator[Callable[[], None]]]
-"""All copies of a fetch, ready to run: a call yields them in so many pieces of about the same size."""
+
+class Fused(NamedTuple):
+    """All copies of a fetch, ready to run. A call of ``pieces`` yields them in so many pieces of about the same size.
+    ``by_torch``: torch makes them, whose own threads have to be held."""
+
+    pieces: Callable[[FaultPoints, int], Iterator[Callable[[], None]]]
+    by_torch: bool = True
+
+
 Copy = TypeVar("Copy")
 
 
@@ -81,10 +88,15 @@ def _in_a_batch(planes: Planes, pairs: Sequence[tuple[int, Chunk, NDArray[np.gen
             return None
         blocks.append((target, Blocks.of(source)))
     batch = batch_of(blocks, pairs[0][2].itemsize, COPY_THREADS) if pairs else None
-    return None if batch is None else partial(calls_of, batch)
+    return None if batch is None else in_calls(batch)
 
 
-def calls_of(batch: Batch, faults: FaultPoints, _count: int) -> Iterator[Callable[[], None]]:
+def in_calls(batch: Batch) -> Fused:
+    """Return copies that compiled code makes."""
+    return Fused(partial(_calls_of, batch), by_torch=False)
+
+
+def _calls_of(batch: Batch, faults: FaultPoints, _count: int) -> Iterator[Callable[[], None]]:
     """Yield the calls that make all copies; each takes what no other thread has taken, so their number matters
     little."""
     return repeat(partial(_call, batch, faults), batch.calls)
@@ -106,7 +118,7 @@ def _in_pairs(planes: Planes, pairs: Sequence[tuple[int, Chunk, NDArray[np.gener
         targets.extend(planes.parts(which, source.shape[1:], first.token_start))
         sources.extend(views_of(source, planes.sides[0][0].dtype))
     assert len(targets) == len(sources), "a copy for each view"
-    return partial(_pairs_in_pieces, targets, sources)
+    return Fused(partial(_pairs_in_pieces, targets, sources))
 
 
 def views_of(array: NDArray[np.generic], dtype: object) -> Sequence[Tensor]:
@@ -228,7 +240,7 @@ def _blocks(
     """Return planes, at these addresses, as blocks of ``shape`` from token ``start`` on. ``size``: bytes per unit of
     ``strides``."""
     head, token, item = (stride * size for stride in strides)
-    begins = np.array(addresses, np.int64) + token * start
+    begins = [each + token * start for each in addresses] if start else addresses
     return Blocks(begins, shape, (head, token * shape[2], token, item), owner)
 
 

@@ -18,7 +18,7 @@ from kvstore.seams import FaultPoints
 from kvstore_client.arrays import Layer, Tensor, check_memory, is_array, is_tensor, settle_device
 from kvstore_client.copying import COPY_THREADS, copy, raw
 from kvstore_client.fetch.axes import PageViews
-from kvstore_client.fetch.fused import Fused, calls_of, paged_sources, pieces_of
+from kvstore_client.fetch.fused import Fused, in_calls, paged_sources, pieces_of
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.shared_memory.chunk import MappedRun
 from kvstore_client.planes.stream.strips import Strips
@@ -251,7 +251,7 @@ class PagedTarget:
         if parts is None:
             return None
         batch = page_batch(parts, are_targets=True)
-        return partial(pieces_of, page_copies(parts), copy_pages) if batch is None else partial(calls_of, batch)
+        return Fused(partial(pieces_of, page_copies(parts), copy_pages)) if batch is None else in_calls(batch)
 
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one wanted layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""

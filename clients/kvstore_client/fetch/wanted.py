@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import index
 from typing import TypeAlias
 
@@ -34,6 +34,8 @@ class Wanted:
     ) -> Wanted:  # fmt: skip
         """Return the checked part. Raises InvalidRequest for layers, heads or hidden layers that the spec does not
         have."""
+        if layers is None and heads is None and not hidden_layers:
+            return _all_of(spec, verify)
         chosen = spec.slab_layers if layers is None else _numbers("layers", layers)
         if not set(chosen) <= set(spec.slab_layers):
             layer = next(each for each in chosen if each not in spec.slab_layers)
@@ -82,6 +84,12 @@ class Wanted:
             for (heads, dims), layer_count in self.kept.items()
         )
         return numbers * spec.item_size + len(self.hidden_layers) * e_bytes
+
+
+@lru_cache(maxsize=64)
+def _all_of(spec: ModelSpec, verify: bool) -> Wanted:
+    """Return all layers and heads. Kept, because most fetches want these, and each property is computed once."""
+    return Wanted(spec, spec.slab_layers, 0, None, (), verify)
 
 
 def _numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:

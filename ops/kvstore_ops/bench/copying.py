@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ from typing import Any
 
 import numpy as np
 from kvstore_client import Client, ModelSpec, connect
-from kvstore_client.copying import Copier, copy
+from kvstore_client.copying import COPY_THREADS, Copier, copy
+from kvstore_copies import Blocks, batch_of
 
 from kvstore_ops.sidecar import Sidecar
 
@@ -79,3 +81,18 @@ def one_call_copy_bytes_per_s(byte_count: int) -> float:
     """Return the rate of one memcpy of all bytes: the limit of the memory when bytes are not cut into runs."""
     source, target = np.ones(byte_count, np.uint8), np.ones(byte_count, np.uint8)
     return byte_count / min(timed(lambda: np.copyto(target, source)) for _ in range(3))
+
+
+def compiled_seconds(copier: Copier, pairs: Sequence[tuple[Any, Any]]) -> float:
+    """Return the seconds of the copies in compiled code, on as many threads as a fetch has. NaN where there is none."""
+    blocks = [(_block(target), _block(source)) for target, source in pairs]
+    batch = batch_of(blocks, pairs[0][0].element_size(), COPY_THREADS)
+    if batch is None:
+        return math.nan
+    byte_count = sum(target.nbytes for target, _ in pairs)
+    return timed(lambda: copier.share(lambda call: call(), [batch.run] * batch.calls, byte_count, 60.0, by_torch=False))
+
+
+def _block(tensor: Any) -> Blocks:
+    steps = tuple(step * tensor.element_size() for step in tensor.stride())
+    return Blocks((tensor.data_ptr(),), tuple(tensor.shape), steps, tensor)

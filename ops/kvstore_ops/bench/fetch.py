@@ -64,12 +64,13 @@ def run(scale: str) -> Result:
         first = first_fetch_seconds(sidecar.address, scale)
         fetch()
         shared.copy_seconds(copier, pairs)
-        ours, one, two, verified, asked = [], [], [], [], []
+        ours, one, two, compiled, verified, asked = [], [], [], [], [], []
         held: list[MappedPrefix] = []
         for _ in range(shared.RUNS[scale]):
             two.append(shared.copy_seconds(copier, pairs))
             one.append(shared.timed(lambda: on_callers_thread(shared.copy_all, pairs)))
             ours.append(shared.timed(fetch))
+            compiled.append(shared.compiled_seconds(copier, pairs))
             verified.append(shared.timed(lambda: fetch(verify=True)))
             asked.append(shared.timed(lambda: held.append(ask(client, spec, tokens))))
             held.pop().close()
@@ -92,6 +93,7 @@ def run(scale: str) -> Result:
             ("asking, before the first copy", f"{asked_s * 1e3:.1f} ms: leaves {copy_s / (copy_s + asked_s):.3f}"),
             ("the same copies, 2 threads", f"{byte_count / statistics.median(two) / 1e9:.2f} GB/s"),
             ("the same copies, 1 thread", f"{byte_count / statistics.median(one) / 1e9:.2f} GB/s"),
+            ("the same copies, compiled, 2 threads", f"{byte_count / statistics.median(compiled) / 1e9:.2f} GB/s"),
             ("one-call memcpy", f"{memcpy / 1e9:.2f} GB/s"),
         ],
     )
@@ -104,6 +106,7 @@ def run(scale: str) -> Result:
             "paged_ratio": paged_ratio, "asked_s": asked_s, "paged_bytes_per_s": paged_rate,
             "first_bytes_per_s": byte_count / first, "memcpy_bytes_per_s": memcpy,
             "one_thread_bytes_per_s": byte_count / statistics.median(one),
+            "compiled_bytes_per_s": byte_count / statistics.median(compiled),
         },
     )  # fmt: skip
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ RUNS = {"full": 300, "quick": 100, "tiny": 3}
 CLIENTS = {"full": (1, 2, 4, 8), "quick": (1, 8), "tiny": (1,)}
 LOOP_S = {"full": 3.0, "quick": 1.5, "tiny": 0.2}
 MANY = 10
-TOLD = ("ratio", "p50_s", "p95_s", "pass_ratio")
+TOLD = ("ratio", "p50_s", "p95_s", "pass_ratio", "limit_s", "compiled_s")
 LOOP = """
 import sys, time
 from kvstore_client import connect
@@ -56,10 +58,11 @@ def geometry(scale: str) -> ModelSpec:
 
 
 def run(scale: str) -> Result:
-    """Measure pairs of a fetch and the same copies without a service. The limit is the fastest of three: one thread
-    copies all, two threads copy a half each, and two threads split each copy, as torch does. Beside it stands what a
-    fetch without a call cannot do without: one pass over the copies on the calling thread, and one fence before the
-    generations are read."""
+    """Measure pairs of a fetch and the same copies without a service, in random order: torch's threads wait for work in
+    a loop, and take a processor from what comes next. The limit is the fastest of three ways of torch: one thread
+    copies all, two threads copy a half each, and two threads split each copy. Beside it stand one pass over the copies
+    on the calling thread, with a fence as a fetch needs it before it reads generations; and the same copies in compiled
+    code."""
     spec, copier = geometry(scale), Copier()
     sizes: dict[int, dict[str, Any]] = {}
     with shared.ready(scale) as (sidecar, client):
@@ -76,7 +79,7 @@ def run(scale: str) -> Result:
             f"{chunks} chunks, {each['bytes'] / 1e6:.1f} MB",
             f"p50 {each['p50_s'] * 1e3:.2f} ms, p95 {each['p95_s'] * 1e3:.2f}, {each['ratio']:.3f} of the copy limit "
             f"of {each['limit_s'] * 1e3:.2f} ms (target {TARGETS[chunks]}); one pass and a fence: "
-            f"{each['pass_ratio']:.3f}",
+            f"{each['pass_ratio']:.3f}; bare compiled copies take {each['compiled_s'] * 1e3:.2f} ms",
         )
         for chunks, each in sizes.items()
     ]
@@ -123,13 +126,19 @@ def _measured(client: Client, copier: Copier, spec: ModelSpec, count: int, runs:
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
         fence()
 
-    times: dict[str, list[float]] = {"fetch": [], "one": [], "two": [], "split": [], "pass": []}
+    ways: dict[str, Callable[[], float]] = {
+        "fetch": partial(shared.timed, fetch),
+        "one": lambda: shared.timed(lambda: on_callers_thread(bare)),
+        "two": lambda: shared.copy_seconds(copier, pairs),
+        "split": partial(shared.timed, bare),
+        "pass": lambda: shared.timed(lambda: on_callers_thread(one_pass)),
+        "compiled": partial(shared.compiled_seconds, copier, pairs),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    names, chance = list(ways), np.random.default_rng(1)
     for _ in range(runs + 5):
-        times["fetch"].append(shared.timed(fetch))
-        times["one"].append(shared.timed(lambda: on_callers_thread(bare)))
-        times["two"].append(shared.copy_seconds(copier, pairs))
-        times["split"].append(shared.timed(bare))
-        times["pass"].append(shared.timed(lambda: on_callers_thread(one_pass)))
+        for number in chance.permutation(len(names)):
+            times[names[number]].append(ways[names[number]]())
     times = {name: each[5:] for name, each in times.items()}  # without the first times: they fill caches
     limits = min(times["one"], times["two"], times["split"], key=statistics.median)
     ratios = [limit / mine for limit, mine in zip(limits, times["fetch"], strict=True)]
@@ -140,6 +149,7 @@ def _measured(client: Client, copier: Copier, spec: ModelSpec, count: int, runs:
         "limit_s": statistics.median(limits),
         "ratio": statistics.median(ratios),
         "pass_ratio": statistics.median(a / b for a, b in zip(limits, times["pass"], strict=True)),
+        "compiled_s": statistics.median(times["compiled"]),
         "spread": quartiles(ratios),
     }
 

@@ -80,7 +80,7 @@ class MappedLanding:
             for position in positions:
                 self._target.copy_layer(position, runs, self._bad, self._faults)
         else:
-            for copy in fused(self._faults, 1):
+            for copy in fused.pieces(self._faults, 1):
                 copy()
         self._on_copied()
 

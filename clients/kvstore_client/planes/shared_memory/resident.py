@@ -44,7 +44,7 @@ class ResidentPrefix:
         byte_count = self.wanted.byte_count(self.token_count)
         if fused is not None:
             count = min(PIECES_MAX, max(2, byte_count // PIECE_BYTES))
-            copier.share(_run, fused(faults, count), byte_count, timeout_s)
+            copier.share(_run, fused.pieces(faults, count), byte_count, timeout_s, by_torch=fused.by_torch)
             return
         work = [partial(target.copy_layer, each, cache, bad, faults) for each in range(len(self.wanted.layers))]
         for part, layer in enumerate(self.wanted.hidden_layers, start=1):

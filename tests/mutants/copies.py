@@ -1,0 +1,70 @@
+"""Copies by compiled code: what the words say of rows, blocks and shares."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+BATCH = "kernels/kvstore_copies/batch.py"
+FUSED = "clients/kvstore_client/fetch/fused.py"
+T_COPIES = "tests/kernels/test_copies.py"
+T_TARGETS = "tests/e2e/test_targets.py"
+T_PLAIN = "tests/e2e/test_plain_copies.py"
+
+MUTANTS = [
+    Mutant(
+        "rows-of-one-end",
+        BATCH,
+        "        if not axes and target == source == row_bytes:\n",
+        "        if not axes and target == row_bytes:\n",
+        "items that lie apart at the source are copied with what lies between them",
+        (f"{T_COPIES}::test_the_bytes_are_numpys_and_none_beside_is_touched",),
+    ),
+    Mutant(
+        "axes-joined-by-the-target-alone",
+        BATCH,
+        "        elif axes and (target, source) == (axes[-1][0] * axes[-1][1], axes[-1][0] * axes[-1][2]):\n",
+        "        elif axes and target == axes[-1][0] * axes[-1][1]:\n",
+        "two axes become one that the source does not have",
+        (f"{T_COPIES}::test_the_bytes_are_numpys_and_none_beside_is_touched",),
+    ),
+    Mutant(
+        "too-few-calls",
+        BATCH,
+        "    calls = threads + slice_count // per_call\n",
+        "    calls = slice_count // per_call\n",
+        "the last slices are copied by no call, and memory that nobody wrote counts as fetched",
+        (f"{T_COPIES}::test_the_bytes_are_numpys_and_none_beside_is_touched",),
+    ),
+    Mutant(
+        "sources-of-the-block-before",
+        BATCH,
+        "        place += 2 * count\n",
+        "        place += count\n",
+        "a block reads the addresses of another one",
+        (f"{T_COPIES}::test_copies_of_several_kinds_are_one_batch",),
+    ),
+    Mutant(
+        "pages-of-several-strides",
+        BATCH,
+        "        if any((each.shape, each.strides) != (first.shape, first.strides) for each in arrays):\n",
+        "        if any(each.shape != first.shape for each in arrays) and not arrays:\n",
+        "pages of one layer are written in the order of another layer's axes",
+        (f"{T_COPIES}::test_arrays_of_several_strides_are_left_to_others",),
+    ),
+    Mutant(
+        "planes-of-several-strides",
+        FUSED,
+        "        if not all(_is_plain(plane) and plane.stride() == strides for plane in planes):\n",
+        "        if not all(_is_plain(plane) for plane in planes):\n",
+        "a plane is written with the strides of another one, over what lies behind it",
+        (f"{T_PLAIN}::test_planes_of_several_strides",),
+    ),
+    Mutant(
+        "copies-from-the-first-token-on",
+        FUSED,
+        "    begins = [each + token * start for each in addresses] if start else addresses\n",
+        "    begins = addresses\n",
+        "every run of chunks is written to the beginning of its plane",
+        (f"{T_PLAIN}::test_runs_of_chunks_that_lie_apart",),
+    ),
+]
