@@ -16,6 +16,7 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
+from kvstore_copies import Batch
 from numpy.typing import NDArray
 
 from kvstore.chunk import Part
@@ -30,6 +31,8 @@ from kvstore_client.tracing import within_trace
 COPY_THREADS = 2
 HERE_BYTES_MAX = 8 << 20
 """The most bytes that are copied on the calling thread alone: to wake another thread takes as long."""
+CALL_BYTES = 64 << 20
+"""The bytes that one call of compiled code copies: a caller can be interrupted between two calls."""
 _SIGNED = {1: "int8", 2: "int16", 4: "int32"}
 Result = TypeVar("Result")
 Work = TypeVar("Work")
@@ -239,6 +242,11 @@ def _await_helper(helper: Future[None], undone: Sequence[None], timeout_s: float
     except KVStoreError:
         if undone:
             raise
+
+
+def calls_of(batch: Batch) -> list[Callable[[], None]]:
+    """Return the calls of compiled code that make all copies, for the threads of a copier."""
+    return batch.calls(max(1, batch.byte_count // CALL_BYTES), COPY_THREADS)
 
 
 class Copier:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 from array import array
-from collections.abc import Iterable, Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 from math import prod
 from typing import Any, NamedTuple
@@ -23,8 +23,6 @@ STREAM_BYTES = 16 << 20
 """From so many bytes on, stores pass the processor's caches by: so much does not stay in them."""
 TAKEN_BYTES = 64 << 10
 """The bytes that a thread takes at a time."""
-ONE_CALL_BYTES = 64 << 20
-"""The bytes of a call, for a caller who wants to be interrupted."""
 
 
 class Blocks(NamedTuple):
@@ -86,26 +84,28 @@ def is_compiled() -> bool:
 
 
 class Batch:
-    """Copies that any number of threads make together. It keeps the memory of both ends."""
+    """Copies of ``byte_count`` bytes that some threads make together. It keeps the memory of both ends."""
 
-    def __init__(self, words: array[int], calls: int, slices_per_call: int, owners: Sequence[object]) -> None:
-        """``words``: as the compiled code reads them; its threads count there. ``calls``: the calls of ``run`` by which
-        all is copied, where each is of at most ``slices_per_call``."""
+    def __init__(self, words: array[int], slice_count: int, byte_count: int, owners: Sequence[object]) -> None:
+        """``words``: as the compiled code reads them; its threads count there. ``slice_count``: the parts of the
+        work."""
         self._words = words
-        self._slices_per_call = slices_per_call
+        self._slice_count = slice_count
         self._owners = owners
-        self.calls = calls
+        self.byte_count = byte_count
 
-    def run(self) -> None:
-        """Copy what no other thread has taken: the rest, or as much as one call does. Returns when its part is
-        done."""
-        _copy()(self._words.buffer_info()[0], self._slices_per_call)
+    def calls(self, count: int, threads: int) -> list[Callable[[], None]]:
+        """Return calls that together copy all, for so many threads to make. Each copies what no other has taken, at
+        most one part in ``count``; so all threads end at about the same time."""
+        return [partial(self._run, -(-self._slice_count // count))] * (count + threads - 1)
+
+    def _run(self, slice_count: int) -> None:
+        _copy()(self._words.buffer_info()[0], slice_count)
 
 
-def batch_of(pairs: Iterable[tuple[Blocks, Blocks]], item_bytes: int, threads: int) -> Batch | None:
+def batch_of(pairs: Iterable[tuple[Blocks, Blocks]], item_bytes: int) -> Batch | None:
     """Return copies of sources to the targets at their places: ``pairs`` of (targets, sources) of one shape, which meet
-    nowhere. None where there is no compiled code, or rows are too short or too irregular for it. ``threads``: the
-    number that will run it."""
+    nowhere. None where there is no compiled code, or rows are too short or too irregular for it."""
     if not is_compiled():
         return None
     both = list(pairs)
@@ -124,15 +124,13 @@ def batch_of(pairs: Iterable[tuple[Blocks, Blocks]], item_bytes: int, threads: i
         slice_count += count * sizes[0]
         byte_count += count * prod(targets.shape) * item_bytes
     at_once = max(1, slice_count * TAKEN_BYTES // max(1, byte_count))
-    per_call = max(1, slice_count * ONE_CALL_BYTES // max(1, byte_count))
-    calls = threads + slice_count // per_call
     words[1:HEADER_WORDS] = array("q", (slice_count, at_once, byte_count >= STREAM_BYTES, len(both)))
     for end in (end for pair in both for end in pair):
         if isinstance(end.addresses, np.ndarray):
             words.frombytes(np.ascontiguousarray(end.addresses, np.int64).view(np.uint8).data)
         else:
             words.extend(end.addresses)
-    return Batch(words, calls, per_call, both)
+    return Batch(words, slice_count, byte_count, both)
 
 
 _Rows = tuple[Sequence[int], Sequence[int], Sequence[int], int]

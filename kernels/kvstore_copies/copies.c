@@ -88,11 +88,12 @@ static const block *block_of(const batch *all, uint64_t slice)
 /* Copy slices that no other thread has taken: all that are left, or ``most`` of them. */
 void kvstore_copy(batch *all, uint64_t most)
 {
-    for (uint64_t done = 0; done < most; done += all->slices_at_once) {
-        uint64_t slice = __atomic_fetch_add(&all->next, all->slices_at_once, __ATOMIC_RELAXED);
-        uint64_t stop = slice + all->slices_at_once;
+    while (most) {
+        uint64_t count = all->slices_at_once < most ? all->slices_at_once : most;
+        uint64_t slice = __atomic_fetch_add(&all->next, count, __ATOMIC_RELAXED), stop = slice + count;
         if (slice >= all->slice_count)
             break;
+        most -= count;
         if (stop > all->slice_count)
             stop = all->slice_count;
         const block *each = block_of(all, slice), *end = all->blocks + all->block_count;

@@ -53,13 +53,13 @@ def compiled() -> Iterator[Copies]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     """The calls of compiled code so far."""
     made: list[Batch] = []
-    run = Batch.run
+    run = Batch._run
 
-    def counted(batch: Batch) -> None:
+    def counted(batch: Batch, slice_count: int) -> None:
         made.append(batch)
-        run(batch)
+        run(batch, slice_count)
 
-    monkeypatch.setattr(Batch, "run", counted)
+    monkeypatch.setattr(Batch, "_run", counted)
     return made
 
 

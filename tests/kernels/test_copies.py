@@ -38,9 +38,9 @@ def strided(
     return np.ndarray(shape, f"u{size}", memory.data, skip, steps)
 
 
-def run_by(made: batch.Batch, threads: int) -> None:
+def run_by(made: batch.Batch, threads: int, count: int = 1) -> None:
     """Run all calls, shared by threads."""
-    calls = [made.run] * made.calls
+    calls = made.calls(count, threads)
     lock = threading.Lock()
 
     def work() -> None:
@@ -63,11 +63,12 @@ def run_by(made: batch.Batch, threads: int) -> None:
     shape=st.lists(st.integers(1, 5), min_size=2, max_size=4), row=st.integers(1, 80), size=st.sampled_from([1, 2, 4]),
     orders=st.tuples(st.randoms(use_true_random=False), st.randoms(use_true_random=False)),
     gaps=st.tuples(st.integers(0, 3), st.integers(0, 3)), skips=st.tuples(st.integers(0, 9), st.integers(0, 9)),
-    pieces=st.sampled_from([0, 1, 7, 1 << 20]), threads=st.integers(1, 3), streams=st.booleans(),
+    pieces=st.sampled_from([0, 1, 7, 1 << 20]), threads=st.integers(1, 3), count=st.integers(1, 9),
+    streams=st.booleans(),
 )  # fmt: skip
 def test_the_bytes_are_numpys_and_none_beside_is_touched(
     shape: list[int], row: int, size: int, orders: tuple[object, object], gaps: tuple[int, int],
-    skips: tuple[int, int], pieces: int, threads: int, streams: bool,
+    skips: tuple[int, int], pieces: int, threads: int, count: int, streams: bool,
 ) -> None:  # fmt: skip
     shape = [*shape, row]
     ends = []
@@ -82,13 +83,12 @@ def test_the_bytes_are_numpys_and_none_beside_is_touched(
     np.ndarray(target.shape, target.dtype, expected.data, skips[0] * size, target.strides)[...] = source
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "TAKEN_BYTES", pieces or 1)
-        patch.setattr(batch, "ONE_CALL_BYTES", max(1, pieces * 3))
         patch.setattr(batch, "STREAM_BYTES", 0 if streams else 1 << 30)
-        made = batch_of([(Blocks.of(target), Blocks.of(source))], size, threads)
+        made = batch_of([(Blocks.of(target), Blocks.of(source))], size)
     if made is None:  # too many axes, or rows too short: said so, not copied wrongly
         assert row * size < batch.ROW_BYTES_MIN or len(shape) > batch.AXES_MAX
         return
-    run_by(made, threads)
+    run_by(made, threads, count)
     assert (into == expected).all()
 
 
@@ -103,7 +103,7 @@ def test_copies_of_several_kinds_are_one_batch(threads: int) -> None:
         pairs.append((Blocks.of(target), Blocks.of(source)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "STREAM_BYTES", 1 << 20)
-        made = batch_of(pairs, 2, threads)
+        made = batch_of(pairs, 2)
     assert made is not None
     run_by(made, threads)
     for target, source in ends:
@@ -116,7 +116,7 @@ def test_numbered_entries_of_several_arrays() -> None:
     numbers = np.array([[7, 0], [3, 8]])
     targets = Blocks.at(numbers, pages)
     assert targets is not None
-    made = batch_of([(targets, Blocks.of(content, 3))], 2, 1)
+    made = batch_of([(targets, Blocks.of(content, 3))], 2)
     assert made is not None
     run_by(made, 1)
     for layer, each in enumerate(pages):
@@ -129,23 +129,22 @@ def test_arrays_of_several_strides_are_left_to_others() -> None:
 
 
 def test_a_call_copies_so_much_and_all_calls_all() -> None:
-    source, target = np.arange(1 << 20, dtype=np.uint8).reshape(64, -1), np.zeros((64, 1 << 14), np.uint8)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch, "ONE_CALL_BYTES", 1 << 18)
-        patch.setattr(batch, "TAKEN_BYTES", 1 << 14)
-        made = batch_of([(Blocks.of(target), Blocks.of(source))], 1, 2)
+    source, target = np.arange(1 << 20, dtype=np.uint8).reshape(64, -1), np.full((64, 1 << 14), 255, np.uint8)
+    source %= 251
+    made = batch_of([(Blocks.of(target), Blocks.of(source))], 1)
     assert made is not None
-    made.run()
+    first, *others = made.calls(4, 2)
+    first()
     assert (target == source).all(axis=1).sum() == 16, "a quarter: then a caller may be interrupted"
-    for _ in range(made.calls - 1):
-        made.run()
+    for call in others:
+        call()
     assert (target == source).all()
 
 
 def test_without_compiled_code_there_is_no_batch() -> None:
     program = (
         "import numpy as np; from kvstore_copies import Blocks, batch_of, is_compiled; "
-        "a = Blocks.of(np.zeros((2, 64))); print(is_compiled(), batch_of([(a, a)], 8, 1))"
+        "a = Blocks.of(np.zeros((2, 64))); print(is_compiled(), batch_of([(a, a)], 8))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "KVSTORE_COPIES": "plain"},

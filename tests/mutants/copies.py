@@ -30,8 +30,8 @@ MUTANTS = [
     Mutant(
         "too-few-calls",
         BATCH,
-        "    calls = threads + slice_count // per_call\n",
-        "    calls = slice_count // per_call\n",
+        "-(-self._slice_count // count)",
+        "self._slice_count // count",
         "the last slices are copied by no call, and memory that nobody wrote counts as fetched",
         (f"{T_COPIES}::test_the_bytes_are_numpys_and_none_beside_is_touched",),
     ),

@@ -215,13 +215,13 @@ class WarmCopy:
 
     def _copies(self, faults: FaultPoints) -> Iterator[None]:
         runs = self._prefix.runs(0)
-        fused = self._target.fused(runs, self._prefix._sources)
+        fused = self._target.fused(runs)
         if fused is None:
             for layer in self._layers:
                 self._target.copy_layer(layer, runs, self._bad, faults)
                 yield
             return
-        for piece in fused(faults, self._chance.randint(1, STEPS_MAX)):
+        for piece in fused.pieces(faults, self._chance.randint(1, STEPS_MAX)):
             piece()
             yield
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise, repeat
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -87,7 +87,7 @@ def _in_a_batch(planes: Planes, pairs: Sequence[tuple[int, Chunk, NDArray[np.gen
         if target is None:
             return None
         blocks.append((target, Blocks.of(source)))
-    batch = batch_of(blocks, pairs[0][2].itemsize, COPY_THREADS) if pairs else None
+    batch = batch_of(blocks, pairs[0][2].itemsize) if pairs else None
     return None if batch is None else in_calls(batch)
 
 
@@ -96,14 +96,13 @@ def in_calls(batch: Batch) -> Fused:
     return Fused(partial(_calls_of, batch), by_torch=False)
 
 
-def _calls_of(batch: Batch, faults: FaultPoints, _count: int) -> Iterator[Callable[[], None]]:
-    """Yield the calls that make all copies; each takes what no other thread has taken, so their number matters
-    little."""
-    return repeat(partial(_call, batch, faults), batch.calls)
+def _calls_of(batch: Batch, faults: FaultPoints, count: int) -> Iterator[Callable[[], None]]:
+    """Yield the calls that make all copies."""
+    return (partial(_call, call, faults) for call in batch.calls(count, COPY_THREADS))
 
 
-def _call(batch: Batch, faults: FaultPoints) -> None:
-    batch.run()
+def _call(call: Callable[[], None], faults: FaultPoints) -> None:
+    call()
     faults.reach("fetch.copy.middle")
 
 

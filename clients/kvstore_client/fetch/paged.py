@@ -16,7 +16,7 @@ from kvstore.chunk import slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints
 from kvstore_client.arrays import Layer, Tensor, check_memory, is_array, is_tensor, settle_device
-from kvstore_client.copying import COPY_THREADS, copy, raw
+from kvstore_client.copying import copy, raw
 from kvstore_client.fetch.axes import PageViews
 from kvstore_client.fetch.fused import Fused, in_calls, paged_sources, pieces_of
 from kvstore_client.fetch.wanted import Wanted
@@ -339,7 +339,7 @@ def page_batch(parts: Sequence[WholePages], *, are_targets: bool) -> Batch | Non
             return None
         content = Blocks.of(part.content, 1 + part.numbers.ndim)
         pairs.append((pages, content) if are_targets else (content, pages))
-    return batch_of(pairs, parts[0].content.itemsize, COPY_THREADS) if parts else None
+    return batch_of(pairs, parts[0].content.itemsize) if parts else None
 
 
 def page_copies(parts: Sequence[WholePages]) -> list[PageCopy]:

@@ -14,6 +14,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.seams.memory import Bytes
 from kvstore.spec import ModelSpec
 from kvstore_client.arrays import Tensor
+from kvstore_client.copying import calls_of
 from kvstore_client.derived import check_exact
 from kvstore_client.fetch.axes import Arrays
 from kvstore_client.fetch.fused import page_views, plane_geometry
@@ -78,7 +79,7 @@ class PagesSource:
         sides = page_views(memory, layout, geometry, len(arrays), heads, count, stride, base, pages.page_size)
         batch = page_batch(_parts(arrays, sides, places), are_targets=False)
         if batch is not None:
-            return [batch.run] * batch.calls
+            return calls_of(batch)
         rows = [(row, _in_a_row(each)) for some, numbers in places for row, each in _by_chunk(some, numbers)]
         return [
             partial(_take_pages, target.view(array.dtype)[row], array, numbers)

@@ -15,7 +15,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, Exactness, ModelSpec
 from kvstore_client.arrays import Layer, Tensor, checked, is_tensor, settle_device, torch_module
-from kvstore_client.copying import COPY_THREADS, copy, plainly, plane_run, raw
+from kvstore_client.copying import calls_of, copy, plainly, plane_run, raw
 from kvstore_client.derived import check_exact
 from kvstore_client.fetch.fused import blocks_of, plane_geometry, strip_arrays, token_runs, views_of
 from kvstore_client.halves import checked_layers
@@ -118,8 +118,8 @@ def _calls(
         if source is None:
             return None
         pairs.append((Blocks.of(array), source))
-    batch = batch_of(pairs, targets[0].itemsize, COPY_THREADS)
-    return None if batch is None else [batch.run] * batch.calls
+    batch = batch_of(pairs, targets[0].itemsize)
+    return None if batch is None else calls_of(batch)
 
 
 def _steps(

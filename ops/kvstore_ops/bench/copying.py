@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from kvstore_client import Client, ModelSpec, connect
-from kvstore_client.copying import COPY_THREADS, Copier, copy
+from kvstore_client.copying import Copier, calls_of, copy
 from kvstore_copies import Blocks, batch_of
 
 from kvstore_ops.sidecar import Sidecar
@@ -86,11 +86,11 @@ def one_call_copy_bytes_per_s(byte_count: int) -> float:
 def compiled_seconds(copier: Copier, pairs: Sequence[tuple[Any, Any]]) -> float:
     """Return the seconds of the copies in compiled code, on as many threads as a fetch has. NaN where there is none."""
     blocks = [(_block(target), _block(source)) for target, source in pairs]
-    batch = batch_of(blocks, pairs[0][0].element_size(), COPY_THREADS)
+    batch = batch_of(blocks, pairs[0][0].element_size())
     if batch is None:
         return math.nan
     byte_count = sum(target.nbytes for target, _ in pairs)
-    return timed(lambda: copier.share(lambda call: call(), [batch.run] * batch.calls, byte_count, 60.0, by_torch=False))
+    return timed(lambda: copier.share(lambda call: call(), calls_of(batch), byte_count, 60.0, by_torch=False))
 
 
 def _block(tensor: Any) -> Blocks:

@@ -46,13 +46,12 @@ def limit_pairs(client: Client, spec: Any, tokens: Any, into: list[tuple[Any, An
     return pairs
 
 
-def run(scale: str) -> Result:
-    """Measure a fetch and the same copies in turns. The limit is the faster of one thread and two that copy them."""
+def measure(scale: str) -> dict[str, Any]:
+    """Return the seconds of each turn: of a fetch, of the same copies by three ways, and of parts of a fetch."""
     spec = shared.geometry(scale)
     count = shared.CHUNKS[scale] * shared.CHUNK_TOKENS
     tokens = shared.random_tokens(count, 1)
     into = shared.tensors(spec, count)
-    byte_count = sum(k.nbytes + v.nbytes for k, v in into)
     copier = Copier()
     with shared.ready(scale) as (sidecar, client):
         client.store(spec, tokens, into).wait()
@@ -64,49 +63,56 @@ def run(scale: str) -> Result:
         first = first_fetch_seconds(sidecar.address, scale)
         fetch()
         shared.copy_seconds(copier, pairs)
-        ours, one, two, compiled, verified, asked = [], [], [], [], [], []
+        found: dict[str, list[float]] = {name: [] for name in ("ours", "one", "two", "compiled", "verified", "asked")}
         held: list[MappedPrefix] = []
         for _ in range(shared.RUNS[scale]):
-            two.append(shared.copy_seconds(copier, pairs))
-            one.append(shared.timed(lambda: on_callers_thread(shared.copy_all, pairs)))
-            ours.append(shared.timed(fetch))
-            compiled.append(shared.compiled_seconds(copier, pairs))
-            verified.append(shared.timed(lambda: fetch(verify=True)))
-            asked.append(shared.timed(lambda: held.append(ask(client, spec, tokens))))
+            found["two"].append(shared.copy_seconds(copier, pairs))
+            found["one"].append(shared.timed(lambda: on_callers_thread(shared.copy_all, pairs)))
+            found["ours"].append(shared.timed(fetch))
+            found["compiled"].append(shared.compiled_seconds(copier, pairs))
+            found["verified"].append(shared.timed(lambda: fetch(verify=True)))
+            found["asked"].append(shared.timed(lambda: held.append(ask(client, spec, tokens))))
             held.pop().close()
-        paged_ratio, paged_rate = measure_pages(client, spec, tokens, copier, shared.RUNS[scale])
+        paged = measure_pages(client, spec, tokens, copier, shared.RUNS[scale])
     copier.close()
-    limits = min(one, two, key=statistics.median)
+    return {**found, "first": first, "paged": paged, "byte_count": sum(k.nbytes + v.nbytes for k, v in into)}
+
+
+def run(scale: str) -> Result:
+    """Measure a fetch and the same copies in turns. The limit is the faster of one thread and two of torch's that copy
+    them."""
+    found = measure(scale)
+    byte_count, ours, (paged_ratio, paged_rate) = found["byte_count"], found["ours"], found["paged"]
+    limits = min(found["one"], found["two"], key=statistics.median)
     ratios = [limit / mine for limit, mine in zip(limits, ours, strict=True)]
-    verify_ratios = [limit / mine for limit, mine in zip(limits, verified, strict=True)]
-    ratio, verify_ratio = statistics.median(ratios), statistics.median(verify_ratios)
-    rate, limit = (byte_count / statistics.median(each) for each in (ours, limits))
-    asked_s, copy_s = statistics.median(asked), statistics.median(limits)
-    memcpy = shared.one_call_copy_bytes_per_s(byte_count)
+    ratio = statistics.median(ratios)
+    verify_ratio = statistics.median(limit / mine for limit, mine in zip(limits, found["verified"], strict=True))
+    rates = {name: byte_count / statistics.median(each) for name, each in found.items() if isinstance(each, list)}
+    asked_s, copy_s = statistics.median(found["asked"]), statistics.median(limits)
+    memcpy, first_rate = shared.one_call_copy_bytes_per_s(byte_count), byte_count / found["first"]
     show(
         f"fetch: {byte_count >> 20} MiB, {len(ours)} pairs",
         [
-            ("fetch", f"{rate / 1e9:.2f} GB/s, {ratio:.3f} of the copy limit"),
-            ("fetch --verify", f"{byte_count / statistics.median(verified) / 1e9:.2f} GB/s, {verify_ratio:.3f}"),
+            ("fetch", f"{rates['ours'] / 1e9:.2f} GB/s, {ratio:.3f} of the copy limit"),
+            ("fetch --verify", f"{rates['verified'] / 1e9:.2f} GB/s, {verify_ratio:.3f}"),
             ("into pages of 16, in random order", f"{paged_rate / 1e9:.2f} GB/s, {paged_ratio:.3f} of the bare copies"),
-            ("fetch --first (fresh client process)", f"{byte_count / first / 1e9:.2f} GB/s"),
+            ("fetch --first (fresh client process)", f"{first_rate / 1e9:.2f} GB/s"),
             ("asking, before the first copy", f"{asked_s * 1e3:.1f} ms: leaves {copy_s / (copy_s + asked_s):.3f}"),
-            ("the same copies, 2 threads", f"{byte_count / statistics.median(two) / 1e9:.2f} GB/s"),
-            ("the same copies, 1 thread", f"{byte_count / statistics.median(one) / 1e9:.2f} GB/s"),
-            ("the same copies, compiled, 2 threads", f"{byte_count / statistics.median(compiled) / 1e9:.2f} GB/s"),
+            ("the same copies, 2 threads", f"{rates['two'] / 1e9:.2f} GB/s"),
+            ("the same copies, 1 thread", f"{rates['one'] / 1e9:.2f} GB/s"),
+            ("the same copies, compiled, 2 threads", f"{rates['compiled'] / 1e9:.2f} GB/s"),
             ("one-call memcpy", f"{memcpy / 1e9:.2f} GB/s"),
         ],
     )
     return Result(
-        name="fetch", value=rate, unit="B/s", limit=limit, ratio=ratio, spread=quartiles(ratios),
+        name="fetch", value=rates["ours"], unit="B/s", limit=byte_count / copy_s, ratio=ratio, spread=quartiles(ratios),
         target=f">= {TARGET}, into pages too; verify >= {VERIFY_TARGET}",
         met=min(ratio, paged_ratio) >= TARGET and verify_ratio >= VERIFY_TARGET, runs=len(ours),
         conditions={
             "scale": scale, "bytes": byte_count, "warm": True, "copy_threads": 2, "verify_ratio": verify_ratio,
             "paged_ratio": paged_ratio, "asked_s": asked_s, "paged_bytes_per_s": paged_rate,
-            "first_bytes_per_s": byte_count / first, "memcpy_bytes_per_s": memcpy,
-            "one_thread_bytes_per_s": byte_count / statistics.median(one),
-            "compiled_bytes_per_s": byte_count / statistics.median(compiled),
+            "first_bytes_per_s": first_rate, "memcpy_bytes_per_s": memcpy,
+            "one_thread_bytes_per_s": rates["one"], "compiled_bytes_per_s": rates["compiled"],
         },
     )  # fmt: skip
 

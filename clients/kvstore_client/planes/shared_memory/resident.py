@@ -8,7 +8,7 @@ from functools import partial
 from kvstore.seams import FaultPoints
 from kvstore.seams.fence import fence
 from kvstore.spec import Exactness, MissReason, Tier
-from kvstore_client.copying import Copier
+from kvstore_client.copying import CALL_BYTES, Copier
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Target
 from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun, runs_of
@@ -43,7 +43,7 @@ class ResidentPrefix:
         fused = None if self.wanted.hidden_layers else target.fused(cache)
         byte_count = self.wanted.byte_count(self.token_count)
         if fused is not None:
-            count = min(PIECES_MAX, max(2, byte_count // PIECE_BYTES))
+            count = min(PIECES_MAX, max(2, byte_count // (PIECE_BYTES if fused.by_torch else CALL_BYTES)))
             copier.share(_run, fused.pieces(faults, count), byte_count, timeout_s, by_torch=fused.by_torch)
             return
         work = [partial(target.copy_layer, each, cache, bad, faults) for each in range(len(self.wanted.layers))]
