@@ -64,13 +64,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
 
 
 def engines_planes(cache: list[Any], count: int = COUNT) -> list[Any]:
-    """Return a cache in tensors as engines have them: tokens before heads, with room for more of them."""
+    """Return a cache in tensors as engines have them: tokens before heads, from the middle of more of them."""
     planes = []
     for layer in cache:
         room = [torch.zeros(count + 9, plane.shape[0], plane.shape[2], dtype=torch.bfloat16) for plane in layer]
         for each, plane in zip(room, layer, strict=True):
-            each[:count] = torch.from_numpy(bits(plane).view(np.int16)).view(torch.bfloat16).transpose(0, 1)
-        planes.append(tuple(each.transpose(0, 1)[:, :count] for each in room))
+            each[3 : 3 + count] = torch.from_numpy(bits(plane).view(np.int16)).view(torch.bfloat16).transpose(0, 1)
+        planes.append(tuple(each.transpose(0, 1)[:, 3 : 3 + count] for each in room))
     return planes
 
 

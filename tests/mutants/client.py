@@ -208,7 +208,7 @@ MUTANTS = [
         "plane.storage_offset() + skipped)",
         "skipped)",
         "a fetch into views writes where another view of the storage lies",
-        ("tests/e2e/test_warm.py::test_a_second_fetch_needs_no_sidecar",),
+        ("tests/e2e/test_plain_copies.py::test_dense_planes",),
     ),
     Mutant(
         "padding-is-stored",

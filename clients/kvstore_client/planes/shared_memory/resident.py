@@ -43,7 +43,8 @@ class ResidentPrefix:
         fused = None if self.wanted.hidden_layers else target.fused(cache)
         byte_count = self.wanted.byte_count(self.token_count)
         if fused is not None:
-            count = min(PIECES_MAX, max(2, byte_count // (PIECE_BYTES if fused.by_torch else CALL_BYTES)))
+            torchs, calls = min(PIECES_MAX, max(2, byte_count // PIECE_BYTES)), max(1, byte_count // CALL_BYTES)
+            count = torchs if fused.by_torch else calls
             copier.share(_run, fused.pieces(faults, count), byte_count, timeout_s, by_torch=fused.by_torch)
             return
         work = [partial(target.copy_layer, each, cache, bad, faults) for each in range(len(self.wanted.layers))]
