@@ -20,7 +20,9 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
 
-$(STAMP): pyproject.toml constraints.txt
+COPIES := kernels/kvstore_copies/copies.c
+
+$(STAMP): pyproject.toml constraints.txt $(COPIES)
 	$(PYTHON) -c 'import sys; sys.exit("kvstore needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -43,7 +45,7 @@ test: $(STAMP) ## All tests, in PROCESSES=3 processes
 test-full: $(STAMP) ## All tests at full scale: 10,000 corruptions, 10,000 requests of engines that are killed
 	KVSTORE_TEST_SCALE=full $(PYTEST) --timeout 1500
 
-$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt $(COPIES)
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt -e .
 	touch $(VLLM_STAMP)
@@ -53,7 +55,7 @@ setup-vllm: $(VLLM_STAMP) ## Install vLLM's CPU build and kvstore into .venv-vll
 test-vllm: $(STAMP) $(VLLM_STAMP) ## The vLLM connector, in a real vLLM
 	$(VLLM)/bin/python -m pytest tests/vllm
 
-$(SGLANG_STAMP): pyproject.toml constraints.txt constraints-sglang.txt
+$(SGLANG_STAMP): pyproject.toml constraints.txt constraints-sglang.txt $(COPIES)
 	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
 	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-sglang.txt
@@ -110,4 +112,4 @@ docs: $(STAMP) ## Write the pages that are made of settings and results
 	$(BIN)/python -m kvstore_ops.pages
 
 clean: ## Remove what was made
-	rm -rf $(VENV) $(VLLM) $(SGLANG) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) kernels/kvstore_copies/*.so build *.egg-info .mypy_cache .ruff_cache .pytest_cache

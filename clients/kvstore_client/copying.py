@@ -1,7 +1,7 @@
 """Copies between the caller's tensors and mapped memory: two threads, GIL released.
 
-torch's copy is used when the process has torch: on rows of 64 KiB it moves about twice what numpy does, because
-memcpy's string instructions are slow there. Without torch, numpy.
+Compiled code makes all copies of a call where it was built and memory lies regularly (``kvstore_copies``). The others
+are torch's when the process has torch: on rows of 64 KiB it moves about twice what numpy does. Without torch, numpy.
 """
 
 from __future__ import annotations

@@ -5,6 +5,6 @@ half of what memcpy moves. Needs a C compiler when it is installed; without one 
 copy by torch or numpy. ``KVSTORE_COPIES=plain`` in the environment does the same.
 """
 
-from kvstore_copies.batch import Batch, Blocks, batch_of, is_compiled
+from kvstore_copies.batch import Batch, Blocks, address_of, batch_of, is_compiled
 
-__all__ = ["Batch", "Blocks", "batch_of", "is_compiled"]
+__all__ = ["Batch", "Blocks", "address_of", "batch_of", "is_compiled"]

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 AXES_MAX = 3
 """The most axes of rows, as the compiled code has them."""
 HEADER_WORDS, BLOCK_WORDS = 5, 13
+"""As the compiled code reads them. Where either changes, so does the number in its function's name."""
 ROW_BYTES_MIN = 16
 """Shorter rows are left to torch and numpy."""
 STREAM_BYTES = 16 << 20
@@ -71,8 +72,8 @@ def _copy() -> Any:
     if found is None or found.origin is None or os.environ.get("KVSTORE_COPIES") == "plain":
         return None
     try:
-        function = ctypes.CDLL(found.origin).kvstore_copy
-    except (OSError, AttributeError):  # built for another machine
+        function = ctypes.CDLL(found.origin).kvstore_copy_1
+    except (OSError, AttributeError):  # built for another machine, or of another release
         return None
     function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_uint64], None
     return function
@@ -84,7 +85,7 @@ def is_compiled() -> bool:
 
 
 class Batch:
-    """Copies of ``byte_count`` bytes that some threads make together. It keeps the memory of both ends."""
+    """Copies of ``byte_count`` bytes that some threads make together. It keeps the owners of both ends' memory."""
 
     def __init__(self, words: array[int], slice_count: int, byte_count: int, owners: Sequence[object]) -> None:
         """``words``: as the compiled code reads them; its threads count there. ``slice_count``: the parts of the
@@ -113,8 +114,8 @@ def batch_of(pairs: Iterable[tuple[Blocks, Blocks]], item_bytes: int) -> Batch |
     words, place = array("q", bytes(8 * HEADER_WORDS)), HEADER_WORDS + BLOCK_WORDS * len(both)
     for targets, sources in both:
         count = len(targets.addresses)
-        assert targets.shape == sources.shape, "copies keep the shape"
-        assert count == len(sources.addresses), "a target for each source"
+        if targets.shape != sources.shape or count != len(sources.addresses):  # also under ``python -O``
+            raise AssertionError("copies have a target of one shape for each source")
         rows = _rows(targets.shape, targets.steps, sources.steps, item_bytes)
         if rows is None:
             return None

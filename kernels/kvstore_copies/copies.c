@@ -85,8 +85,9 @@ static const block *block_of(const batch *all, uint64_t slice)
     return &all->blocks[first];
 }
 
-/* Copy slices that no other thread has taken: all that are left, or ``most`` of them. */
-void kvstore_copy(batch *all, uint64_t most)
+/* Copy slices that no other thread has taken: all that are left, or ``most`` of them. The number in the name is that of
+ * the words: an older library does not read a newer batch. */
+void kvstore_copy_1(batch *all, uint64_t most)
 {
     while (most) {
         uint64_t count = all->slices_at_once < most ? all->slices_at_once : most;

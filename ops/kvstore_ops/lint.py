@@ -65,6 +65,7 @@ CLIENT_MAY_IMPORT = {
     *("spec", "keys", "chunk", "planning", "presence", "handoff", "wire", "errors", "units", "seams"),
     *("v1", "v1alpha"),
 }
+COPIES_MUST_NOT_IMPORT = {"kvstore", "kvstore_client", "kvstore_kernels", "kvstore_ops", "torch"}
 PLANNING_MAY_IMPORT = {
     *(
         "__future__",
@@ -112,6 +113,8 @@ def check_source(path: str, text: str) -> list[Finding]:
         found += _impure(path, tree)
     if path.startswith(("kvstore/", "clients/")):
         found += _imports(path, tree)
+    if path.startswith("kernels/kvstore_copies/"):
+        found += _copies(path, tree)
     if path.startswith("clients/") and not path.startswith(PLANES):
         found += _planes(path, tree)
     if not path.startswith("tests/"):
@@ -241,6 +244,12 @@ def _imports(path: str, tree: ast.AST) -> Iterator[Finding]:
             yield Finding(path, line, f"kvstore.{own} -> kvstore.{room}: give both a layer in kvstore_ops.lint")
         elif _layer(room) <= _layer(own):
             yield Finding(path, line, f"kvstore.{own} imports kvstore.{room}: imports point one way, downwards")
+
+
+def _copies(path: str, tree: ast.AST) -> Iterator[Finding]:
+    for line, module in _imported(tree):
+        if module.split(".")[0] in COPIES_MUST_NOT_IMPORT:
+            yield Finding(path, line, f"kvstore_copies imports {module}: it copies memory, and knows nothing of it")
 
 
 def _tests(path: str, tree: ast.AST) -> Iterator[Finding]:

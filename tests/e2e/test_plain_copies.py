@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 from kvstore_client import Client, Paged, connect
+from kvstore_client.fetch import calls as calls_of_fetches
+from kvstore_client.fetch.wanted import Wanted
 from kvstore_copies import Batch, is_compiled
 from kvstore_ops.sidecar import Sidecar
 
+from kvstore.errors import KVStoreError
 from kvstore.spec import LayerSpec
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
@@ -180,3 +183,73 @@ def test_runs_of_chunks_that_lie_apart(client: Client, compiled: Copies) -> None
         into = engines_planes([tuple(np.zeros_like(plane) for plane in layer) for layer in cache], 64)
         assert client.fetch(spec, tokens, into=into).token_count == 64
         assert same(into, cache)
+
+
+def shrunk(plane: torch.Tensor) -> None:
+    plane.untyped_storage().resize_(100)
+
+
+def freed(plane: torch.Tensor) -> None:
+    plane.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("spoil", [shrunk, freed])
+@pytest.mark.parametrize("compiles", [True, False])
+def test_tensors_that_lost_their_memory_are_neither_read_nor_written(
+    client: Client, compiled: Copies, spoil: Callable[[torch.Tensor], None], compiles: bool
+) -> None:  # fmt: skip
+    """torch notices where it makes a view; addresses alone say nothing of what lies there."""
+    compiled(compiles)
+    spec = SPECS["alike"]
+    tokens, cache = tokens_of(COUNT, 90), random_cache(spec, COUNT, 90)
+    client.store(spec, tokens, cache).wait(10)
+    for layer in (0, 2):
+        planes = engines_planes(cache)
+        spoil(planes[layer][1])
+        with pytest.raises((RuntimeError, KVStoreError)):
+            client.store(spec, tokens_of(COUNT, 91), planes)
+        for _ in range(2):
+            with pytest.raises((RuntimeError, KVStoreError)):
+                client.fetch(spec, tokens, into=planes)
+    assert same(client.fetch(spec, tokens), cache)
+
+
+def test_memory_that_tensors_get_while_a_ticket_is_redeemed_is_written(
+    client: Client, compiled: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """The destination is looked at when bytes are copied, not only when the fetch is asked for."""
+    compiled(True)
+    spec = SPECS["alike"]
+    tokens, cache = tokens_of(COUNT, 92), random_cache(spec, COUNT, 92)
+    client.store(spec, tokens, cache).wait(10)
+    ticket = client.lookup(spec, tokens, hold=True).ticket
+    planes = [tuple(torch.zeros(plane.shape, dtype=torch.bfloat16) for plane in layer) for layer in cache]
+    moved, open_held = torch.full_like(planes[1][0], 7), calls_of_fetches.open_held
+
+    def late(*arguments: Any) -> Any:
+        planes[1][0].data = moved
+        return open_held(*arguments)
+
+    monkeypatch.setattr(calls_of_fetches, "open_held", late)
+    client.start_fetch(ticket, into=planes).wait(10)
+    assert same(planes, cache)
+    assert same([(moved,)], [(cache[1][0],)])
+
+
+def test_a_graph_that_needs_a_tensor_learns_of_a_fetch_into_it(client: Client, compiled: Copies) -> None:
+    spec = SPECS["alike"]
+    tokens, cache = tokens_of(COUNT, 93), random_cache(spec, COUNT, 93)
+    client.store(spec, tokens, cache).wait(10)
+    for compiles in (True, False):
+        compiled(compiles)
+        into = engines_planes(cache)
+        x = torch.ones(into[0][0].shape, dtype=torch.bfloat16, requires_grad=True)
+        graph = (x * into[0][0]).sum()
+        client.fetch(spec, tokens, into=into)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            graph.backward()
+
+
+@pytest.mark.parametrize("hidden", [np.array([1]), torch.tensor([1]), np.array([], int), [1], ()])
+def test_what_names_hidden_layers_is_taken_in_any_form(hidden: Any) -> None:
+    assert Wanted.of(SPECS["alike"], None, None, hidden, False).hidden_layers == tuple(map(int, hidden))

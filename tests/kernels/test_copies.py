@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -139,6 +140,18 @@ def test_a_call_copies_so_much_and_all_calls_all() -> None:
     for call in others:
         call()
     assert (target == source).all()
+
+
+def test_ends_that_do_not_fit_each_other_are_refused() -> None:
+    one, other = np.zeros((2, 64), np.uint8), np.zeros((3, 64), np.uint8)
+    with pytest.raises(AssertionError):
+        batch_of([(Blocks.of(one), Blocks.of(other))], 1)
+
+
+def test_a_library_of_another_release_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function has another number in its name."""
+    monkeypatch.setattr(batch, "find_spec", lambda _: SimpleNamespace(origin=np.random.mtrand.__file__))
+    assert batch._copy.__wrapped__() is None
 
 
 def test_without_compiled_code_there_is_no_batch() -> None:

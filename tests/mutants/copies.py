@@ -7,7 +7,6 @@ from tests.mutants.mutant import Mutant
 BATCH = "kernels/kvstore_copies/batch.py"
 FUSED = "clients/kvstore_client/fetch/fused.py"
 T_COPIES = "tests/kernels/test_copies.py"
-T_TARGETS = "tests/e2e/test_targets.py"
 T_PLAIN = "tests/e2e/test_plain_copies.py"
 
 MUTANTS = [
@@ -54,10 +53,26 @@ MUTANTS = [
     Mutant(
         "planes-of-several-strides",
         FUSED,
-        "        if not all(_is_plain(plane) and plane.stride() == strides for plane in planes):\n",
-        "        if not all(_is_plain(plane) for plane in planes):\n",
+        "not all(_is_plain(plane) and plane.stride() == strides for plane in planes)",
+        "not all(_is_plain(plane) for plane in planes)",
         "a plane is written with the strides of another one, over what lies behind it",
         (f"{T_PLAIN}::test_planes_of_several_strides",),
+    ),
+    Mutant(
+        "planes-beyond-their-storage",
+        FUSED,
+        "        (before + reach + 1) * size > storage.nbytes() for",
+        "        reach < 0 for",
+        "what lies behind a storage that was resized is stored, or written over",
+        (f"{T_PLAIN}::test_tensors_that_lost_their_memory_are_neither_read_nor_written",),
+    ),
+    Mutant(
+        "a-fetch-that-no-graph-sees",
+        FUSED,
+        "        if found is not None and is_tensor(side[0]):\n",
+        "        if found is None and is_tensor(side[0]):\n",
+        "a gradient is computed from bytes that a fetch wrote over its own",
+        (f"{T_PLAIN}::test_a_graph_that_needs_a_tensor_learns_of_a_fetch_into_it",),
     ),
     Mutant(
         "copies-from-the-first-token-on",

@@ -27,6 +27,7 @@ BAD = {
     "eval": "kvstore/x.py|eval('1')\n",
     "one way": "kvstore/catalog/x.py|from kvstore.controller import Controller\n",
     "server's rooms": "clients/kvstore_client/x.py|import kvstore.controller\n",
+    "knows nothing of it": "kernels/kvstore_copies/x.py|from kvstore import spec\n",
     "an installed kvstore": "kernels/kvstore_kernels/x.py|from tests import simulated\n",
     "has no tests": "kvstore/__init__.py|def f():\n    from tests.simulated.disk import SimulatedDisk\n",
     "imports tests.simulated": "ops/x.py|import tests.simulated as twins\n",

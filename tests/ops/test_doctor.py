@@ -12,7 +12,7 @@ import pytest
 from kvstore_ops.doctor.device import look_at_device
 from kvstore_ops.doctor.engines import look_at_redis, look_at_tiers, redis_tells
 from kvstore_ops.doctor.finding import Finding, Health, render_findings
-from kvstore_ops.doctor.machine import certificate, clock, kernel, memory, open_files, validity_of
+from kvstore_ops.doctor.machine import certificate, clock, compiled_copies, kernel, memory, open_files, validity_of
 from kvstore_ops.sidecar import TOKEN, Sidecar
 from rich.console import Console
 
@@ -94,6 +94,10 @@ def test_no_sidecar_is_said_and_the_rest_is_looked_at(surroundings: dict[str, st
 def test_kernels(release: str, health: Health) -> None:
     assert kernel(release).health is health
     assert health is Health.GOOD or is_said(kernel(release), health)
+
+
+def test_how_clients_copy() -> None:
+    assert [compiled_copies(there).health for there in (True, False)] == [Health.GOOD, Health.WEAK]
 
 
 def test_what_the_settings_ask_for_and_the_machine_lacks() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from kvstore_copies import is_compiled
 from kvstore_ops.cli import app
 from kvstore_ops.commands import PANELS
 
@@ -62,6 +63,11 @@ def _copied(name: str, target: Path) -> None:
 @pytest.mark.parametrize("name", READ)
 def test_what_is_read_at_run_time_is_in_the_wheel(place: Path, name: str) -> None:
     assert (place / name).stat().st_size or name.endswith("py.typed")
+
+
+@pytest.mark.skipif(not is_compiled(), reason="kvstore was installed without a C compiler")
+def test_compiled_code_is_in_the_wheel(place: Path) -> None:
+    assert list((place / "kvstore_copies").glob("_compiled*.so"))
 
 
 def test_the_command_of_the_wheel_says_its_version(place: Path) -> None:

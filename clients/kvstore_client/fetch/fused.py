@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from kvstore_copies import Batch, Blocks, batch_of, is_compiled
+from kvstore_copies import Batch, Blocks, address_of, batch_of, is_compiled
 from numpy.typing import NDArray
 
 from kvstore.chunk import STRIP_ALIGNMENT, ChunkLayout
@@ -26,7 +26,7 @@ from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun
 
 class Fused(NamedTuple):
     """All copies of a fetch, ready to run. A call of ``pieces`` yields them in so many pieces of about the same size.
-    ``by_torch``: torch makes them, whose own threads have to be held."""
+    ``by_torch``: torch or numpy makes them; torch's own threads have to be held."""
 
     pieces: Callable[[FaultPoints, int], Iterator[Callable[[], None]]]
     by_torch: bool = True
@@ -107,9 +107,9 @@ def _call(call: Callable[[], None], faults: FaultPoints) -> None:
 
 
 def _in_pairs(planes: Planes, pairs: Sequence[tuple[int, Chunk, NDArray[np.generic]]]) -> Fused | None:
-    """Return the copies by torch, which copies many pairs of tensors in one operation. None without torch."""
-    torch = torch_module()
-    if torch is None:
+    """Return the copies by torch, which copies many pairs of tensors in one operation. None without torch, and where
+    its strides, which count items, cannot say how far chunks lie apart."""
+    if torch_module() is None or any(source.strides[2] % source.itemsize for _, _, source in pairs):
         return None
     targets: list[Tensor] = []
     sources: list[Tensor] = []
@@ -127,12 +127,12 @@ def views_of(array: NDArray[np.generic], dtype: object) -> Sequence[Tensor]:
 
 
 class Planes(NamedTuple):
-    """The destination of a dense fetch. ``sides``: all K, and all V, each a list over the layers. ``addresses``: of the
-    first byte of each plane, where those of each side are known to be the CPU's, of one shape and stride; else empty.
-    ``halves``: the same planes, where those of each side are one tensor [layers, heads, tokens, dim]."""
+    """The destination of a dense fetch. ``sides``: all K, and all V, each a list over the layers. ``are_alike``: True
+    when those of each side are known to be the CPU's, of one shape and stride. ``halves``: the same planes, where those
+    of each side are one tensor [layers, heads, tokens, dim]."""
 
     sides: Sequence[Sequence[Tensor]]
-    addresses: Sequence[Sequence[int]] = ()
+    are_alike: bool = False
     halves: Sequence[Tensor] = ()
 
     def at(self, positions: range) -> Planes:
@@ -140,7 +140,7 @@ class Planes(NamedTuple):
         some = slice(positions.start, positions.stop)
         halves = [half[some] for half in self.halves]
         sides = [half[:1] for half in halves] if halves else [side[some] for side in self.sides]
-        return Planes(sides, [each[some] for each in self.addresses], halves)
+        return Planes(sides, self.are_alike, halves)
 
     def parts(self, which: int, shape: Sequence[int], start: int) -> Iterable[Tensor]:
         """Return, of each K or V, a view of some chunks' tokens from token ``start`` on, of ``shape``: [heads, chunks,
@@ -156,13 +156,18 @@ class Planes(NamedTuple):
         return views
 
     def blocks(self, which: int, shape: tuple[int, ...], start: int) -> Blocks | None:
-        """Return the same as blocks. None where the planes have several strides, or have no plain memory."""
-        if not self.halves:
-            return blocks_of(self.sides[which], shape, start, self.addresses[which] if self.addresses else None)
-        half = self.halves[which]
-        layer = half.stride(0) * half.element_size()
-        addresses = range(half.data_ptr(), half.data_ptr() + len(half) * layer, layer or 1)
-        return _blocks(addresses, shape, half.stride()[1:], half.element_size(), start, half)
+        """Return the same as blocks that are about to be written. None where the planes have several strides, or no
+        plain memory."""
+        if self.halves:
+            half = self.halves[which]
+            layer = half.stride(0) * half.element_size()
+            addresses = range(half.data_ptr(), half.data_ptr() + len(half) * layer, layer or 1)
+            return _blocks(addresses, shape, half.stride()[1:], half.element_size(), start, half)
+        side = self.sides[which]
+        found = blocks_of(side, shape, start, are_alike=self.are_alike)
+        if found is not None and is_tensor(side[0]):
+            torch_module().autograd.graph.increment_version(side)  # as torch's own copies do: a graph may need them
+        return found
 
 
 def sources_of(
@@ -210,22 +215,33 @@ def token_runs(planes: Iterable[Tensor], shape: Sequence[int], start: int) -> It
 
 
 def blocks_of(
-    planes: Sequence[Tensor], shape: tuple[int, ...], start: int, addresses: Sequence[int] | None = None
+    planes: Sequence[Tensor], shape: tuple[int, ...], start: int, *, are_alike: bool = False
 ) -> Blocks | None:  # fmt: skip
-    """Return what ``token_runs`` does as blocks, of tensors or arrays. None where they have several strides, or no
-    plain memory of the CPU. ``addresses``: as those of ``Planes``, where they are known."""
+    """Return what ``token_runs`` does as blocks, of tensors or arrays. None where they have several strides, no plain
+    memory of the CPU, or less of it than ``shape`` takes: their storage may have been resized. ``are_alike``: as that
+    of ``Planes``."""
     first = planes[0]
     if not is_tensor(first):
         if any(is_tensor(plane) or plane.strides != first.strides for plane in planes):
             return None
-        addresses = [plane.__array_interface__["data"][0] for plane in planes]
-        return _blocks(addresses, shape, first.strides, 1, start, planes)
-    strides = first.stride()
-    if addresses is None:
-        if not all(_is_plain(plane) and plane.stride() == strides for plane in planes):
+        return _blocks(list(map(address_of, planes)), shape, first.strides, 1, start, planes)
+    tensor = torch_module().Tensor
+    try:
+        strides, size = first.stride(), first.element_size()
+        if not are_alike and not all(_is_plain(plane) and plane.stride() == strides for plane in planes):
             return None
-        addresses = [plane.data_ptr() for plane in planes]
-    return _blocks(addresses, shape, strides, first.element_size(), start, planes)
+        storages = list(map(tensor.untyped_storage, planes))
+        addresses, skipped = list(map(tensor.data_ptr, planes)), map(tensor.storage_offset, planes)
+    except (RuntimeError, NotImplementedError):  # it has no memory of its own
+        return None
+    heads, count, tokens, dim = shape
+    lasts = heads - 1, start + count * tokens - 1, dim - 1
+    reach = sum(step * last for step, last in zip(strides, lasts, strict=True))
+    if not all(addresses) or any(
+        (before + reach + 1) * size > storage.nbytes() for before, storage in zip(skipped, storages, strict=True)
+    ):
+        return None
+    return _blocks(addresses, shape, strides, size, start, storages)
 
 
 def _is_plain(plane: Tensor) -> bool:
@@ -262,7 +278,7 @@ def page_views(
     memory: Bytes, layout: ChunkLayout, geometry: PlaneGeometry, layer_count: int, heads: range, count: int,
     stride: int, base: int, page_tokens: int,
 ) -> list[NDArray[np.generic]]:  # fmt: skip
-    """Return K, and V, as ``paged_sources`` does, of ``count`` chunks in ``memory``, as ``strip_views`` does."""
+    """Return K, and V, as ``paged_sources`` does, of ``count`` chunks in ``memory``, as ``strip_arrays`` does."""
     size, tokens = layout.item_size, layout.token_count
     found: list[NDArray[np.generic]] = []
     at = geometry.begin + heads.start * geometry.strip_step

@@ -23,13 +23,12 @@ _shape, _dtype, _is_cpu = map(attrgetter, ("shape", "dtype", "is_cpu"))
 class Given(NamedTuple):
     """Checked planes, per requested layer. ``rooms``: per layer, the number of tokens that it has room for.
     ``are_tensors``: True when no plane is a numpy array. ``sides``: all K, and all V, where those of each side have one
-    shape and one stride; else empty. ``addresses``: of the first byte of each of ``sides``."""
+    shape and one stride; else empty."""
 
     layers: Sequence[Sequence[Tensor]]
     rooms: Sequence[int]
     are_tensors: bool
     sides: Sequence[Sequence[Tensor]] = ()
-    addresses: Sequence[Sequence[int]] = ()
 
     def check_room(self, token_count: int) -> None:
         """Raise InvalidRequest where a layer has no room for so many tokens."""
@@ -78,13 +77,11 @@ def _alike(wanted: Wanted, into: Sequence[Layer]) -> Given | None:
     try:
         room = flat[0].shape[1]
         shapes = plane_shapes(wanted.spec, wanted.layers[0], room, wanted.head_count)
-        addresses = list(map(torch.Tensor.data_ptr, flat))
-        are_shaped = all(_are(side, shape) for side, shape in zip(sides, shapes, strict=True))
-        if not are_shaped or not _are_apart(flat, addresses):
+        if not all(_are(side, shape) for side, shape in zip(sides, shapes, strict=True)) or not _are_apart(flat):
             return None
     except (RuntimeError, IndexError):  # one has no strides, no memory of its own, or one axis only
         return None
-    return Given(into, [room] * len(into), True, sides, (addresses[::2], addresses[1::2]))
+    return Given(into, [room] * len(into), True, sides)
 
 
 def _are(planes: Sequence[Tensor], shape: tuple[int, ...]) -> bool:
@@ -93,14 +90,14 @@ def _are(planes: Sequence[Tensor], shape: tuple[int, ...]) -> bool:
     return list(map(_shape, planes)).count(shape) == len(planes) == strides.count(strides[0])
 
 
-def _are_apart(flat: Sequence[Tensor], addresses: Sequence[int]) -> bool:
+def _are_apart(flat: Sequence[Tensor]) -> bool:
     """Return True when none of these tensors has items that share memory, and each begins at least as many bytes behind
-    the one before as the larger of K and V takes. K and V in turn, and their addresses; those of each side have one
-    shape, dtype and stride."""
+    the one before as the larger of K and V takes. K and V in turn; those of each side have one shape, dtype and
+    stride."""
     geometries = [ByteGeometry.of(each.shape, each.stride(), each.element_size()) for each in flat[:2]]
     if any(geometry.repeats for geometry in geometries):
         return False
-    starts = sorted(addresses)
+    starts = sorted(map(type(flat[0]).data_ptr, flat))
     if not starts[0]:
         return False  # it has no memory
     return bool(min(map(sub, starts[1:], starts)) >= max(geometry.byte_count for geometry in geometries))

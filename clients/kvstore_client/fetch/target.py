@@ -37,7 +37,7 @@ class DenseTarget:
         self._token_count = token_count
         self.is_callers = given is not None
         self._are_tensors = given is not None and given.are_tensors
-        self._alike = None if given is None or not given.sides else Planes(given.sides, given.addresses)
+        self._alike = None if given is None or not given.sides else Planes(given.sides, are_alike=True)
         self._layers: Sequence[Sequence[Tensor]]
         self._owned = OwnedHalves.of(wanted, token_count) if given is None else None
         if given is not None:
@@ -105,7 +105,7 @@ class DenseTarget:
 
     def _planes(self) -> Planes:
         if self._owned is not None:
-            return Planes([half[:1] for half in self._owned.halves], (), self._owned.halves)
+            return Planes([half[:1] for half in self._owned.halves], halves=self._owned.halves)
         if self._alike is not None:
             return self._alike
         return Planes(list(zip(*(self._layers if self._are_tensors else self._raw), strict=True)))

@@ -34,13 +34,13 @@ class Wanted:
     ) -> Wanted:  # fmt: skip
         """Return the checked part. Raises InvalidRequest for layers, heads or hidden layers that the spec does not
         have."""
-        if layers is None and heads is None and not hidden_layers:
-            return _all_of(spec, verify)
+        hidden = _numbers("hidden_layers", hidden_layers)
+        if layers is None and heads is None and not hidden:
+            return _all_of(spec, bool(verify))
         chosen = spec.slab_layers if layers is None else _numbers("layers", layers)
         if not set(chosen) <= set(spec.slab_layers):
             layer = next(each for each in chosen if each not in spec.slab_layers)
             raise InvalidRequest(f"layer {layer} keeps no cache in this model of {spec.layer_count} layers")
-        hidden = _numbers("hidden_layers", hidden_layers)
         if len(set(hidden)) < len(hidden) or not all(0 <= layer < spec.layer_count for layer in hidden):
             raise InvalidRequest(f"hidden_layers {hidden} must be different layers in 0..{spec.layer_count - 1}")
         if hidden and spec.keeps_e:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -84,11 +83,10 @@ def one_call_copy_bytes_per_s(byte_count: int) -> float:
 
 
 def compiled_seconds(copier: Copier, pairs: Sequence[tuple[Any, Any]]) -> float:
-    """Return the seconds of the copies in compiled code, on as many threads as a fetch has. NaN where there is none."""
+    """Return the seconds of the copies in compiled code, which must be there, on as many threads as a fetch has."""
     blocks = [(_block(target), _block(source)) for target, source in pairs]
     batch = batch_of(blocks, pairs[0][0].element_size())
-    if batch is None:
-        return math.nan
+    assert batch is not None, "no compiled code"
     byte_count = sum(target.nbytes for target, _ in pairs)
     return timed(lambda: copier.share(lambda call: call(), calls_of(batch), byte_count, 60.0, by_torch=False))
 

@@ -11,6 +11,7 @@ from kvstore_client.fetch.open import open_prefix
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.shared_memory.chunk import runs_of
 from kvstore_client.planes.shared_memory.prefix import MappedPrefix
+from kvstore_copies import is_compiled
 
 from kvstore.chunk import slab_parts
 from kvstore.keys import chain_digests, fingerprint
@@ -18,6 +19,7 @@ from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.paged import measure_pages
 from kvstore_ops.bench.result import Result, quartiles, show
 
+NOT_COMPILED = "none: kvstore was installed without a C compiler, or KVSTORE_COPIES=plain"
 TARGET = 0.95
 VERIFY_TARGET = 0.65
 
@@ -69,7 +71,8 @@ def measure(scale: str) -> dict[str, Any]:
             found["two"].append(shared.copy_seconds(copier, pairs))
             found["one"].append(shared.timed(lambda: on_callers_thread(shared.copy_all, pairs)))
             found["ours"].append(shared.timed(fetch))
-            found["compiled"].append(shared.compiled_seconds(copier, pairs))
+            if is_compiled():
+                found["compiled"].append(shared.compiled_seconds(copier, pairs))
             found["verified"].append(shared.timed(lambda: fetch(verify=True)))
             found["asked"].append(shared.timed(lambda: held.append(ask(client, spec, tokens))))
             held.pop().close()
@@ -87,7 +90,10 @@ def run(scale: str) -> Result:
     ratios = [limit / mine for limit, mine in zip(limits, ours, strict=True)]
     ratio = statistics.median(ratios)
     verify_ratio = statistics.median(limit / mine for limit, mine in zip(limits, found["verified"], strict=True))
-    rates = {name: byte_count / statistics.median(each) for name, each in found.items() if isinstance(each, list)}
+    rates = {
+        name: byte_count / statistics.median(each) for name, each in found.items() if isinstance(each, list) and each
+    }
+    compiled = f"{rates['compiled'] / 1e9:.2f} GB/s" if is_compiled() else NOT_COMPILED
     asked_s, copy_s = statistics.median(found["asked"]), statistics.median(limits)
     memcpy, first_rate = shared.one_call_copy_bytes_per_s(byte_count), byte_count / found["first"]
     show(
@@ -100,7 +106,7 @@ def run(scale: str) -> Result:
             ("asking, before the first copy", f"{asked_s * 1e3:.1f} ms: leaves {copy_s / (copy_s + asked_s):.3f}"),
             ("the same copies, 2 threads", f"{rates['two'] / 1e9:.2f} GB/s"),
             ("the same copies, 1 thread", f"{rates['one'] / 1e9:.2f} GB/s"),
-            ("the same copies, compiled, 2 threads", f"{rates['compiled'] / 1e9:.2f} GB/s"),
+            ("the same copies, compiled, 2 threads", compiled),
             ("one-call memcpy", f"{memcpy / 1e9:.2f} GB/s"),
         ],
     )
@@ -112,7 +118,8 @@ def run(scale: str) -> Result:
             "scale": scale, "bytes": byte_count, "warm": True, "copy_threads": 2, "verify_ratio": verify_ratio,
             "paged_ratio": paged_ratio, "asked_s": asked_s, "paged_bytes_per_s": paged_rate,
             "first_bytes_per_s": first_rate, "memcpy_bytes_per_s": memcpy,
-            "one_thread_bytes_per_s": rates["one"], "compiled_bytes_per_s": rates["compiled"],
+            "one_thread_bytes_per_s": rates["one"], "is_compiled": is_compiled(),
+            **({"compiled_bytes_per_s": rates["compiled"]} if is_compiled() else {}),
         },
     )  # fmt: skip
 

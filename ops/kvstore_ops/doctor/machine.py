@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
+from kvstore_copies import is_compiled
+
 from kvstore.config import LoadedSettings, Settings
 from kvstore.config.machine import memory_limit_bytes
 from kvstore.errors import InvalidRequest
@@ -33,6 +35,7 @@ def look_at_machine(loaded: LoadedSettings) -> Iterator[Finding]:
     yield memory(loaded)
     yield huge_pages()
     yield locked_memory(loaded.settings.arena.capacity_bytes, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+    yield compiled_copies(is_compiled())
     yield clock(time.time())
     yield time_source(is_synchronized())
     yield from accelerators(Path("/"))
@@ -55,6 +58,17 @@ def kernel(release: str) -> Finding:
             "use a kernel of 6.1 or newer where prompts are long",
         )  # fmt: skip
     return Finding("kernel", Health.GOOD, f"Linux {release}")
+
+
+def compiled_copies(are_there: bool) -> Finding:
+    """Check if clients of this installation copy by compiled code."""
+    if are_there:
+        return Finding("copies", Health.GOOD, "clients of this installation copy by compiled code")
+    return Finding(
+        "copies", Health.WEAK, "clients of this installation copy by torch or numpy",
+        "stores and fetches take about half as long again",
+        "install a C compiler (gcc), then kvstore again; and unset KVSTORE_COPIES where it says plain",
+    )  # fmt: skip
 
 
 def open_files(loaded: LoadedSettings) -> Finding:

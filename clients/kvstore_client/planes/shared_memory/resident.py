@@ -15,7 +15,7 @@ from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun, runs_of
 from kvstore_client.planes.shared_memory.mapped import MappedMemory
 
 PIECE_BYTES, PIECES_MAX = 2 << 20, 32
-"""Two threads share large fetches in pieces: the last one is what a thread may wait for."""
+"""Two threads share large fetches of torch's or numpy's in pieces: the last one is what a thread may wait for."""
 
 
 class ResidentPrefix:
