@@ -36,6 +36,12 @@ def is_tensor(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def tell_graphs(tensors: Sequence[Tensor]) -> None:
+    """Tell torch that these tensors are written by others than torch: a graph that needs what they held refuses to
+    compute a gradient, as after torch's own copies."""
+    torch_module().autograd.graph.increment_version(tensors)
+
+
 def is_array(value: object) -> bool:
     """Return True for a numpy array or a torch tensor."""
     return isinstance(value, np.ndarray) or is_tensor(value)

@@ -66,10 +66,11 @@ def copy(target: Tensor, source: Tensor) -> None:
 
 
 def whole(plane: Tensor) -> Tensor:
-    """Return a raw plane for many small copies: numpy's view, whose slices cost a fifth, or a GPU's tensor itself."""
+    """Return a raw plane for many small copies: numpy's view, whose slices cost a fifth, or a GPU's tensor itself.
+    Raises torch's error for a tensor whose storage was resized to less than it needs: numpy does not look there."""
     if not is_tensor(plane):
         return plane
-    return plane if plane.is_cuda else raw_array(plane.numpy())
+    return plane if plane.is_cuda else raw_array(plane.as_strided(plane.shape, plane.stride()).numpy())
 
 
 def copy_small(target: Tensor, source: NDArray[np.generic]) -> None:

@@ -11,10 +11,12 @@ import torch
 from kvstore_client import Client, Paged, connect
 from kvstore_client.fetch import calls as calls_of_fetches
 from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.planes.shared_memory.chunk import runs_of
 from kvstore_copies import Batch, is_compiled
+from kvstore_ops.bench.fetch import ask
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import Internal
 from kvstore.spec import LayerSpec
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
@@ -178,11 +180,16 @@ def test_runs_of_chunks_that_lie_apart(client: Client, compiled: Copies) -> None
     for stop in (16, 48, 64):
         client.store(spec, tokens[:stop], [tuple(plane[:, :stop] for plane in layer) for layer in cache]).wait(10)
         client.store(spec, tokens_of(32, 81 + stop), random_cache(spec, 32, 81 + stop)).wait(10)
+    runs = runs_of(ask(client, spec, tokens).chunks)
+    assert len(runs) > 1 or runs[0].stride > runs[0].chunks[0].layout.total_bytes, "they lie apart"
     for _ in range(2):
         assert same(client.fetch(spec, tokens), cache)
         into = engines_planes([tuple(np.zeros_like(plane) for plane in layer) for layer in cache], 64)
         assert client.fetch(spec, tokens, into=into).token_count == 64
         assert same(into, cache)
+
+
+NO_MEMORY = "setStorage|out of bounds"
 
 
 def shrunk(plane: torch.Tensor) -> None:
@@ -206,11 +213,13 @@ def test_tensors_that_lost_their_memory_are_neither_read_nor_written(
     for layer in (0, 2):
         planes = engines_planes(cache)
         spoil(planes[layer][1])
-        with pytest.raises((RuntimeError, KVStoreError)):
+        with pytest.raises((RuntimeError, Internal), match=NO_MEMORY):
             client.store(spec, tokens_of(COUNT, 91), planes)
-        for _ in range(2):
-            with pytest.raises((RuntimeError, KVStoreError)):
-                client.fetch(spec, tokens, into=planes)
+        for verify in (False, False, True):
+            with pytest.raises((RuntimeError, Internal), match=NO_MEMORY):
+                client.fetch(spec, tokens, into=planes, verify=verify)
+        with pytest.raises((RuntimeError, Internal), match=NO_MEMORY):
+            client.start_fetch_prefix(spec, tokens, into=planes).wait(10)
     assert same(client.fetch(spec, tokens), cache)
 
 
@@ -236,16 +245,22 @@ def test_memory_that_tensors_get_while_a_ticket_is_redeemed_is_written(
     assert same([(moved,)], [(cache[1][0],)])
 
 
-def test_a_graph_that_needs_a_tensor_learns_of_a_fetch_into_it(client: Client, compiled: Copies) -> None:
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_graph_that_needs_a_tensor_learns_of_a_fetch_into_it(
+    client: Client, compiled: Copies, calls: list[Batch], verify: bool
+) -> None:  # fmt: skip
     spec = SPECS["alike"]
     tokens, cache = tokens_of(COUNT, 93), random_cache(spec, COUNT, 93)
     client.store(spec, tokens, cache).wait(10)
     for compiles in (True, False):
         compiled(compiles)
+        calls.clear()
         into = engines_planes(cache)
         x = torch.ones(into[0][0].shape, dtype=torch.bfloat16, requires_grad=True)
         graph = (x * into[0][0]).sum()
-        client.fetch(spec, tokens, into=into)
+        client.fetch(spec, tokens, into=into, verify=verify)
+        assert bool(calls) is (compiles and not verify)
+        calls.clear()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             graph.backward()
 

@@ -61,8 +61,8 @@ MUTANTS = [
     Mutant(
         "planes-beyond-their-storage",
         FUSED,
-        "        (before + reach + 1) * size > storage.nbytes() for",
-        "        reach < 0 for",
+        "any(begin + needed > end for",
+        "any(begin > end for",
         "what lies behind a storage that was resized is stored, or written over",
         (f"{T_PLAIN}::test_tensors_that_lost_their_memory_are_neither_read_nor_written",),
     ),

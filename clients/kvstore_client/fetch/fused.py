@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvstore.chunk import STRIP_ALIGNMENT, ChunkLayout
 from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
-from kvstore_client.arrays import Tensor, is_tensor, torch_module
+from kvstore_client.arrays import Tensor, is_tensor, tell_graphs, torch_module
 from kvstore_client.copying import COPY_THREADS, plainly
 from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun
 
@@ -166,7 +166,7 @@ class Planes(NamedTuple):
         side = self.sides[which]
         found = blocks_of(side, shape, start, are_alike=self.are_alike)
         if found is not None and is_tensor(side[0]):
-            torch_module().autograd.graph.increment_version(side)  # as torch's own copies do: a graph may need them
+            tell_graphs(side)
         return found
 
 
@@ -230,16 +230,18 @@ def blocks_of(
         strides, size = first.stride(), first.element_size()
         if not are_alike and not all(_is_plain(plane) and plane.stride() == strides for plane in planes):
             return None
+        if len(strides) != 3 or not all(plane.is_cpu for plane in planes):  # changed since they were looked at
+            return None
         storages = list(map(tensor.untyped_storage, planes))
-        addresses, skipped = list(map(tensor.data_ptr, planes)), map(tensor.storage_offset, planes)
+        addresses = list(map(tensor.data_ptr, planes))
+        ends = [storage.data_ptr() + storage.nbytes() for storage in storages]
     except (RuntimeError, NotImplementedError):  # it has no memory of its own
         return None
     heads, count, tokens, dim = shape
     lasts = heads - 1, start + count * tokens - 1, dim - 1
     reach = sum(step * last for step, last in zip(strides, lasts, strict=True))
-    if not all(addresses) or any(
-        (before + reach + 1) * size > storage.nbytes() for before, storage in zip(skipped, storages, strict=True)
-    ):
+    needed = (reach + 1) * size
+    if not all(addresses) or any(begin + needed > end for begin, end in zip(addresses, ends, strict=True)):
         return None
     return _blocks(addresses, shape, strides, size, start, storages)
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from kvstore.chunk import ChunkLayout, slab_parts
 from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
-from kvstore_client.arrays import Layer, Tensor, presented
+from kvstore_client.arrays import Layer, Tensor, is_tensor, presented, tell_graphs
 from kvstore_client.copying import copy, copy_small, plane_run, raw, whole
 from kvstore_client.fetch.fused import Fused, Planes, copies_of
 from kvstore_client.fetch.given import Given, given_planes
@@ -130,6 +130,8 @@ class DenseTarget:
 
     @cached_property
     def _whole(self) -> list[list[Tensor]]:
+        if self.is_callers and (tensors := [each for planes in self._layers for each in planes if is_tensor(each)]):
+            tell_graphs(tensors)
         return [[whole(plane) for plane in planes] for planes in self._raw]
 
     def _copy_strips(self, planes: list[Tensor], strips: Strips) -> None:
