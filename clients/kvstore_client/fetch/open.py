@@ -7,11 +7,11 @@ from functools import partial
 from typing import NoReturn
 
 from kvstore.errors import Exhausted
-from kvstore.spec import ChunkState, Encoding, Exactness, MissReason, Tier
+from kvstore.spec import ChunkState, Exactness, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.context import Context
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.lookup.presence import ChainName, LookupAnswer, Presence, StateRun
+from kvstore_client.lookup.presence import ChainName, LookupAnswer, Presence
 from kvstore_client.lookup.tails import first_held, longest_tail, peeked_tail
 from kvstore_client.planes.prefix import Prefix
 from kvstore_client.planes.session import ClientSession
@@ -97,8 +97,6 @@ def open_resident(context: Context, wanted: Wanted, prompt: Prompt, *, is_brief:
     ``is_brief``: the caller copies them at once, and asks again for any that left meanwhile, so that no lease is needed
     where all of them are in memory."""
     session, name = context.ready(wanted.spec)
-    if is_brief and (whole := _all_warm(session, name, wanted, prompt)) is not None:
-        return whole
     seen = session.presence.look_up([prompt.chain(name, prompt.digests)]) if session.presence is not None else None
     if session.presence is not None and seen is not None:
         if not seen[0].hit_count and not seen[0].has_tails:
@@ -114,16 +112,6 @@ def open_resident(context: Context, wanted: Wanted, prompt: Prompt, *, is_brief:
             how = (prompt.exactness, context.timeout_s, b"", prompt.provenance)
             return open_prefix(session, wanted, name, digests, *how)
     return open_longest(session, name, wanted, prompt, context.timeout_s)
-
-
-def _all_warm(session: ClientSession, name: bytes, wanted: Wanted, prompt: Prompt) -> Prefix | None:
-    """Return all of the prompt without a call, where shared memory shows all of it in memory; else None."""
-    if session.presence is None or not session.presence.shows_in_memory(prompt.chain(name, prompt.digests)):
-        return None
-    chain = ChainName(name, prompt.exactness, prompt.provenance)
-    hits = len(prompt.digests)
-    seen = LookupAnswer(hits, (StateRun(hits, ChunkState.HIT, Tier.DRAM, Encoding.RAW, MissReason.NONE),), False)
-    return session.open_warm(wanted, chain, prompt.digests, seen, EXACTNESSES[prompt.exactness])
 
 
 def _with_tail(

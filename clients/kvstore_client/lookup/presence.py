@@ -45,7 +45,7 @@ from kvstore.presence import (
 )
 from kvstore.seams import Clock, SystemClock
 from kvstore.seams.mapping import SharedMap, closing_all
-from kvstore.spec import ChunkState, MissReason, Tier
+from kvstore.spec import ChunkState, MissReason
 from kvstore.v1 import cache_pb2 as pb
 
 INTERVAL_S = 1.0
@@ -53,8 +53,6 @@ FEW = 12
 """The most chunks that are looked up one by one: for more, numpy's steps cost less."""
 _BUT_TAILS_NUMBER, _COLD_NUMBER = NEWS_MASK - TAILS, pack_news(ChunkState.MISS, reason=MissReason.COLD)
 _STATE, _BUT_TAILS, _COLD = np.uint64(STATE_MASK), np.uint64(_BUT_TAILS_NUMBER), np.uint64(_COLD_NUMBER)
-_WHERE = pack_news(STATE_MASK, tier=7)
-_IN_MEMORY = pack_news(ChunkState.HIT, tier=Tier.DRAM)
 _log = logging.getLogger("kvstore.client")
 
 
@@ -217,17 +215,6 @@ class Presence:
                 return None
             answers.append(answer)
         return answers
-
-    def shows_in_memory(self, chain: Chain) -> bool:
-        """Return True when the table shows all of these chunks in memory. It tells no more, at a third of a lookup's
-        cost."""
-        words, count = self._words, len(chain.digests)
-        if words is None or count > FEW or (count - 1) * chain.chunk_tokens > self._token_count_max:
-            return False
-        found = find_few(words, [tag_of(chain.salt, each) for each in chain.digests])
-        if found is None or any(news & _WHERE != _IN_MEMORY for news in found.news):
-            return False
-        return self._is_in_use()
 
     def answer(self, chains: Sequence[Chain], readers: int) -> LookupAnswer | None:
         """Return the answer for the first chain, with the segments behind it and the lengths of the partial chunks that

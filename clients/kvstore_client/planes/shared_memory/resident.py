@@ -43,8 +43,10 @@ class ResidentPrefix:
         fused = None if self.wanted.hidden_layers else target.fused(cache)
         byte_count = self.wanted.byte_count(self.token_count)
         if fused is not None:
-            torchs, calls = min(PIECES_MAX, max(2, byte_count // PIECE_BYTES)), max(1, byte_count // CALL_BYTES)
-            count = torchs if fused.by_torch else calls
+            if fused.by_torch:
+                count = min(PIECES_MAX, max(2, byte_count // PIECE_BYTES))
+            else:  # threads share compiled calls by themselves
+                count = max(1, byte_count // CALL_BYTES)
             copier.share(_run, fused.pieces(faults, count), byte_count, timeout_s, by_torch=fused.by_torch)
             return
         work = [partial(target.copy_layer, each, cache, bad, faults) for each in range(len(self.wanted.layers))]
