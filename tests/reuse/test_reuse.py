@@ -12,7 +12,7 @@ from kvstore_ops.bench import reuse, reuse_sibling
 from kvstore_ops.profiling.answers import Agreement
 from kvstore_ops.reuse import answers
 from kvstore_ops.reuse.answers import Answers, Figures, Mean, answered, run_file
-from kvstore_ops.reuse.settings import Asked, rounds_of
+from kvstore_ops.reuse.settings import Asked, Asking, rounds_of
 from kvstore_ops.reuse.subject import Caches, Subject
 from kvstore_ops.reuse.table import Line, chosen, holds
 from kvstore_ops.reuse.times import Turns
@@ -33,7 +33,7 @@ def subject() -> Subject:
 
 
 def rounds() -> list[list[Asked]]:
-    (rows,) = rounds_of("tiny", 6)
+    (rows,) = rounds_of(Asking.OWN, "tiny", 6)
     return [[each] for each in rows]
 
 
@@ -76,15 +76,15 @@ def test_rows_are_judged_on_the_contexts_that_did_not_choose() -> None:
     kept, lost = Agreement(True, 1.0, 0.01, 0.2), Agreement(False, 0.5, 1.0, 0.2)
     found = Answers({index: index != 3 for index in range(8)}, {ROW: dict.fromkeys((0, 1, 4, 5), kept)})
     found.kept[ROW] |= {2: lost, 3: lost, 6: kept}  # the last prompt was not asked yet, and number 3 is wrong in full
-    assert found.judged(ROW, 0, 2) == Figures(4, Mean(1.0, 0.0), Mean(1.0, 0.0), Mean(0.01, 0.0))
-    other = found.judged(ROW, 1, 2)
+    assert found.judged(ROW, (0,), 2) == Figures(4, Mean(1.0, 0.0), Mean(1.0, 0.0), Mean(0.01, 0.0))
+    other = found.judged(ROW, (1,), 2)
     assert (other.kept.value, other.answers) == (0.5, 2)
     assert other.tokens.value == pytest.approx(2 / 3)
     found.kept[Asked("alone", Recompute.reuse())] = {0: kept}
     assert found.whole_rows() == []  # neither was asked about all eight
     found.kept[ROW][7] = kept
     assert found.whole_rows() == [ROW]
-    line = Line(ROW, 0.2, {9: [3.0]}, found.judged(ROW, 0, 2), other)
+    line = Line(ROW, 0.2, {9: [3.0]}, found.judged(ROW, (0,), 2), other)
     slower = replace(line, by_tokens={9: [2.0]})
     better = replace(line, by_tokens={9: [9.0]}, chosen_by=other)
     assert chosen([slower, line, better]) is line  # the fastest of those that keep enough where they are chosen
@@ -117,6 +117,19 @@ def test_one_context_is_judged_but_chooses_nothing() -> None:
     alone = Figures(8, *[Mean.of([[value]], 0.0) for value in (1.0, 1.0, 0.01)])
     assert holds(alone)
     assert not holds(alone, 2)
+
+
+def test_prompts_that_are_asked_anew_judge_the_row_that_was_chosen_before(tmp_path: Path) -> None:
+    whole = Whole(Asking.ANEW, "tiny", path=tmp_path / "answers")
+    (rows,) = rounds_of(Asking.ANEW, "tiny", 6)
+    found = whole.table()
+    assert found.name == "reuse-anew"
+    assert len(found.conditions["rows"]) == len(rows) == 3
+    first = found.conditions["rows"][0]
+    assert found.value == first["f"]  # whether it is the fastest or not
+    assert first["chosen_by"]["answers"] == 0  # none of these prompts chose
+    right = round(found.conditions["right_in_full"] * found.conditions["prompts"])
+    assert first["answers"] == right > 0  # and all judge
 
 
 @pytest.mark.parametrize("bench", [reuse, reuse_sibling])
@@ -186,4 +199,4 @@ def test_a_table_of_no_answers_says_so(subject: Subject, tmp_path: Path, monkeyp
     monkeypatch.setattr(subject, "scale", "full")
     monkeypatch.setattr("kvstore_ops.reuse.whole.rounds_of", lambda *_, **__: rounds())
     with pytest.raises(InvalidRequest, match="without --times first"):
-        Whole("reuse", "full", path=tmp_path / "answers").table(asks=False)
+        Whole(Asking.OWN, "full", path=tmp_path / "answers").table(asks=False)

@@ -9,6 +9,7 @@ from kvstore_ops.bench.result import Result
 
 def run(scale: str) -> Result:
     """Measure all settings. The figure is that of the setting chosen on half of the contexts, on the other half."""
+    from kvstore_ops.reuse.settings import Asking
     from kvstore_ops.reuse.whole import measured
 
-    return measured("reuse-sibling", scale, is_sibling=True)
+    return measured(Asking.SIBLING, scale)

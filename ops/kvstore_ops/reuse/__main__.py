@@ -14,18 +14,26 @@ from kvstore_ops.options import failed
 def main() -> int:
     """Ask what has not been asked. Return 0 when nothing is left."""
     parser = argparse.ArgumentParser(prog="python -m kvstore_ops.reuse", description=__doc__)
-    parser.add_argument("--sibling", action="store_true", help="ask the sibling, over the pretrained model's caches")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--sibling", dest="asking", action="store_const", const="reuse-sibling",
+        help="ask the sibling, over the pretrained model's caches",
+    )  # fmt: skip
+    which.add_argument(
+        "--anew", dest="asking", action="store_const", const="reuse-anew",
+        help="ask other prompts, with the rows that the benchmark's table led to",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, help="the run's file; default: in the user's cache directory")
     parser.add_argument("--fresh", action="store_true", help="begin anew")
     parser.add_argument("--times", action="store_true", help="ask nothing: time the rows, and show what the file has")
     given = parser.parse_args()
+    from kvstore_ops.reuse.settings import Asking
     from kvstore_ops.reuse.whole import Whole
     from kvstore_ops.testbed.trial import one_thread
 
-    name = "reuse-sibling" if given.sibling else "reuse"
     try:
         with one_thread():
-            whole = Whole(name, "full", is_sibling=given.sibling, path=given.out)
+            whole = Whole(Asking(given.asking or "reuse"), "full", path=given.out)
             if given.times:
                 print(json.dumps(whole.table(asks=False).as_dict()))
             else:

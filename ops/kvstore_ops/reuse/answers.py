@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -80,11 +81,11 @@ class Answers:
     def of(cls, rounds: list[list[Asked]]) -> Answers:
         return cls({}, {row: {} for rows in rounds for row in rows})
 
-    def judged(self, row: Asked, half: int, asked_count: int) -> Figures:
-        """Return a row's figures on one half of the contexts, 0 or 1. ``asked_count``: prompts of each context."""
+    def judged(self, row: Asked, halves: Collection[int], asked_count: int) -> Figures:
+        """Return a row's figures on some halves of the contexts, 0 and 1. ``asked_count``: prompts of each context."""
         by_context: dict[int, dict[int, Agreement]] = {}
         for index, each in self.kept[row].items():
-            if index // asked_count % 2 == half:
+            if index // asked_count % 2 in halves:
                 by_context.setdefault(index // asked_count, {})[index] = each
         contexts = list(by_context.values())
         kept = [[float(each.is_kept) for index, each in found.items() if self.right[index]] for found in contexts]

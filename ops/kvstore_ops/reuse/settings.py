@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 
 from kvstore.planning import Recompute
 
 PEAK = "suffix_peak"
 ATTENTION = "suffix_attention"
+
+
+class Asking(StrEnum):
+    """What is asked: a model over its own caches; a sibling over that model's; or the model again, with other prompts
+    and a few rows, of which the first was chosen before any of these prompts was asked."""
+
+    OWN = "reuse"
+    SIBLING = "reuse-sibling"
+    ANEW = "reuse-anew"
 
 
 @dataclass(frozen=True)
@@ -31,11 +41,13 @@ def _by(selector: str, *ratios: float) -> list[Recompute]:
     return [Recompute(0, -1, ratio, selector) for ratio in ratios]
 
 
-def rounds_of(scale: str, layer_count: int, *, is_sibling: bool = False) -> list[list[Asked]]:
+def rounds_of(asking: Asking, scale: str, layer_count: int) -> list[list[Asked]]:
     """Return the rows in rounds: all prompts are asked with the rows of a round before the next round begins, so that a
     run that is cut short has whole rows."""
     reuse = Recompute.reuse()
-    if is_sibling:
+    if asking is Asking.ANEW:
+        return [_asked("alone", *_by(ATTENTION, 0.25, 0.2)) + _asked("preamble", *_by(PEAK, 0.3))]
+    if asking is Asking.SIBLING:
         begin = layer_count // 4
         groups = [Recompute.droidspeak(begin, 2 * begin - 1), Recompute.droidspeak(begin, layer_count - 1)]
         return [_asked("sibling", reuse, *_by(PEAK, 0.1, 0.3), *groups)]

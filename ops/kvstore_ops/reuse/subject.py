@@ -13,15 +13,17 @@ from kvstore_client.recompute import GivenKV, Run, recompute
 from kvstore.planning import Recompute
 from kvstore_ops.pretrained import Absent, pretrained, sibling
 from kvstore_ops.pretrained.questions import FORM, Question, questions
-from kvstore_ops.reuse.settings import Asked
+from kvstore_ops.reuse.settings import Asked, Asking
 
 CONTEXTS = {"full": 26, "quick": 1, "tiny": 8}
 ASKED = {"full": 8, "quick": 2, "tiny": 1}
 """Prompts of each context: they differ in the question."""
+CONTEXTS_ANEW, ASKED_ANEW = 60, 4
+"""The same of prompts that are asked anew: contexts differ more than a context's prompts."""
 SIZES = {"full": [(8, 128), (8, 128), (8, 256), (8, 256), (8, 512), (8, 512)], "quick": [(8, 96)]}
 """(documents of a prompt, tokens of each), in turn: with preamble and question about 1,100, 2,100 and 4,200 tokens. Two
 contexts of each, since every other one chooses and the rest judge."""
-SEED = 20261125
+SEED, SEED_ANEW = 20261125, 20261126
 BASE, SIBLING = "l6-s2", "l6-s2-plus11"
 """The testbed's models, where the pretrained ones are missing."""
 
@@ -37,18 +39,20 @@ class Subject:
     """A model with prompts. ``why``: why it is not the pretrained model. ``last``: tokens that end an answer.
     ``sender``: the sibling model whose caches it reuses; None: it reuses its own."""
 
-    def __init__(self, scale: str, *, is_sibling: bool = False) -> None:
+    def __init__(self, scale: str, asking: Asking = Asking.OWN) -> None:
+        is_sibling = asking is Asking.SIBLING
         base, tuned = pretrained(), sibling() if is_sibling else None
         absent = next((each for each in (base, tuned) if isinstance(each, Absent)), None)
         self.why = "tiny" if scale == "tiny" else str(absent or "")
         self.scale = scale if not self.why else "tiny"
+        contexts, self.asked, seed = _prompts_of(asking, self.scale)
         self.last: list[int] = []
         self.dtype = "float32" if self.why else _dtype()
         self.runner: Any
         self.sender: Any = None
         if self.why:
             name = SIBLING if is_sibling else BASE
-            self.runner, self.prompts = _testbed(name), _contexts(CONTEXTS["tiny"], name)
+            self.runner, self.prompts = _testbed(name), _contexts(contexts, name)
             self.sender = _testbed(BASE) if is_sibling else None
             return
         from kvstore_ops.profiling.own import local_model
@@ -61,7 +65,7 @@ class Subject:
 
             form = SAYS
             self.sender, self.runner = self.runner, local_model(tuned, self.dtype)[0]
-        self.prompts = list(questions(tokenizer, CONTEXTS[scale], SIZES[scale], SEED, ASKED[scale], form))
+        self.prompts = list(questions(tokenizer, contexts, SIZES[scale], seed, self.asked, form))
         self.last = [self.prompts[0].answer[-1], int(tokenizer.eos_token_id)]
 
     @property
@@ -79,6 +83,13 @@ class Subject:
     @property
     def _digest(self) -> str:
         return blake3(repr([(each.tokens, each.answer) for each in self.prompts]).encode()).hexdigest()
+
+
+def _prompts_of(asking: Asking, scale: str) -> tuple[int, int, int]:
+    """Return the number of contexts, the prompts of each, and their seed."""
+    if asking is Asking.ANEW and scale == "full":
+        return CONTEXTS_ANEW, ASKED_ANEW, SEED_ANEW
+    return CONTEXTS[scale], ASKED[scale], SEED
 
 
 def _testbed(name: str) -> Any:

@@ -12,8 +12,8 @@ from rich.table import Table
 from kvstore.planning import Recompute
 from kvstore_ops.bench.result import Result, quartiles
 from kvstore_ops.reuse.answers import Answers, Figures, Mean
-from kvstore_ops.reuse.settings import Asked
-from kvstore_ops.reuse.subject import ASKED, Subject
+from kvstore_ops.reuse.settings import Asked, Asking
+from kvstore_ops.reuse.subject import Subject
 
 KEPT, TOKENS, KL, FASTER = 0.90, 0.97, 0.08, 2.0
 RIGHT = 0.9
@@ -21,8 +21,9 @@ RIGHT = 0.9
 ERRORS = 2
 """Standard errors that are taken off before a row may be chosen, as profiles do: else the fastest row is chosen for its
 luck, and misses where it is judged."""
-CHOOSING, JUDGING = 0, 1
-"""Half of the contexts: every other one chooses a row, and the rest judge it."""
+CHOOSING, JUDGING = (0,), (1,)
+"""Half of the contexts: every other one chooses a row, and the rest judge it. All of them judge prompts that are asked
+anew: the first row was chosen before."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,14 @@ class Line:
         return f"{self.row.origin}: {told(self.row.setting)}"
 
 
-def lines_of(subject: Subject, found: Answers, times: dict[Asked, dict[int, list[float]]]) -> list[Line]:
+def lines_of(
+    asking: Asking, subject: Subject, found: Answers, times: dict[Asked, dict[int, list[float]]]
+) -> list[Line]:  # fmt: skip
     """Return a line for each row that was timed."""
-    count = ASKED[subject.scale]
+    count, is_anew = subject.asked, asking is Asking.ANEW
+    choosing, judging = ((), (0, 1)) if is_anew else (CHOOSING, JUDGING)
     return [
-        Line(row, found.share(row), ratios, found.judged(row, CHOOSING, count), found.judged(row, JUDGING, count))
+        Line(row, found.share(row), ratios, found.judged(row, choosing, count), found.judged(row, judging, count))
         for row, ratios in times.items()
     ]
 
@@ -97,9 +101,9 @@ def _told(mean: Mean) -> str:
     return f"{mean.value:.3f} +- {mean.error:.3f}"
 
 
-def result_of(name: str, scale: str, subject: Subject, found: Answers, lines: list[Line]) -> Result:
+def result_of(asking: Asking, scale: str, subject: Subject, found: Answers, lines: list[Line]) -> Result:
     """Return the figure: f and the times of the chosen row."""
-    one, right = chosen(lines), statistics.mean(found.right.values())
+    one, right = lines[0] if asking is Asking.ANEW else chosen(lines), statistics.mean(found.right.values())
     ratio = one.faster if one is not None and holds(one.judged) else 0.0
     as_it_is = [each for each in lines if each.row.setting == Recompute.reuse() and each.row.origin != "preamble"]
     # Half the KL of documents alone, as they are; where these were not asked no row has it.
@@ -107,7 +111,7 @@ def result_of(name: str, scale: str, subject: Subject, found: Answers, lines: li
     five = [each.told for each in lines if each.faster >= 5 and each.judged.kl.value <= least]
     exact = [each.share for each in lines if each.judged.kept.value >= 0.99]
     return Result(
-        name=name, value=one.share if one else 1.0, unit="share of a prefill's compute (f)", limit=1.0, ratio=ratio,
+        name=asking, value=one.share if one else 1.0, unit="share of a prefill's compute (f)", limit=1.0, ratio=ratio,
         target=f">= {FASTER}, answers >= {KEPT}, tokens >= {TOKENS}, KL <= {KL}",
         met=ratio >= FASTER and right >= RIGHT, runs=len(found.right), spread=quartiles(one.times if one else [0.0]),
         conditions={
@@ -123,6 +127,6 @@ def _conditions(scale: str, subject: Subject, found: Answers, lines: list[Line])
     return {
         "scale": scale, "model": subject.runner.spec.model_id, "why_not_pretrained": subject.why,
         "dtype": subject.dtype, "threads": 1, "tokens": [lengths[0], lengths[-1]], "prompts": len(subject.prompts),
-        "prompts_of_a_context": ASKED[subject.scale],
+        "prompts_of_a_context": subject.asked,
         "asked": {each.told: len(found.kept[each.row]) for each in lines},
     }  # fmt: skip

@@ -11,29 +11,29 @@ from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.result import Result, note
 from kvstore_ops.profiling.run_file import RunFile
 from kvstore_ops.reuse import answers, times
-from kvstore_ops.reuse.settings import Asked, rounds_of
+from kvstore_ops.reuse.settings import Asked, Asking, rounds_of
 from kvstore_ops.reuse.subject import Caches, Subject
 from kvstore_ops.reuse.table import lines_of, result_of, shown
 
 TURNS = {"full": 12, "quick": 1, "tiny": 1}
 
 
-def file_of(name: str) -> Path:
+def file_of(asking: Asking) -> Path:
     """Return the file of a full run's answers, in the user's cache directory."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache) / "kvstore" / "reuse" / f"{name}.jsonl"
+    return Path(cache) / "kvstore" / "reuse" / f"{asking}.jsonl"
 
 
 class Whole:
     """One run of a benchmark. ``path``: the file of a full run's answers; that of its times lies beside it."""
 
-    def __init__(self, name: str, scale: str, *, is_sibling: bool = False, path: Path | None = None) -> None:
-        self.name, self.scale, self._path = name, scale, path or file_of(name)
-        self._subject = Subject(scale, is_sibling=is_sibling)
+    def __init__(self, asking: Asking, scale: str, *, path: Path | None = None) -> None:
+        self.asking, self.scale, self._path = asking, scale, path or file_of(asking)
+        self._subject = Subject(scale, asking)
         why = f" ({self._subject.why})" if self._subject.why else ""
-        note(f"{name}: {self._subject.runner.spec.model_id} answers{why}")
+        note(f"{asking}: {self._subject.runner.spec.model_id} answers{why}")
         layer_count = self._subject.runner.spec.layer_count
-        self._rounds = rounds_of(self._subject.scale, layer_count, is_sibling=is_sibling)
+        self._rounds = rounds_of(asking, self._subject.scale, layer_count)
         self._caches = Caches(self._subject, [row for rows in self._rounds for row in rows])
 
     def ask(self, *, fresh: bool = False) -> None:
@@ -55,12 +55,12 @@ class Whole:
             if not rows:
                 raise InvalidRequest(f"no whole answers are in {self._path} yet: run this without --times first")
             files.append(self._times_file(stack, rows))
-            lines = lines_of(self._subject, found, self._timed(rows, files[1]))
+            lines = lines_of(self.asking, self._subject, found, self._timed(rows, files[1]))
             for file in files if asks else []:
                 if file is not None:
                     file.finish()
         shown(lines)
-        return result_of(self.name, self.scale, self._subject, found, lines)
+        return result_of(self.asking, self.scale, self._subject, found, lines)
 
     def _timed(self, rows: list[Asked], file: RunFile | None) -> dict[Asked, dict[int, list[float]]]:
         turns = times.Turns(rows, file)
@@ -81,9 +81,9 @@ class Whole:
         return stack.enter_context(times.run_file(self._path, self._subject, rows))
 
 
-def measured(name: str, scale: str, *, is_sibling: bool = False) -> Result:
+def measured(asking: Asking, scale: str) -> Result:
     """Run a benchmark in one thread, so that load beside it weighs alike on what is compared."""
     from kvstore_ops.testbed.trial import one_thread
 
     with one_thread():
-        return Whole(name, scale, is_sibling=is_sibling).table()
+        return Whole(asking, scale).table()
