@@ -29,12 +29,12 @@ anew: the first row was chosen before."""
 @dataclass(frozen=True)
 class Line:
     """One row of the table. ``by_tokens``: {tokens of a prompt: by how much each turn was faster}. ``chosen_by``: its
-    figures on the half of the contexts that chooses; ``judged``: on the other."""
+    figures on the half of the contexts that chooses; ``judged``: on the other. None: none of them chooses."""
 
     row: Asked
     share: float
     by_tokens: dict[int, list[float]]
-    chosen_by: Figures
+    chosen_by: Figures | None
     judged: Figures
 
     @property
@@ -46,11 +46,12 @@ class Line:
         return statistics.median(self.times)
 
     def as_dict(self) -> dict[str, Any]:
+        chosen_by = {} if self.chosen_by is None else {"chosen_by": self.chosen_by.as_dict()}
         return {
             "origin": self.row.origin, "setting": asdict(self.row.setting), "f": self.share, "faster": self.faster,
             "turns": len(self.times),
             "faster_by_tokens": {count: statistics.median(found) for count, found in self.by_tokens.items()},
-            **self.judged.as_dict(), "chosen_by": self.chosen_by.as_dict(),
+            **self.judged.as_dict(), **chosen_by,
         }  # fmt: skip
 
     @property
@@ -64,10 +65,14 @@ def lines_of(
     asking: Asking, subject: Subject, found: Answers, times: dict[Asked, dict[int, list[float]]]
 ) -> list[Line]:  # fmt: skip
     """Return a line for each row that was timed."""
-    count, is_anew = subject.asked, asking is Asking.ANEW
-    choosing, judging = ((), (0, 1)) if is_anew else (CHOOSING, JUDGING)
+    count = subject.asked
+    if asking is Asking.ANEW:
+        every = CHOOSING + JUDGING
+        return [
+            Line(row, found.share(row), ratios, None, found.judged(row, every, count)) for row, ratios in times.items()
+        ]
     return [
-        Line(row, found.share(row), ratios, found.judged(row, choosing, count), found.judged(row, judging, count))
+        Line(row, found.share(row), ratios, found.judged(row, CHOOSING, count), found.judged(row, JUDGING, count))
         for row, ratios in times.items()
     ]
 
@@ -83,7 +88,8 @@ def holds(figures: Figures, errors: int = 0) -> bool:
 
 def chosen(lines: list[Line]) -> Line | None:
     """Return the fastest row that surely keeps what the target asks for, on the half that chooses."""
-    return max((each for each in lines if holds(each.chosen_by, ERRORS)), key=lambda each: each.faster, default=None)
+    sure = (each for each in lines if each.chosen_by is not None and holds(each.chosen_by, ERRORS))
+    return max(sure, key=lambda each: each.faster, default=None)
 
 
 def shown(lines: list[Line]) -> None:
