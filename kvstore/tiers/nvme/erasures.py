@@ -134,11 +134,13 @@ class Erasures:
                 self._regions.rest(region, slot)
 
     async def _erase_in(self, region: RegionFile) -> list[tuple[RegionFile, int]]:
-        """Erase the region's ``unerased`` slots, until the device refuses. Returns the erased slots, which are still
-        out of use."""
+        """Erase the region's ``unerased`` slots, until the device refuses or the file is removed. Returns the erased
+        slots, which are still out of use."""
         erased: list[tuple[RegionFile, int]] = []
         todo = sorted(slot for slot in region.unerased if (region.number, slot) not in self._at_work)
         for first in range(0, len(todo), AT_ONCE):
+            if self._regions.by_number.get(region.number) is not region:
+                break  # its file was removed while others were erased: the descriptor may be a newer file's by now
             async with AsyncExitStack() as alone:
                 for slot in todo[first : first + AT_ONCE]:
                     await alone.enter_async_context(self.alone_at(region, slot))

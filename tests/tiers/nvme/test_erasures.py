@@ -18,9 +18,9 @@ from kvstore.tiers.nvme import erasures, newest
 from kvstore.tiers.nvme.slots import RegionFile
 from kvstore.tiers.nvme.sync import GroupSync
 from kvstore.units import PAGE_BYTES
-from tests.contracts.chunks import SMALL, balance, chunk, holds, write
+from tests.contracts.chunks import SMALL, VALUE, balance, chunk, holds, layouts, write
 from tests.contracts.evictors import KeepsAll
-from tests.contracts.local.stands import nvme_tier
+from tests.contracts.local.stands import REGION_BYTES, nvme_tier
 from tests.simulated import SimulatedDisk
 from tests.tiers.nvme.test_meanwhile import held_up
 from tests.tiers.nvme.test_newest import RETRY_S
@@ -251,13 +251,14 @@ def test_an_erasure_that_only_the_page_cache_has(
 
 
 class _Held(SystemDisk):
-    """Writes of a whole slot wait, once it is told so."""
+    """Writes of a whole slot wait, once it is told so; or those of a header, which an erasure is."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, holds_erasures: bool = False) -> None:
         self.is_held, self.is_waiting, self.goes_on = False, threading.Event(), threading.Event()
+        self.holds_erasures = holds_erasures
 
     def pwrite(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        if self.is_held and buffer.nbytes > PAGE_BYTES:
+        if self.is_held and (buffer.nbytes == PAGE_BYTES) is self.holds_erasures:
             self.is_held = False
             self.is_waiting.set()
             assert self.goes_on.wait(60.0)
@@ -318,6 +319,39 @@ def test_who_erases_what_is_left_leaves_what_another_erased_meanwhile(
 
     asyncio.run(scenario())
     assert sorted(erased) == [0, 1, 2]
+
+
+def test_nothing_is_erased_in_a_file_that_took_the_place_of_a_removed_one(tmp_path: Path) -> None:
+    """Slots of two files are to be erased. While that takes long in the first, the second is removed for chunks of
+    another size: their file gets the descriptor that the removed one had."""
+    large = layouts()["mla float8"]
+
+    async def scenario() -> None:
+        disk = _Held(holds_erasures=True)
+        tier = nvme_tier(
+            disk, tmp_path, SystemClock(), WorkerThreads(2, "read"), WorkerThreads(2, "write"),
+            capacity_bytes=2 * REGION_BYTES + 2 * PAGE_BYTES,
+        )  # fmt: skip
+        await tier.recover(KeepsAll())
+        for each in (chunk(1), chunk(2, VALUE)):
+            tier.regions.keep_unerased(await write(tier, each))
+        _, removed = tier.regions.by_number.values()
+        disk.is_held = True
+        tidying = asyncio.ensure_future(tier.tidy())
+        try:
+            assert await asyncio.to_thread(disk.is_waiting.wait, 60.0)
+            newest = await write(tier, chunk(3, large))
+        finally:
+            disk.goes_on.set()
+        await tidying
+        region, _ = tier.regions.find(newest)
+        assert removed not in tier.regions.by_number.values()
+        assert region.descriptor == removed.descriptor, "else nothing could go wrong"
+        assert await holds(tier, chunk(3, large), newest)
+        balance(tier)
+        await tier.close(None)
+
+    asyncio.run(scenario())
 
 
 class _Told(dict[tuple[int, int], asyncio.Future[None]]):
