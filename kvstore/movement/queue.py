@@ -72,6 +72,7 @@ class MoveQueue:
                 if priority < other:
                     del rows[row]
                     self._waiting[priority][row] = None
+                    self._wake.set()  # callers that take no row of the lower class may take this one now
                 return True
         if len(self) >= QUEUE_COUNT_MAX:
             return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from kvstore.movement.queue import QUEUE_COUNT_MAX, MoveQueue
+from kvstore.movement.queue import QUEUE_COUNT_MAX, MoveQueue, Priority
 
 LONG, SHORT = QUEUE_COUNT_MAX, QUEUE_COUNT_MAX // 16
 
@@ -35,3 +35,16 @@ async def test_a_queue_that_is_full_says_so() -> None:
     assert queue.add(0), "it waits already"
     queue.done(await queue.take())
     assert queue.add(QUEUE_COUNT_MAX)
+
+
+async def test_a_row_that_is_raised_goes_to_who_waits_for_its_new_class() -> None:
+    """Whoever takes rows of its old class may be busy for long."""
+    queue = MoveQueue(lambda _: 1)
+    assert queue.add(1, Priority.BATCH)
+    assert queue.add(2, Priority.BATCH)
+    assert await queue.take((Priority.BATCH,)) == 1
+    taking = asyncio.ensure_future(queue.take((Priority.INTERACTIVE, Priority.STANDARD)))
+    await asyncio.sleep(0)
+    assert not taking.done()
+    assert queue.add(2, Priority.INTERACTIVE)
+    assert await asyncio.wait_for(taking, 10) == 2
