@@ -131,7 +131,8 @@ class Commits:
         self._movement.write_down(row)
 
     def _outcome(self, reservation: Reservation) -> StoreResult:
-        """Return the result as the catalog has the chain now, whoever stored its chunks."""
+        """Return the result as the catalog has the chain now, whoever stored its chunks. A store is one use of them,
+        however many shards it has."""
         for entry in reservation.entries:
             here = entry.digest in entry.namespace.index
             if entry.state is StoreState.PENDING:
@@ -148,8 +149,10 @@ class Commits:
             chain = [
                 space.index[entry.digest] for entry in reservation.entries[number :: reservation.part_count][:count]
             ]
-            self._movement.used(chain)
+            if not reservation.is_counted:
+                self._movement.used(chain)
             rows += chain
+        reservation.is_counted = True
         states = tuple(entry.state for entry in reservation.entries)
         for wanted in reservation.levels:
             self._movement.demand(rows, wanted)

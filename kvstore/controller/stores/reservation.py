@@ -83,6 +83,8 @@ class Reservation:
     levels: set[Durability] = field(default_factory=set)
     """The levels beyond the node that its writers asked for."""
     is_publishing: bool = False
+    is_counted: bool = False
+    """True when the store counted as a use of its chunks."""
     use: Use | None = None
     """Its model and its parts' namespaces, of which it may have no chunk: another store may be writing all of them."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)

@@ -128,6 +128,27 @@ def test_reuse_goes_at_the_second_use(wide: Wide, use: str) -> None:
     run([node], scenario)
 
 
+def test_a_store_by_several_writers_is_one_use(wide: Wide) -> None:
+    """Each of them commits its shard, and hears how much of the chain is stored."""
+    node = wide.node(redis="never", s3="reuse")
+
+    async def scenario() -> None:
+        controller, session = node.controller, node.session
+        result = await node.reserve(session, *PATH, shards=3)
+        number = result.reservation_id
+        fills = node.stage(session, result, *PATH)
+        done = await asyncio.gather(*(controller.commit(session, number, fills[n : n + 1], n) for n in range(3)))
+        assert [each.committed_count for each in done] == [3, 3, 3]
+        await node.settled(*PATH)
+        await node.quiet()
+        assert not any(wide.in_s3(node, *PATH))
+        await node.lookup(1, 2)
+        await node.quiet()
+        assert wide.in_s3(node, *PATH) == [True, True, False]
+
+    run([node], scenario)
+
+
 def test_what_another_node_had_stored_has_come_back_with_its_first_fetch(wide: Wide) -> None:
     one, other = wide.node(s3="never"), wide.node(s3="reuse")
 
