@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from kvstore.catalog import Catalog, MappedCopies
+from kvstore.catalog import Catalog, MappedCopies, RowIdentity
 from kvstore.movement.loads import Loading, Loads
 from kvstore.movement.removal import Removal
 from kvstore.spec import MissReason
@@ -28,7 +28,8 @@ class ReadBacks:
         self._loads = loads
         self._removal = removal
         self._counters = counters
-        self._lent: set[int] = set()
+        self._lent: dict[int, RowIdentity] = {}
+        """Rows that came only for a move, and the chunk that each had then."""
 
     async def bring(self, row: int, *, is_urgent: bool) -> bool:
         """Bring a chunk, which the caller holds, into memory; ``give_back`` ends its stay. False where it does not come
@@ -39,18 +40,19 @@ class ReadBacks:
         loading = found[0] if found else None  # None: there is no room
         if loading is not None:
             self._counters.add("read_back_chunks")
-            self._lent.add(row)
+            self._lent[row] = self._table.identity(row)
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit_s(READ_BACK_S_MAX, loading.layout.total_bytes)):
                     await loading_ended(loading)
         return row in self._memory
 
     def give_back(self, row: int) -> None:
-        """Remove a chunk from memory that came only for a move, once it is not held."""
+        """Remove a chunk from memory that came only for a move, once it is not held. A chunk that has the row of such a
+        one by now stays."""
         if row not in self._lent or self._table.is_held(row):
             return
-        self._lent.discard(row)
-        if row in self._memory and any(row in copies for copies in self._table.copies[1:]):
+        is_it = self._lent.pop(row) == self._table.identity(row)
+        if is_it and row in self._memory and any(row in copies for copies in self._table.copies[1:]):
             self._removal.drop(self._memory, row, MissReason.EVICTED)
 
 

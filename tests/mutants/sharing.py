@@ -69,7 +69,7 @@ MUTANTS = [
     Mutant(
         "read-back-for-good",
         "kvstore/movement/readbacks.py",
-        "            self._lent.add(row)\n",
+        "            self._lent[row] = self._table.identity(row)\n",
         "            pass\n",
         "moves between slower tiers push out what readers use",
         (f"{STORED}::test_what_an_earlier_life_stored_has_come_back_with_its_first_use",),

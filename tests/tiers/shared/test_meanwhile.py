@@ -130,3 +130,31 @@ def test_what_the_node_stored_meanwhile_is_not_taken_for_what_was_read(world: Wo
         assert await other.fetch(1) == (1, MissReason.NONE)
 
     world.run(scenario)
+
+
+def test_a_row_that_was_read_back_for_a_move_is_lent_for_that_chunk_alone(world: World) -> None:
+    """A reader holds the chunk when its move ends, so memory keeps it; then it leaves, and its row is another
+    chunk's."""
+
+    async def scenario() -> None:
+        node = world.one
+        world.switches.turn_on(Switch.AWAY)
+        await node.keep(1)
+        await asyncio.sleep(1.0)
+        row = node.row(1)
+        node.drop(row)
+        world.switches.turn_off()
+        world.switches.turn_on(Switch.STALLED)
+        while row not in node.mapped:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0.01)
+        lease = node.controller.fetch(node.session, node.query(1)).lease_id
+        world.switches.turn_off()
+        await node.quiet()
+        assert node.counters()["read_back_chunks"] == 1
+        node.controller.release(node.session, [lease])
+        node.controller.parts.movement.remove(row, MissReason.EVICTED)
+        await node.give(2)
+        assert node.row(2) == row
+        assert row in node.mapped, "nothing needed its room"
+
+    world.run(scenario)
