@@ -152,10 +152,10 @@ class Catalog:
         return is_tail and count < parents.get(parent_digest(self.table, row), 0)
 
     def worth(self, row: int) -> tuple[int, float]:
-        """Return a chunk's weight (bytes as stored raw; 0 while the model is unknown) and its cost, which stands for
-        the time to compute it again: its number of tokens."""
+        """Return a chunk's weight (bytes as stored raw; 0 while the model is unknown, and where it has no chunks of
+        such a length) and its cost, which stands for the time to compute it again: its number of tokens."""
         token_count = self.table.token_counts[row]
-        return self.space_of(row).chunk_bytes(token_count), float(token_count)
+        return self.space_of(row).known_bytes(token_count), float(token_count)
 
     def show(self, row: int) -> None:
         """Let clients see that the place of a visible chunk changed."""

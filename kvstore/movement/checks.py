@@ -194,12 +194,16 @@ class Checks:
         for copies in list(self._table.copies):
             row = 0
             while row < len(self._table.digests):
-                # A recovered chunk cannot be checked before its model is registered: its layout is not known.
-                if row in copies and self._catalog.space_of(row).model_spec is not None:
+                if row in copies and self._can_be_read(row):
                     await self._paced(copies, row)
                 elif row % ROWS_AT_ONCE == 0:
                     await self._clock.sleep(0)
                 row += 1
+
+    def _can_be_read(self, row: int) -> bool:
+        """True when the layout of a chunk is known. A recovered chunk has none before its model is registered; nor has
+        a hidden one, because its model has no chunks of its length."""
+        return self._catalog.space_of(row).model_spec is not None and self._catalog.is_visible(row)
 
     async def _paced(self, copies: Copies, row: int) -> None:
         while self._rests:

@@ -8,6 +8,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from kvstore.config import PolicySettings
 from kvstore.errors import DataLoss
 from kvstore.seams import FaultPoints, TenantKeys
 from kvstore.spec import MissReason
@@ -17,7 +18,7 @@ from kvstore.tiers.nvme.directory import Snapshot
 from kvstore.tiers.nvme.io import PosixIO, aligned
 from kvstore.tiers.nvme.newest import NEWEST_FILE, Newest
 from tests.simulated import SimulatedDisk
-from tests.tiers.service import HOME, SEED, DeviceService
+from tests.tiers.service import HOME, KIB, SEED, DeviceService
 
 PATH = (3, 53)
 
@@ -113,6 +114,37 @@ def test_a_snapshot_that_does_not_fit_the_files_is_not_believed(what: str) -> No
             await service.keep(*path)
         await service.restart(meanwhile=confuse)
         assert [await service.fetch(*path) for path in paths] == [(2, MissReason.NONE)] * len(paths)
+        service.balance()
+
+    service.run(scenario)
+
+
+def test_a_chunk_of_a_length_that_its_model_does_not_have_is_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, sealed, and nothing that this service stored. Nobody can ask for it; rounds of checks pass it over, and it
+    leaves when room is needed."""
+    service = DeviceService(capacity_bytes=128 * KIB)
+    policies = PolicySettings(scrub_bytes_per_s=10_000_000, canary_interval_s=0)
+    monkeypatch.setattr("tests.tiers.service.PolicySettings", lambda **_: policies)
+
+    def lengthen() -> None:
+        directory = Directory(HOME, service.disk, FaultPoints())
+        snapshot = directory.begin()
+        assert snapshot is not None
+        counts = snapshot.columns.token_counts.copy()
+        counts[0] = service.spec.chunk_tokens + 1
+        snapshot.columns.token_counts = counts
+        directory.end(snapshot)
+        directory.close()
+
+    async def scenario() -> None:
+        for number in range(3):
+            await service.keep(number)
+        await service.restart(meanwhile=lengthen)
+        assert await service.fetch(0) == (0, MissReason.COLD)
+        await asyncio.sleep(10.0)
+        assert service.controller.stats().counters["scrubbed_bytes"] > 0
+        for number in range(10, 40):
+            await service.keep(number)
         service.balance()
 
     service.run(scenario)
