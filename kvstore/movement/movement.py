@@ -237,7 +237,12 @@ class Movement:
         return self.room.allocate(piece_bytes, keep, evict_unwritten=evict_unwritten)
 
     def stored(self, row: int, placement: Placement, mark: int) -> None:
-        """Make a stored chunk visible, which is whole in memory. ``mark``: the first 8 bytes of its write id."""
+        """Make a stored chunk visible, which is whole in memory. ``mark``: the first 8 bytes of its write id. Copies of
+        a hidden chunk in its row are of other bytes, and go."""
+        if self._table.is_resident(row):
+            self._table.hold(row)
+            self.removal.remove(row, MissReason.CORRUPT, erase=True)
+            self._table.unhold(row)
         self._table.write_marks[row] = mark
         self._table.came(row, self._parts.clock.wall())
         self.memory.put_placement(row, placement)

@@ -119,6 +119,18 @@ def test_a_snapshot_that_does_not_fit_the_files_is_not_believed(what: str) -> No
     service.run(scenario)
 
 
+def lengthen(service: DeviceService) -> None:
+    """The snapshot says that its first chunk has more tokens than the model's chunks have."""
+    directory = Directory(HOME, service.disk, FaultPoints())
+    snapshot = directory.begin()
+    assert snapshot is not None
+    counts = snapshot.columns.token_counts.copy()
+    counts[0] = service.spec.chunk_tokens + 1
+    snapshot.columns.token_counts = counts
+    directory.end(snapshot)
+    directory.close()
+
+
 def test_a_chunk_of_a_length_that_its_model_does_not_have_is_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole, sealed, and nothing that this service stored. Nobody can ask for it; rounds of checks pass it over, and it
     leaves when room is needed."""
@@ -126,25 +138,33 @@ def test_a_chunk_of_a_length_that_its_model_does_not_have_is_in_nobodys_way(monk
     policies = PolicySettings(scrub_bytes_per_s=10_000_000, canary_interval_s=0)
     monkeypatch.setattr("tests.tiers.service.PolicySettings", lambda **_: policies)
 
-    def lengthen() -> None:
-        directory = Directory(HOME, service.disk, FaultPoints())
-        snapshot = directory.begin()
-        assert snapshot is not None
-        counts = snapshot.columns.token_counts.copy()
-        counts[0] = service.spec.chunk_tokens + 1
-        snapshot.columns.token_counts = counts
-        directory.end(snapshot)
-        directory.close()
-
     async def scenario() -> None:
         for number in range(3):
             await service.keep(number)
-        await service.restart(meanwhile=lengthen)
+        await service.restart(meanwhile=lambda: lengthen(service))
         assert await service.fetch(0) == (0, MissReason.COLD)
         await asyncio.sleep(10.0)
         assert service.controller.stats().counters["scrubbed_bytes"] > 0
         for number in range(10, 40):
             await service.keep(number)
+        service.balance()
+
+    service.run(scenario)
+
+
+def test_a_chunk_that_is_stored_anew_does_not_rest_on_a_hidden_copy() -> None:
+    """The copy of another length, which nobody can ask for, is no copy of what was stored."""
+    service = DeviceService()
+
+    async def scenario() -> None:
+        await service.keep(*PATH)
+        await service.restart(meanwhile=lambda: lengthen(service))
+        for path in (PATH[:1], PATH):
+            await service.keep(*path)
+            service.forget_memory()
+        assert await service.fetch(*PATH) == (2, MissReason.NONE)
+        await service.restart(kill=True)
+        assert await service.fetch(*PATH) == (2, MissReason.NONE)
         service.balance()
 
     service.run(scenario)
