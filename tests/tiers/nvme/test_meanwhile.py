@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvstore.movement.writes import LANE_COUNT
 from kvstore.seams import SystemClock, SystemDisk, WorkerThreads
 from kvstore.spec import Durability
@@ -15,6 +17,7 @@ from kvstore.units import PAGE_BYTES
 from tests.contracts.chunks import chunk, write
 from tests.contracts.evictors import KeepsAll
 from tests.contracts.local.stands import nvme_tier, scan
+from tests.specs import small_spec
 from tests.tiers.service import DeviceService
 from tests.tiers.values import ValueService
 
@@ -60,6 +63,34 @@ def test_a_row_that_became_another_chunks_promises_nothing_for_the_one_before() 
         assert settled.durability is Durability.NONE
         assert "evicted" in settled.reason
         assert (await service.settled(200)).durability is Durability.LOCAL
+
+    service.run(scenario)
+
+
+def test_a_move_whose_model_is_forgotten_while_it_waits_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its chunk was evicted, and the number of the chunk's namespace is given to a model of shorter chunks. The row is
+    free, and still has the old length."""
+    service = DeviceService(arena_chunks=32)
+
+    async def scenario() -> None:
+        go_on = held_up(service, "write", after=False)
+        for number in range(LANE_COUNT):
+            await service.store(service.session, number)
+        forgotten = service.of(small_spec(model_id="forgotten"))
+        for number in (1, 2):
+            await forgotten.store(forgotten.session, number)
+        for row in [row_of(forgotten, number) for number in (1, 2)]:
+            service.drop(row)
+        catalog = service.controller.parts.catalog
+        monkeypatch.setattr(catalog.registered, "_count_max", len(catalog.models))
+        shorter = service.of(small_spec(model_id="shorter", chunk_tokens=4))
+        assert forgotten.model not in catalog.models
+        with monkeypatch.context() as short:
+            short.setattr("tests.controller.service.CHUNK", 4)
+            await shorter.store(shorter.session, 1)
+        go_on()
+        assert (await service.settled(0)).durability is Durability.LOCAL
+        await service.keep(100)
 
     service.run(scenario)
 
