@@ -280,8 +280,12 @@ class SharedTarget:
         if not self._is_answered(name.storage_key):
             async with self._asking:
                 if not self._is_answered(name.storage_key):
-                    await self._ask(name, islice(others, ASK_COUNT_MAX - 1))
+                    await self._ask(name, islice(filter(self._is_to_go, others), ASK_COUNT_MAX - 1))
         return self._answers.pop(name.storage_key, UploadState.FREE)
+
+    def _is_to_go(self, row: int) -> bool:
+        """Return True when a row that waits still has a chunk for the tier: that may have left meanwhile."""
+        return bool(self._catalog.table.digests[row]) and self.admits(row)
 
     async def _ask(self, name: ChunkName, others: Iterable[int]) -> None:
         names = [name, *(self._names.of(row) for row in others)]

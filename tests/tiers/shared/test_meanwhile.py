@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from kvstore.movement.writes import LANE_COUNT
 from kvstore.spec import MissReason, StoreState, Tier
 from tests.fakes import EngineSettings, EngineTier, ObjectSettings, ObjectTier, Switch
 from tests.simulated import InlineWorkers
+from tests.specs import small_spec
 from tests.tiers.shared.world import LOOKUP_S, PATH, Node, World, run, tiers_of
 
 
@@ -156,5 +161,43 @@ def test_a_row_that_was_read_back_for_a_move_is_lent_for_that_chunk_alone(world:
         await node.give(2)
         assert node.row(2) == row
         assert row in node.mapped, "nothing needed its room"
+
+    world.run(scenario)
+
+
+def test_a_chunk_that_waits_and_is_gone_keeps_no_other_from_a_tier(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One question asks for several waiting chunks. One of them left, its model was forgotten, and the number of its
+    namespace is a model's of shorter chunks."""
+
+    async def scenario() -> None:
+        node = world.one
+        write, goes_on = node.shared[0].write, asyncio.Event()
+
+        async def held(*arguments: Any) -> None:
+            await goes_on.wait()
+            await write(*arguments)
+
+        monkeypatch.setattr(node.shared[0], "write", held)
+        for number in range(LANE_COUNT):
+            await node.keep(number)
+        await node.keep(100)
+        forgotten = node.of(small_spec(model_id="forgotten"))
+        for number in (1, 2):
+            await forgotten.keep(number)
+        for row in [forgotten.row(number) for number in (1, 2)]:
+            node.controller.parts.movement.remove(row, MissReason.EVICTED)
+        catalog = node.controller.parts.catalog
+        monkeypatch.setattr(catalog.registered, "_count_max", len(catalog.models))
+        shorter = node.of(small_spec(model_id="shorter", chunk_tokens=4))
+        assert forgotten.model not in catalog.models
+        with monkeypatch.context() as short:
+            short.setattr("tests.controller.service.CHUNK", 4)
+            await shorter.store(shorter.session, 1)
+        goes_on.set()
+        await node.quiet()
+        assert node.key(100) in world.engine.values
+        assert node.counters()["redis_refused_chunks"] == 0
 
     world.run(scenario)
