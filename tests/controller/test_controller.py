@@ -98,6 +98,34 @@ async def test_when_the_first_writer_aborts_the_second_keeps_nothing_unreachable
     assert (await service.store(two, 1, 2)).committed_count == 2
 
 
+async def test_the_end_of_a_session_ends_no_store_of_another(service: Service) -> None:
+    """While a store of the session keeps it waiting, another one of it is committed: that one went without a chunk that
+    a third is still writing, and others wait for."""
+    controller = service.controller
+    writer, leaving, waiter = (controller.open_session() for _ in range(3))
+    begun = await service.reserve(writer, 1)
+    busy = controller.reservations.find(leaving, (await service.reserve(leaving, 5)).reservation_id)
+    busy.busy = 1
+    busy.idle.clear()
+    without = await service.reserve(leaving, 1, 2)
+    fills = service.stage(leaving, without, 1, 2)
+    committing = asyncio.ensure_future(controller.commit(leaving, without.reservation_id, fills))
+    await asyncio.sleep(0.05)
+    closing = asyncio.ensure_future(controller.close_session(leaving))
+    assert (await committing).committed_count == 0
+    assert not closing.done()
+    third = await service.reserve(waiter, 1, 3)
+    fills = service.stage(waiter, third, 1, 3)
+    waiting = asyncio.ensure_future(controller.commit(waiter, third.reservation_id, fills))
+    busy.busy = 0
+    busy.idle.set()
+    await closing
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    await controller.commit(writer, begun.reservation_id, service.stage(writer, begun, 1))
+    assert (await waiting).committed_count == 2
+
+
 async def test_the_eldest_leaf_goes_first(service: Service, session: Session) -> None:
     await service.store(session, 1, 2, 3)
     await service.store(session, 1, 4)

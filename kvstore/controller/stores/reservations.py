@@ -135,8 +135,11 @@ class Reservations:
                 raise DeadlineExceeded("bytes of this store are still moving: wait and try again") from None
 
     def end(self, reservation: Reservation) -> None:
-        """End a reservation: free its chunks that were not committed, and wake the calls that wait for it."""
+        """End a reservation: free its chunks that were not committed, and wake the calls that wait for it.
+        Idempotent."""
         assert not reservation.busy, "byte movers still write to it"
+        if reservation.has_ended:
+            return  # some of its entries may tell the state of another store's chunk by now
         reservation.ended.set()
         if reservation.use is not None:
             reservation.use.end()
