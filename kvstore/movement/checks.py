@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from kvstore.catalog import Catalog, Copies
 from kvstore.config import PolicySettings
-from kvstore.errors import DataLoss
+from kvstore.errors import DataLoss, Unavailable
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.removal import Removal
 from kvstore.movement.writes import Writes
@@ -51,6 +51,8 @@ class Checks:
         self._doubtful: asyncio.Queue[_Proof] = asyncio.Queue(PROOF_COUNT_MAX)
         self._proving: dict[tuple[str, int], asyncio.Future[None]] = {}
         """The copies that wait to be proven or are being proven: (tier, row)."""
+        self._stored_anew: set[tuple[str, int]] = set()
+        """Those of them whose chunks are stored again, should it turn out that they cannot be made durable."""
         self._rests = 0
         self._checking = asyncio.Lock()
         """Taken while a round holds a chunk."""
@@ -72,8 +74,8 @@ class Checks:
 
     async def prove(self, copies: Copies, row: int) -> bool | None:
         """As ``check``, and make a copy that an earlier process left durable: that process may have died, or its sync
-        may have failed, before the copy was durable. A copy that cannot be made durable is given up: False, too. The
-        caller holds the row."""
+        may have failed, before the copy was durable. A copy that cannot be made durable is given up where its chunk is
+        stored anew (``prove_all``): False, too. Elsewhere it stays: None. The caller holds the row."""
         return await self._looked_at(copies, row, self._renewed(copies, row), "")
 
     async def _looked_at(self, copies: Copies, row: int, look: Coroutine[Any, Any, bool], failures: str) -> bool | None:
@@ -116,6 +118,8 @@ class Checks:
             is_renewed = await copies.tier.renew(residency)
             if copies.residency(row) == residency:
                 if not is_renewed:
+                    if (copies.tier.name, row) not in self._stored_anew:
+                        raise Unavailable("nothing can be written where a copy lies that a crash left: it stays")
                     self._give_up(copies, row)
                     return False
                 copies.prove(row)
@@ -127,10 +131,13 @@ class Checks:
 
     # ------------------------------------------------------------ proofs
 
-    async def prove_all(self, rows: Sequence[int], timeout_s: float) -> None:
+    async def prove_all(
+        self, rows: Sequence[int], timeout_s: float, stored_anew: Collection[int] = frozenset()
+    ) -> None:  # fmt: skip
         """Have the copies that a crash left checked and made durable, before anything is promised on them. Copies that
-        fail are gone afterwards. Copies that the tier does not give in time stay unproven for now: they are proven once
-        it does, and who settles them waits for that (``proofs_end``)."""
+        fail are gone afterwards; so are, of the rows ``stored_anew``, those that cannot be made durable: the caller
+        sees to it that the chunk is written elsewhere. Copies that the tier does not give in time stay unproven for
+        now: they are proven once it does, and who settles them waits for that (``proofs_end``)."""
         doubtful = [
             (copies, row)
             for copies in self._table.copies
@@ -143,6 +150,8 @@ class Checks:
                 self._proving[copies.tier.name, row] = future
                 self._table.hold(row)
                 self._doubtful.put_nowait((copies, row, future))
+            if row in stored_anew and (copies.tier.name, row) in self._proving:
+                self._stored_anew.add((copies.tier.name, row))
         late = await self._ended(((copies.tier.name, row) for copies, row in doubtful), timeout_s)
         if late:
             _log.warning("recovered chunks were not read in time", extra={"chunks": late})
@@ -165,6 +174,7 @@ class Checks:
                     self._counters.add_of(copies.tier.name, "proven_chunks")
             finally:
                 del self._proving[copies.tier.name, row]
+                self._stored_anew.discard((copies.tier.name, row))
                 self._catalog.unhold(row)
                 if not future.done():
                     future.set_result(None)

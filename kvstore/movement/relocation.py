@@ -81,9 +81,12 @@ class Relocation:
         return ChunkStep(row, table.identity(row), to, way, would_free and not is_held, is_held)
 
     async def ask(self, steps: Sequence[ChunkStep]) -> None:
-        """Have these chunks written. Copies that a crash left in the target count once they were read."""
+        """Have these chunks written. Copies that a crash left in the target count once they were read. A chunk that is
+        to leave a device which takes no writes keeps its copy there until it is elsewhere."""
         table = self._table
-        await self._checks.prove_all([each.row for each in steps if each.to is not None], PROVE_S_MAX)
+        sent = [(each.row, each.to.target) for each in steps if each.to is not None]
+        anew = frozenset(row for row, target in sent if target.is_local and row in self._memory)
+        await self._checks.prove_all([row for row, _ in sent], PROVE_S_MAX, anew)
         for each in steps:
             if each.to is None or not self.is_it(each):
                 continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from kvstore.controller.operators.values import Tally
 from kvstore.keys import ROOT_DIGEST
 from kvstore.spec import MissReason
 from tests.fakes import Switch
-from tests.tiers.shared.world import Node, Wide, run
+from tests.tiers.shared.world import PATH, Node, Wide, run
 
 
 async def moved(node: Node, to: str) -> Tally:
@@ -99,3 +101,29 @@ def test_a_tier_is_not_asked_for_what_a_faster_one_has(tmp_path: Path, monkeypat
         assert set(asked["redis"]) == {node.key(1), node.key(1, 2)}
 
     run([node], scenario)
+
+
+@pytest.mark.parametrize("is_drained", [True, False], ids=["drained", "moved"])
+def test_what_a_crash_left_on_a_device_that_takes_no_writes_leaves_it_whole(tmp_path: Path, is_drained: bool) -> None:
+    """It is good, and cannot be written anew where it lies. This is why an operator moves it away."""
+    wide = Wide(tmp_path)
+    node, other = (wide.node(redis="never", s3="never") for _ in range(2))
+
+    async def scenario() -> None:
+        await node.keep(*PATH)
+        await node.restart(kill=True)
+        node.disk.fail("pwrite", errno.EIO, path_contains="region", times=None)
+        await node.store(node.session, 9)
+        await asyncio.sleep(1.0)
+        assert node.nvme.statistics().state == "read-only"
+        operators = Operators(node.parts, node.controller)
+        chosen = Selection(tier="nvme")
+        if is_drained:
+            changes = operators.drain(chosen, end=False, service=False, dry_run=False)
+        else:
+            changes = operators.move(chosen, "s3", keep=False, dry_run=False)
+        tally = [news async for news in changes][-1].tally
+        assert tally.counts[FREED] == len(PATH)
+        assert await other.fetch(*PATH) == (len(PATH), MissReason.NONE)
+
+    run([node, other], scenario)
