@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from kvstore.errors import Unavailable
 from kvstore.seams import Disk, FaultPoints
+from kvstore.seams.jobs import NotBegun
 from kvstore.tiers.nvme.slots import RegionFile
 
 _log = logging.getLogger("kvstore.nvme")
@@ -20,11 +21,13 @@ _log = logging.getLogger("kvstore.nvme")
 
 @dataclass(eq=False)
 class _Batch:
-    """Writes that one sync makes durable. ``synced``: the regions whose sync succeeded."""
+    """Writes that one sync makes durable. ``synced``: the regions whose sync succeeded. ``refusal``: why no sync was
+    begun."""
 
     regions: dict[int, RegionFile] = field(default_factory=dict)
     synced: set[int] = field(default_factory=set)
     is_done: bool = False
+    refusal: NotBegun | None = None
 
 
 class GroupSync:
@@ -40,7 +43,8 @@ class GroupSync:
     async def wait(self, region: RegionFile, failures: int) -> None:
         """Return when all bytes that were written to the region are durable. A caller that comes while a sync runs
         shares the next one. A sync that failed since the write began (``failures`` counts those before) may have
-        dropped its bytes: no later sync makes up for that. Raises Unavailable."""
+        dropped its bytes: no later sync makes up for that. Raises Unavailable; for all callers its subclass NotBegun
+        where no byte mover took the sync, which says nothing of the device."""
         batch = self._batch
         batch.regions[region.number] = region
         async with self._syncing:
@@ -49,8 +53,12 @@ class GroupSync:
                 try:
                     await self._run(lambda: self._sync_all(batch))
                     self._faults.reach("nvme.synced")
+                except NotBegun as error:
+                    batch.refusal = error
                 finally:
                     batch.is_done = True
+        if batch.refusal is not None:
+            raise NotBegun(batch.refusal.message) from batch.refusal
         if region.number not in batch.synced or region.sync_failures != failures:
             raise Unavailable("the NVMe device could not sync")
 

@@ -12,11 +12,13 @@ import pytest
 
 from kvstore.movement.writes import LANE_COUNT
 from kvstore.seams import SystemClock, SystemDisk, WorkerThreads
+from kvstore.seams.jobs import NotBegun
 from kvstore.spec import Durability
 from kvstore.units import PAGE_BYTES
-from tests.contracts.chunks import chunk, write
+from tests.contracts.chunks import balance, chunk, holds, write
 from tests.contracts.evictors import KeepsAll
-from tests.contracts.local.stands import nvme_tier, scan
+from tests.contracts.local.stands import HOME, nvme_tier, scan
+from tests.simulated import LoopClock, SeededWorkers, SimulatedDisk, simulate
 from tests.specs import small_spec
 from tests.tiers.service import DeviceService
 from tests.tiers.values import ValueService
@@ -153,3 +155,35 @@ def test_a_copy_that_is_written_anew_while_it_is_quarantined_stays_erased(tmp_pa
         await tier.close(None)
 
     asyncio.run(scenario())
+
+
+class _Refusing(SeededWorkers):
+    """Takes every job but the second sync."""
+
+    sync_count = 0
+
+    def submit(self, function: Any, /, *args: object) -> Any:
+        self.sync_count += getattr(function, "__qualname__", "").startswith("GroupSync.")
+        if self.sync_count == 2:
+            self.sync_count += 1
+            raise RuntimeError("can't start new thread")
+        return super().submit(function, *args)
+
+
+def test_a_sync_that_no_mover_took_closes_no_file() -> None:
+    """It says nothing of the device. Those who share it are refused, too, and can try again."""
+
+    async def scenario() -> None:
+        movers = [SeededWorkers(1), SeededWorkers(2)]
+        tier = nvme_tier(SimulatedDisk(1), HOME, LoopClock(), *movers, keepers=_Refusing(3), region_bytes=512 << 10)
+        await tier.recover(KeepsAll())
+        writing = [write(tier, chunk(number)) for number in range(16)]
+        refused = [each for each in await asyncio.gather(*writing, return_exceptions=True) if not isinstance(each, int)]
+        assert len(refused) > 1, "else nobody shared it"
+        assert {type(each) for each in refused} == {NotBegun}
+        assert not any(region.is_read_only for region in tier.regions.by_number.values())
+        assert await holds(tier, chunk(90), await write(tier, chunk(90)))
+        balance(tier)
+        await tier.close(None)
+
+    simulate(scenario(), seed=1)
