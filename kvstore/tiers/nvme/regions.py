@@ -238,7 +238,8 @@ class Regions:
     def remove_file(self, region: RegionFile) -> None:
         """Remove a retired file. Blocking. Raises OSError; the file's bytes then count as lost until the next start,
         which may find it."""
-        self._files.close(region.descriptor)
+        descriptor, region.descriptor = region.descriptor, -1  # another file may get this number
+        self._files.close(descriptor)
         self.remove_away(region.path.name)
 
     def remove_away(self, name: str) -> None:

@@ -64,6 +64,8 @@ class GroupSync:
 
     def _sync_all(self, batch: _Batch) -> None:
         for number, region in batch.regions.items():
+            if region.descriptor < 0:
+                continue  # its callers gave up, and it was removed meanwhile
             try:
                 self._disk.sync(region.descriptor)
                 batch.synced.add(number)

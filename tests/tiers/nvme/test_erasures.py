@@ -336,6 +336,7 @@ def test_nothing_is_erased_in_a_file_that_took_the_place_of_a_removed_one(tmp_pa
         for each in (chunk(1), chunk(2, VALUE)):
             tier.regions.keep_unerased(await write(tier, each))
         _, removed = tier.regions.by_number.values()
+        descriptor = removed.descriptor
         disk.is_held = True
         tidying = asyncio.ensure_future(tier.tidy())
         try:
@@ -346,7 +347,7 @@ def test_nothing_is_erased_in_a_file_that_took_the_place_of_a_removed_one(tmp_pa
         await tidying
         region, _ = tier.regions.find(newest)
         assert removed not in tier.regions.by_number.values()
-        assert region.descriptor == removed.descriptor, "else nothing could go wrong"
+        assert region.descriptor == descriptor, "else nothing could go wrong"
         assert await holds(tier, chunk(3, large), newest)
         balance(tier)
         await tier.close(None)
