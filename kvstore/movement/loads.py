@@ -24,7 +24,7 @@ from kvstore.movement.pieces import later_pieces, piece_bytes_of, pieces_in_orde
 from kvstore.movement.removal import Removal
 from kvstore.movement.room import Room
 from kvstore.movement.shared_tiers import SharedTiers
-from kvstore.movement.sources import WENT, ChunkSource, LocalSource
+from kvstore.movement.sources import STALL_S, WENT, ChunkSource, LocalSource
 from kvstore.seams import FaultPoints, Workers
 from kvstore.seams.jobs import done
 from kvstore.seams.memory import Bytes
@@ -33,8 +33,6 @@ from kvstore.telemetry import NO_TRACING, Counters, Tracing
 from kvstore.tiers import StoredChunk
 from kvstore.tiers.pace import limit_s
 
-STALL_S = 2.0
-"""A tier that has left a request unanswered for so many seconds gets no new ones on a reader's behalf."""
 ANSWER_S_MAX = 60.0
 """A shared tier's call that takes more seconds than this plus the time for its bytes (``limit_s``) has failed."""
 LOAD_COUNT_MAX = 16_384
@@ -126,8 +124,8 @@ class Loads:
         evict_unwritten: bool = True,
     ) -> tuple[list[Loading | None], MissReason]:  # fmt: skip
         """Have these chunks brought in, ``layers`` first; rows that are in memory give None. A chunk that was lost on
-        its way from one tier is read from another. The list ends early where there is no room (``Room.allocate``), or
-        no tier that answers, and the reason says which. Raises the arena's errors."""
+        its way from one tier, or hangs there, is read from another. The list ends early where there is no room
+        (``Room.allocate``), or no tier that answers, and the reason says which. Raises the arena's errors."""
         fresh: list[Loading] = []
         room = partial(self._room.allocate, keep=keep, evict_unwritten=evict_unwritten)
         try:
@@ -142,14 +140,15 @@ class Loads:
         found: list[Loading | None] = []
         for row in rows:
             loading = None if row in self._memory else self._loading.get(row)
-            if row not in self._memory and (loading is None or loading.lost):
+            if row not in self._memory and (loading is None or loading.lost or loading.source.is_stalled):
                 source = self._source(row)
-                if source is None or (loading is not None and source.name == loading.source.name):
+                if source is not None and (loading is None or source.name != loading.source.name):
+                    loading = self._start(row, source, room, layers)
+                    if loading is None:
+                        return found, MissReason.OVERLOADED
+                    fresh.append(loading)
+                elif loading is None or loading.lost:  # else it is waited for: nobody else has the chunk
                     return found, self._why_lost(row, loading)
-                loading = self._start(row, source, room, layers)
-                if loading is None:
-                    return found, MissReason.OVERLOADED
-                fresh.append(loading)
             found.append(loading)
         return found, MissReason.NONE
 

@@ -20,6 +20,8 @@ class SharedSource:
     """A chunk that a shared tier is said to have."""
 
     patience_s = STALL_S
+    is_stalled = False
+    """Readers are told when the tier answers nothing: what they wait for is lost then."""
 
     def __init__(
         self,

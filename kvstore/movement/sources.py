@@ -13,6 +13,8 @@ from kvstore.seams.memory import Bytes
 from kvstore.spec import Tier
 from kvstore.tiers import ChunkName, StoredChunk
 
+STALL_S = 2.0
+"""A tier that has left a request unanswered for so many seconds gets no new ones on a reader's behalf."""
 WENT = frozenset({"gone", "absent", "replaced"})
 """The reasons of a DataLoss that is no damage: a shared tier has the chunk no more, or has another write of it."""
 
@@ -35,6 +37,10 @@ class ChunkSource(Protocol):
     @property
     def patience_s(self) -> float | None:
         """Seconds that a reader waits for one answer of the tier; None: as long as the reader likes."""
+
+    @property
+    def is_stalled(self) -> bool:
+        """True while the tier answers nothing, and readers wait for it all the same."""
 
     @property
     def piece_bytes_max(self) -> int:
@@ -72,6 +78,10 @@ class LocalSource:
         self._chunk = chunk
         self._removal = removal
         self._residency = copies.residency(row)
+
+    @property
+    def is_stalled(self) -> bool:
+        return self._copies.tier.stalled_s() > STALL_S
 
     async def open(self, ahead: Sequence[Bytes]) -> StoredChunk | None:
         return await self._copies.tier.open(self._chunk, self._residency)

@@ -144,10 +144,18 @@ MUTANTS = [
     Mutant(
         "a-hung-load-hides-what-other-tiers-have",
         LOADS,
-        "                if source is None or (loading is not None and source.name == loading.source.name):\n",
-        "                if source is None or loading is not None:\n",
+        "                if source is not None and (loading is None or source.name != loading.source.name):\n",
+        "                if source is not None and loading is None:\n",
         "a tier that stalls keeps readers from the next one",
         (f"{MEANWHILE}::test_a_load_that_hangs_keeps_nobody_from_a_slower_tier",),
+    ),
+    Mutant(
+        "a-load-that-hangs-on-the-device-hides-what-shared-tiers-have",
+        LOADS,
+        " or loading.lost or loading.source.is_stalled):\n",
+        " or loading.lost):\n",
+        "a device that stalls keeps readers from what a shared tier has, too",
+        (f"{MEANWHILE}::test_a_load_that_hangs_on_the_device_keeps_nobody_from_a_shared_tier",),
     ),
     Mutant(
         "shared-tiers-take-all-the-time-there-is",

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvstore.movement.loads import STALL_S
+from kvstore.movement.sources import STALL_S
 from kvstore.spec import MissReason
 from tests.tiers.service import DeviceService
 

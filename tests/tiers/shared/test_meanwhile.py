@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.movement.sources import STALL_S
 from kvstore.movement.writes import LANE_COUNT
 from kvstore.spec import MissReason, StoreState, Tier
 from tests.fakes import EngineSettings, EngineTier, ObjectSettings, ObjectTier, Switch
@@ -133,6 +134,30 @@ def test_what_the_node_stored_meanwhile_is_not_taken_for_what_was_read(world: Wo
         await asyncio.sleep(6.0)
         assert row not in other.mapped, "it was read under another write"
         assert await other.fetch(1) == (1, MissReason.NONE)
+
+    world.run(scenario)
+
+
+def test_a_load_that_hangs_on_the_device_keeps_nobody_from_a_shared_tier(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device answers nobody for half a minute. Later it gives its copy, too: once is enough."""
+
+    async def scenario() -> None:
+        node = world.one
+        await node.give(*PATH)
+        node.forget_memory()
+        with monkeypatch.context() as slow:
+            slow.setattr(node.nvme._readers._chance, "uniform", lambda *_: 30.0)  # type: ignore[attr-defined]  # a twin's
+            hanging = asyncio.ensure_future(node.fetch(*PATH))
+            await asyncio.sleep(STALL_S + 0.5)
+        began_s = node.clock.monotonic()
+        assert await node.fetch(*PATH) == (3, MissReason.NONE)
+        assert node.clock.monotonic() - began_s < 1.0
+        assert (await hanging)[1] is MissReason.UNAVAILABLE
+        await asyncio.sleep(60.0)
+        stats = node.controller.stats()
+        assert (stats.used_bytes, stats.loading_bytes) == (3 * node.layout.total_bytes, 0)
 
     world.run(scenario)
 
