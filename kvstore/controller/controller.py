@@ -117,7 +117,6 @@ class Controller:
         for reservation in self.reservations.of(session):
             try:
                 await self.reservations.abandon(reservation, deadline)
-                self.parts.counters.add("store_aborted_reservations")
             except DeadlineExceeded as error:  # byte movers still use its memory and the session's staging
                 _log.error("a store of an ended session stays", extra={"reason": error.message})
         if self.reservations.of(session):

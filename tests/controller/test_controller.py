@@ -120,6 +120,7 @@ async def test_the_end_of_a_session_ends_no_store_of_another(service: Service) -
     busy.busy = 0
     busy.idle.set()
     await closing
+    assert controller.stats().counters["store_aborted_reservations"] == 1, "the other one was committed"
     await asyncio.sleep(0.01)
     assert not waiting.done()
     await controller.commit(writer, begun.reservation_id, service.stage(writer, begun, 1))

@@ -76,8 +76,8 @@ MUTANTS = [
     Mutant(
         "freed-under-its-movers",
         RESERVATIONS,
-        "        await self.idle(reservation, deadline)\n        self.end(reservation)\n",
-        "        reservation.busy = 0\n        self.end(reservation)\n",
+        "        await self.idle(reservation, deadline)\n        if not reservation.has_ended:\n",
+        "        reservation.busy = 0\n        if not reservation.has_ended:\n",
         "movers write into what is another chunk's by now",
         (f"{T_MOVES}::test_a_job_that_never_answers_keeps_its_memory_and_nothing_of_it_is_served",),
     ),

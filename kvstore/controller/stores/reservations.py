@@ -107,7 +107,6 @@ class Reservations:
         """Drop a reservation. An unknown id is no error: it ended before."""
         reservation = self._of.get(session, {}).get(reservation_id)
         if reservation is not None:
-            self._parts.counters.add("store_aborted_reservations")
             await self.abandon(reservation, deadline)
 
     def expire(self) -> None:
@@ -119,10 +118,12 @@ class Reservations:
                 self.end(reservation)
 
     async def abandon(self, reservation: Reservation, deadline: Deadline) -> None:
-        """End a reservation once no byte mover works for it. Raises DeadlineExceeded when a mover is not done in
-        time."""
+        """End a reservation once no byte mover works for it, and count it as aborted, unless it was committed
+        meanwhile. Raises DeadlineExceeded when a mover is not done in time."""
         await self.idle(reservation, deadline)
-        self.end(reservation)
+        if not reservation.has_ended:
+            self._parts.counters.add("store_aborted_reservations")
+            self.end(reservation)
 
     async def idle(self, reservation: Reservation, deadline: Deadline) -> None:
         """Wait until no byte mover works for a store. The jobs are finite copies in memory, which end without outside
