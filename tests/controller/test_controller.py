@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from kvstore.controller import Fill, Session
 from kvstore.errors import Exhausted, InvalidRequest, Unauthenticated
-from kvstore.seams import SystemRandom
+from kvstore.seams import Pauses, SystemRandom
 from kvstore.spec import ChunkState, Durability, Exactness, MissReason, StoreState
 from tests.controller.service import Service, soon
 
@@ -125,6 +127,40 @@ async def test_the_end_of_a_session_ends_no_store_of_another(service: Service) -
     assert not waiting.done()
     await controller.commit(writer, begun.reservation_id, service.stage(writer, begun, 1))
     assert (await waiting).committed_count == 2
+
+
+async def test_two_writers_whose_chunks_alternate_wait_for_each_other_in_turn(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claims of a long chain pause for others. Each of the two claimed on where the other one paused."""
+    controller = service.controller
+    one, two = controller.open_session(), controller.open_session()
+    has_second, is_first_done = asyncio.Event(), asyncio.Event()
+    counts: Counter[asyncio.Task[Any] | None] = Counter()
+
+    async def between(_: Pauses) -> None:
+        task = asyncio.current_task()
+        counts[task] += 1
+        if task is first and counts[task] == 2:
+            await has_second.wait()
+        if task is second and counts[task] == 3:
+            has_second.set()
+            await is_first_done.wait()
+
+    monkeypatch.setattr(Pauses, "between", between)
+    first = asyncio.ensure_future(service.reserve(one, 1, 2, 3))
+    second = asyncio.ensure_future(service.reserve(two, 1, 2, 3))
+    mine = await first
+    is_first_done.set()
+    other = await second
+    wanted, pending = StoreState.WANTED, StoreState.PENDING
+    assert (mine.states, other.states) == ((wanted, pending, wanted), (pending, wanted, pending))
+    done = await asyncio.gather(
+        controller.commit(one, mine.reservation_id, service.stage(one, mine, 1, 2, 3)),
+        controller.commit(two, other.reservation_id, service.stage(two, other, 1, 2, 3)),
+    )
+    assert [each.committed_count for each in done] == [3, 3]
+    assert service.check(one, 1, 2, 3) == 3
 
 
 async def test_the_eldest_leaf_goes_first(service: Service, session: Session) -> None:

@@ -100,8 +100,8 @@ MUTANTS = [
     Mutant(
         "other-stores-waited-for-to-the-end",
         COMMIT,
-        "                await asyncio.wait(others, timeout=deadline.left_s / 2)  # the answer",
-        "                await asyncio.wait(others, timeout=deadline.left_s)  # the answer",
+        "patience or deadline.sooner(deadline.left_s / 2)  # so that",
+        "patience or deadline.sooner(deadline.left_s)  # so that",
         "a commit that could be answered is given up by its caller",
         (f"{T_CALLS}::test_a_commit_answers_before_its_caller_gives_up_when_another_store_does_not_end",),
     ),

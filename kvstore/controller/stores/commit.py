@@ -35,10 +35,10 @@ class Commits:
         supersedes: Sequence[bytes] = (), *, deadline: Deadline,
     ) -> StoreResult:  # fmt: skip
         """Start ``fills``, publish every complete chunk whose parent is visible as soon as its bytes are moved, and
-        return how much of the chain is stored now. Waits for other writers' chunks of the chain, at most half of the
-        time to the deadline. Of several shards the last one publishes; the others wait for it while the store lasts.
-        ``supersedes``: digests of partial chunks that chunks of this store begin with. Raises DeadlineExceeded while
-        bytes still move at the deadline, or when other shards do not commit in time."""
+        return how much of the chain is stored now. Waits for other writers' chunks of the chain, one after the other,
+        at most half of the time to the deadline. Of several shards the last one publishes; the others wait for it while
+        the store lasts. ``supersedes``: digests of partial chunks that chunks of this store begin with. Raises
+        DeadlineExceeded while bytes still move at the deadline, or when other shards do not commit in time."""
         reservation = self._reservations.find(session, reservation_id)
         if len(reservation.supersedes) + len(supersedes) > SUPERSEDES_MAX:
             raise InvalidRequest(f"supersedes: more than {SUPERSEDES_MAX} digests in one store")
@@ -55,11 +55,12 @@ class Commits:
         return self._outcome(reservation)
 
     async def _publish_all(self, reservation: Reservation, deadline: Deadline) -> None:
-        others = {entry.ended for entry in reservation.entries if entry.state is StoreState.PENDING and entry.ended}
+        patience: Deadline | None = None
         for entry in reservation.entries:
-            if entry.state is StoreState.PENDING and others:
-                await asyncio.wait(others, timeout=deadline.left_s / 2)  # the answer comes before its caller gives up
-                others = set()
+            if entry.state is StoreState.PENDING and entry.ended is not None and not entry.ended.done():
+                # Not for the later ones, too: their writer may be waiting for a chunk of ours that comes before them.
+                patience = patience or deadline.sooner(deadline.left_s / 2)  # so that the caller hears the answer
+                await asyncio.wait([entry.ended], timeout=patience.left_s)
             if entry.moving:
                 await asyncio.wait(entry.moving, timeout=deadline.left_s)
             if reservation.has_ended:
