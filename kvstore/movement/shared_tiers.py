@@ -198,8 +198,15 @@ class SharedTiers:
             unknown.update(key for key, each in zip(asked, answers or repeat(None), strict=False) if each is None)
             found = self._said_there(shared, asked, answers or ())
             chains = [[key for key in keys if key not in found] for keys in chains]
-        nowhere = KeyHint(self._clock.monotonic(), None, is_there=False)
-        self._remember([key for keys in chains for key in keys if key not in unknown], nowhere)
+        now_s = self._clock.monotonic()
+        missing = [key for keys in chains for key in keys if key not in unknown and not self._is_there(key, now_s)]
+        self._remember(missing, KeyHint(now_s, None, is_there=False))
+
+    def _is_there(self, key: bytes, now_s: float) -> bool:
+        """Return True when a tier is known to have a key. Another question may have had the answer meanwhile; no tier
+        was asked any more then."""
+        hint = self._hint_of(key, now_s)
+        return hint is not None and hint.is_there
 
     def _said_there(self, shared: SharedCopies, asked: Sequence[bytes], answers: Sequence[bool | None]) -> set[bytes]:
         """Remember the keys that a tier says are there, and return them."""

@@ -98,10 +98,18 @@ MUTANTS = [
     Mutant(
         "what-is-unknown-is-remembered-as-absent",
         "kvstore/movement/shared_tiers.py",
-        "        self._remember([key for keys in chains for key in keys if key not in unknown], nowhere)\n",
-        "        self._remember([key for keys in chains for key in keys], nowhere)\n",
+        " if key not in unknown and not self._is_there(key, now_s)]\n",
+        " if not self._is_there(key, now_s)]\n",
         "lookups miss what a node of a cluster has for seconds after it answers again",
         (f"{LOCATED}::test_what_a_part_of_a_tier_does_not_answer_for_is_unknown_and_not_absent",),
+    ),
+    Mutant(
+        "what-another-question-found-is-remembered-as-absent",
+        "kvstore/movement/shared_tiers.py",
+        " if key not in unknown and not self._is_there(key, now_s)]\n",
+        " if key not in unknown]\n",
+        "of two lookups at once the second one hides for seconds what the first one found",
+        ("tests/tiers/shared/test_while_asked.py::test_what_another_question_found_meanwhile_is_not_nowhere",),
     ),
     Mutant(
         "entries-of-a-living-node-expire",

@@ -209,3 +209,27 @@ def test_a_model_of_which_only_shared_tiers_have_chunks_stays_while_a_ticket_or_
         assert other.model not in other.controller.parts.catalog.models
 
     world.run(scenario)
+
+
+def test_what_another_question_found_meanwhile_is_not_nowhere(tmp_path: Path) -> None:
+    """Two lookups of a prompt, one shortly after the other. The second one hears from the faster tier that it has
+    nothing when the first one has heard already that the slower tier has all of it."""
+    wide = Wide(tmp_path)
+    node, other = wide.node(redis="never"), wide.node(redis="never", s3="never")
+
+    async def scenario() -> None:
+        await node.give(*PATH)
+        for tier, seconds in zip(other.shared, (0.01, 0.004), strict=True):
+
+            async def slow(*args: Any, seconds: float = seconds, probe: Any = tier.probe) -> Any:
+                await asyncio.sleep(seconds)
+                return await probe(*args)
+
+            tier.probe = slow
+        first = asyncio.ensure_future(other.lookup(*PATH))
+        await asyncio.sleep(0.006)
+        second = asyncio.ensure_future(other.lookup(*PATH))
+        assert [(await each).hit_count for each in (first, second)] == [3, 3]
+        assert await other.fetch(*PATH) == (3, MissReason.NONE)
+
+    run([node, other], scenario)
