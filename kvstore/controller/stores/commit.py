@@ -55,8 +55,9 @@ class Commits:
         return self._outcome(reservation)
 
     async def _publish_all(self, reservation: Reservation, deadline: Deadline) -> None:
-        patience: Deadline | None = None
+        patience, pauses = None, self._parts.long_work.begin()
         for entry in reservation.entries:
+            await pauses.between()
             if entry.state is StoreState.PENDING and entry.ended is not None and not entry.ended.done():
                 # Not for the later ones, too: their writer may be waiting for a chunk of ours that comes before them.
                 patience = patience or deadline.sooner(deadline.left_s / 2)  # so that the caller hears the answer
