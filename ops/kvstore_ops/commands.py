@@ -4,11 +4,13 @@ modules that only operators need."""
 from __future__ import annotations
 
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
+from kvstore.errors import InvalidRequest
 from kvstore_ops.extras import needed
 from kvstore_ops.options import INTERRUPTED
 
@@ -52,6 +54,16 @@ class Commands(TyperGroup):
         if cmd_name not in self.commands:
             self._import_all()
         return super().get_command(ctx, cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return a command and its arguments. Raises InvalidRequest for an option without a value: in a script it comes
+        of a variable that is not set, and a command without the option would mean more chunks, or another tenant."""
+        name, command, rest = super().resolve_command(ctx, args)
+        for before, text in pairwise(["", *rest]):
+            option = before if not text else text[:-1] if text.endswith("=") else ""
+            if option.startswith("--"):
+                raise InvalidRequest(f"{option} is empty: give it a value, or leave it out")
+        return name, command, rest
 
     def list_commands(self, ctx: Any) -> list[str]:
         self._import_all()
