@@ -78,6 +78,8 @@ def token_array(tokens: Any, vocab_size: int) -> Tokens:
         raise InvalidRequest(f"tokens must be one run of numbers, not an array of shape {array.shape}")
     if array.size == 0:
         return np.empty(0, np.uint32)
+    if array.dtype == object and all(type(token) is int for token in array):  # one of them has more than 64 bits
+        raise InvalidRequest(f"a token is out of range: the vocabulary has {vocab_size} entries")
     if array.dtype.kind not in "iu":
         raise InvalidRequest(f"tokens must be whole numbers, not {array.dtype}")
     low, high = int(array.min()), int(array.max())

@@ -137,7 +137,7 @@ def watch(
     address: AddressOption = None,
     tenant: TenantOption = "",
     tls: TlsOption = "",
-    count: Annotated[int, typer.Option(help="End after so many events; 0: go on until interrupted.")] = 0,
+    count: Annotated[int, typer.Option(help="End after so many events; 0: until interrupted.", min=0, max=1 << 30)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Print chunks as they are stored, removed and moved.

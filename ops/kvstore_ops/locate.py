@@ -68,7 +68,7 @@ def read_tokens(path: Path, tokenizer: str) -> list[list[int]]:
         return [_tokenized(text, tokenizer)]
     try:
         found: Any = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(
             f"--prompt {path} is no JSON list of token ids ({error}): name --tokenizer for a text"
         ) from error

@@ -176,6 +176,8 @@ def test_a_digest_does_not_depend_on_how_the_tokens_came(form: Callable[[keys.To
 
 
 def test_token_range_is_the_vocabulary() -> None:
+    with pytest.raises(InvalidRequest, match="out of range: the vocabulary has 1000 entries"):
+        keys.token_array([1, 2**70], 1000)  # numpy has no whole number of so many bits
     assert keys.token_array([0, 999], 1000).tolist() == [0, 999]
     assert keys.token_array([2**32 - 1], 2**32).tolist() == [2**32 - 1]
     assert keys.token_array([], 1000).tolist() == []

@@ -34,7 +34,7 @@ def selection_of(
 
 def _count(used_at_most: int | None) -> int | None:
     if used_at_most is not None and not 0 <= used_at_most < 1 << 32:
-        raise InvalidRequest(f"--used-at-most {used_at_most}: use 0 or more")
+        raise InvalidRequest(f"--used-at-most {used_at_most}: use 0 to {(1 << 32) - 1}")
     return used_at_most
 
 

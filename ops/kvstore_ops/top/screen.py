@@ -26,12 +26,12 @@ from kvstore_ops.top.frame import lines_of
 from kvstore_ops.top.others import others_of
 from kvstore_ops.top.sample import Sample, take_sample
 
-INTERVAL_S_MIN = 0.2
+INTERVAL_S_MIN, INTERVAL_S_MAX = 0.2, 86400.0
 
 
 def top(
     interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 2.0,
-    count: Annotated[int, typer.Option(help="End after so many looks; 0: go on until q or an interrupt.")] = 0,
+    count: Annotated[int, typer.Option(help="End after so many looks; 0: go on until q or an interrupt.", min=0)] = 0,
     address: AddressOption = None,
     tenant: TenantOption = "",
     tls: TlsOption = "",
@@ -40,8 +40,8 @@ def top(
 
     Example: kvstore top --interval 1
     """
-    if interval < INTERVAL_S_MIN:
-        raise InvalidRequest(f"--interval {interval}: use {INTERVAL_S_MIN} or more")
+    if not INTERVAL_S_MIN <= interval <= INTERVAL_S_MAX:
+        raise InvalidRequest(f"--interval {interval}: use {INTERVAL_S_MIN} to {INTERVAL_S_MAX:.0f}")
     console = Console()
     door = door_of(address, tenant, tls)
     with (
