@@ -29,6 +29,8 @@ class ChainQuery(NamedTuple):
     layers: tuple[int, ...] = ()
     """For a fetch: the layers that its caller waits for, which are read first; empty: all."""
     provenance: Provenance = Provenance.IN_CONTEXT
+    is_ahead: bool = False
+    """For a fetch: no engine reads what it brings, so it spared none a prefill."""
 
 
 class UsedChain(NamedTuple):

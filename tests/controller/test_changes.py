@@ -214,6 +214,19 @@ async def test_a_dry_run_of_a_prefetch_needs_no_shared_tier() -> None:
             assert words == {"in memory already": 2, "not stored": 1}, dry_run
 
 
+async def test_what_is_brought_ahead_spared_no_engine_a_prefill() -> None:
+    async with Held((1, 2), chunks=8) as held:
+        service, query = held.service, held.service.query(1, 2)
+        session = service.controller.open_session()
+        assert await words_of(held.operators.prefetch(session, query, dry_run=False)) == {"in memory already": 2}
+        assert service.parts.served.of(service.model).total.token_count == 0
+        assert service.parts.heat.hottest(9) == []
+        result = await service.controller.fetch_wide(session, query)
+        service.controller.release(session, [result.lease_id])
+        assert service.parts.served.of(service.model).total.fetch_count == 1
+        assert [hot.heat for hot in service.parts.heat.hottest(9)] == [1.0]
+
+
 async def test_of_a_model_whose_chunks_are_too_large_a_prefetch_finds_nothing() -> None:
     layers = (LayerSpec(kv_heads=1024, k_dim=1, v_dim=1),) * 1024
     async with Held((1,), chunks=8) as held:

@@ -104,6 +104,8 @@ class Fetches:
         byte_count = sum(chunk.placement.byte_count for chunk in chunks)
         lease = self._parts.leases.grant(session, tuple(row for chain in chains for row in chain), byte_count)
         self._account(spaces, chains, loadings, byte_count)
+        if not query.is_ahead:
+            self._note(spaces[0], chains[0])
         slowest = max((each.source for each in loadings.values()), key=lambda source: source.rank, default=None)
         tier = slowest.kind if slowest else self._movement.memory.kind
         return FetchResult(lease.lease_id, count, tier, reason, chunks, tails, lengths)
@@ -129,21 +131,22 @@ class Fetches:
         if ticket.rows and self._catalog.walk(spaces, ticket.query.digests).chains == [list(ticket.rows)]:
             self._parts.counters.add("fetch_calls")
             self._account(spaces, [ticket.rows], {}, ticket.byte_count)
+            self._note(spaces[0], ticket.rows)
         self._tickets.redeemed(ticket_id)
 
     def _account(
         self, spaces: Sequence[Namespace], chains: Sequence[Sequence[int]], loadings: Mapping[int, Loading],
         byte_count: int,
     ) -> None:  # fmt: skip
-        """Count a fetch of these chains, one per part: for what leaves memory first, and for operators."""
+        """Count a fetch of these chains, one per part: for what leaves memory first, and in the counters."""
         for chain in chains:
             self._movement.used(chain)
-        self._note(spaces[0], chains[0])
         self._count(spaces, len(chains[0]), loadings)
         self._parts.counters.add("fetch_bytes", byte_count)
 
     def _note(self, space: Namespace, chain: Sequence[int]) -> None:
-        """Count a fetched prefix in the accounts. All of its chunks but the last are full."""
+        """Count a prefix that an engine fetched: its heat, and the tokens that were not computed. All of its chunks but
+        the last are full."""
         table, last = self._catalog.table, chain[-1]
         self._parts.heat.add(space, table.digests[last])
         self._parts.served.add(space, (len(chain) - 1) * space.spec.chunk_tokens + table.token_counts[last])

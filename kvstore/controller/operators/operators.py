@@ -197,7 +197,8 @@ class Operators:
                 yield news
 
     def prefetch(self, session: Session, query: ChainQuery, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
-        """Bring a chain's stored prefix into memory, as a fetch would, and give it back. Raises as a fetch does."""
+        """Bring a chain's stored prefix into memory, as a fetch would, and give it back. It counts as a use for tiers
+        and policies, but neither for heat nor as tokens not computed. Raises as a fetch does."""
         return _reported(self._prefetched(session, query, dry_run=dry_run))
 
     async def _prefetched(self, session: Session, query: ChainQuery, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
@@ -212,7 +213,7 @@ class Operators:
         else:
             clock = self._parts.clock
             deadline = Deadline.of(clock, None, BATCH_S_MAX)
-            result = await self._controller.fetch_wide(session, query, deadline)
+            result = await self._controller.fetch_wide(session, query._replace(is_ahead=True), deadline)
             try:
                 async for _ in self._controller.arrivals(result, deadline):
                     yield ChangeNews(tally)
