@@ -146,6 +146,15 @@ def test_nothing_is_loaded_beyond_what_may_be_reused() -> None:
             assert each.load_start % 64 == each.load_stop % 64 == 0
 
 
+@pytest.mark.parametrize("compute", [plain().compute, ComputeRate()])
+def test_a_prefill_of_a_prompt_of_which_something_is_stored_says_why_it_is_not_loaded(compute: ComputeRate) -> None:
+    short = plan_loading(plain(compute=compute, token_count=60, reusable_tokens=59))
+    assert short.why == "what can be loaded of it is less than the least load, 64 tokens"
+    assert plan_loading(plain(compute=compute, stocks=())).why == "nothing of the prompt is stored"
+    unable = plan_loading(plain(compute=compute, ways=frozenset({Way.PREFILL})))
+    assert unable.why.endswith(", but this engine cannot do it")
+
+
 def test_prices_of_the_engine_and_of_tiers_move_the_choice() -> None:
     slow = plain(tiers=nvme(2.2e-9), ways=frozenset({Way.PREFILL, Way.LOAD, Way.MEET}))
     free = plan_loading(slow)

@@ -61,7 +61,7 @@ def plan_loading(facts: LoadFacts) -> LoadPlan:
     able = [each for each in judged if not each.refused]
     in_time = [each for each in able if each.ttft_high_s <= facts.deadline_s]
     chosen = min(in_time or able, key=lambda each: each.cost)
-    why = _why(chosen, judged)
+    why = _why(facts, chosen, judged)
     if not in_time:
         why += f"; no way is sure to keep the deadline of {facts.deadline_s * 1e3:,.1f} ms"
     return LoadPlan(facts.token_count, chosen, judged, why, deadline_s=facts.deadline_s)
@@ -71,7 +71,7 @@ def _unmeasured(facts: LoadFacts, found: Sequence[Candidate]) -> LoadPlan:
     """Choose the longest load: without a measured prefill, candidates cannot be compared."""
     loads = [each for each in found if each.way in (Way.LOAD, Way.BLEND) and each.way in facts.ways]
     chosen = max(loads, key=lambda each: each.loaded_tokens, default=found[0])
-    why = UNKNOWN if loads else NOTHING
+    why = UNKNOWN if loads else f"what is stored could be loaded, but {ENGINE}" if found[1:] else _nothing(facts)
     return LoadPlan(facts.token_count, chosen, tuple(found), why, is_measured=False, deadline_s=facts.deadline_s)
 
 
@@ -87,10 +87,10 @@ def _refusal(facts: LoadFacts, candidate: Candidate, prefill: Candidate) -> str:
     return ""
 
 
-def _why(chosen: Candidate, judged: Sequence[Candidate]) -> str:
+def _why(facts: LoadFacts, chosen: Candidate, judged: Sequence[Candidate]) -> str:
     prefill, others = judged[0], judged[1:]
     if chosen.way is Way.PREFILL:
-        return _why_prefill(chosen, others)
+        return _why_prefill(chosen, others) if others else _nothing(facts)
     said = f"{chosen.ttft_s * 1e3:,.1f} ms to the first token, {1 - chosen.ttft_s / prefill.ttft_s:.0%} less than a "
     said += "plain prefill"
     better = [each for each in others if each.refused == ENGINE and each.cost < chosen.cost]
@@ -100,9 +100,14 @@ def _why(chosen: Candidate, judged: Sequence[Candidate]) -> str:
     return said
 
 
+def _nothing(facts: LoadFacts) -> str:
+    """Return the reason of a plan that can load nothing: nothing is stored, or less than a load takes."""
+    if any(stock.token_count for stock in facts.stocks):
+        return f"what can be loaded of it is less than the least load, {facts.unit_tokens:,} tokens"
+    return NOTHING
+
+
 def _why_prefill(prefill: Candidate, others: Sequence[Candidate]) -> str:
-    if not others:
-        return NOTHING
     able = [each for each in others if each.refused != ENGINE]
     best = min(able or others, key=lambda each: each.ttft_high_s)
     if not able:
