@@ -13,7 +13,8 @@ from kvstore_ops.door import Door, door_of
 from kvstore_ops.sidecar import TOKEN, Sidecar
 from typer.testing import CliRunner
 
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.handoff.passing import open_socket
 from tests.specs import random_cache, small_spec, tokens_of
 
 SPEC = small_spec()
@@ -89,6 +90,8 @@ def test_what_tls_means() -> None:
         (("--address", "http://127.0.0.1:9"), "HOST:PORT"),
         (("--address", "elsewhere.example:9"), "not this host"),
         (("--socket", HERE, "--tls", "system"), "a unix socket serves its own user"),
+        (("--address", "unix://"), "use unix:///path/to/kvstore.sock"),
+        (("--address", "unix:///"), "use unix:///path/to/kvstore.sock"),
     ],
 )
 def test_what_cannot_be_asked_is_said(arguments: tuple[str, ...], word: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,3 +104,12 @@ def test_a_wrong_token_is_refused(both: Sidecar, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("KVSTORE_TOKEN", "another-token-of-nobody")
     with pytest.raises(KVStoreError, match="token"):
         said("status", "--address", both.tcp_address)
+
+
+def test_a_sidecar_that_hangs_is_named_with_what_to_do(tmp_path: Path) -> None:
+    with open_socket() as listener:
+        listener.bind(str(tmp_path / "data.sock"))
+        listener.listen()
+        opened_none = f"^the sidecar on {tmp_path}/kvstore.sock took the connection and opened no session"
+        with pytest.raises(Unavailable, match=f"{opened_none} .no answer within 0.2 s.: it is ending, stopped or over"):
+            connect(f"unix://{tmp_path}/kvstore.sock", timeout_s=0.2)

@@ -121,7 +121,10 @@ def place_of(address: str | None, token: str | None, tls: TLS | bool | None) -> 
     if address.startswith(UNIX):
         if token is not None or tls:
             raise InvalidRequest("token and tls are for HOST:PORT addresses; a unix socket serves its own user")
-        return LocalPlace(Path(address.removeprefix(UNIX)))
+        path = Path(address.removeprefix(UNIX))
+        if not path.name:
+            raise InvalidRequest(f"address {address!r}: use unix:///path/to/kvstore.sock, or HOST:PORT")
+        return LocalPlace(path)
     if "/" in address:
         raise InvalidRequest(f"address {address!r}: use unix:///path/to/kvstore.sock, or HOST:PORT")
     host, _ = split_address(address, "address")

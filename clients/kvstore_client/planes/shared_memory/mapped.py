@@ -80,7 +80,7 @@ class MappedMemory(ClientSession):
         self._regions: dict[int, Bytes] = {}
         self._socket = self._connect(socket_path, timeout_s)
         try:
-            welcome, descriptors = self._welcome()
+            welcome, descriptors = self._welcome(socket_path)
             self.metadata = ((METADATA_SESSION, bytes.fromhex(welcome.secret)),)
             self.session_id = welcome.session_id
             self.server_pid = welcome.server_pid
@@ -124,12 +124,15 @@ class MappedMemory(ClientSession):
 
     # ------------------------------------------------------------ hand-off
 
-    def _welcome(self) -> tuple[Welcome, list[int]]:
+    def _welcome(self, socket_path: Path) -> tuple[Welcome, list[int]]:
         try:
             send(self._socket, Hello(PROTOCOL_VERSION))
             return expected(Welcome, *receive(self._socket))
         except OSError as error:
-            raise Unavailable(f"the hand-off failed: {error}") from error
+            found = f"the sidecar on {socket_path} took the connection and opened no session"
+            why = f"no answer within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else error
+            remedy = "it is ending, stopped or overloaded: see its log, and start it again if it stays so"
+            raise Unavailable(f"{found} ({why}): {remedy}", socket=str(socket_path)) from error
 
     def _bound_sends(self) -> None:
         """Let the watcher wait for packets without limit, and bound sends: a stalled sidecar takes no packets once its
