@@ -113,3 +113,9 @@ def test_a_sidecar_that_hangs_is_named_with_what_to_do(tmp_path: Path) -> None:
         opened_none = f"^the sidecar on {tmp_path}/kvstore.sock took the connection and opened no session"
         with pytest.raises(Unavailable, match=f"{opened_none} .no answer within 0.2 s.: it is ending, stopped or over"):
             connect(f"unix://{tmp_path}/kvstore.sock", timeout_s=0.2)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf")])
+def test_a_timeout_that_is_no_wait_is_refused(timeout_s: float) -> None:
+    with pytest.raises(InvalidRequest, match=f"^timeout_s {timeout_s}: use more than 0 s, and 86,400 s at most$"):
+        connect(HERE, timeout_s=timeout_s, required=False)
