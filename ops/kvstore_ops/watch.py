@@ -13,12 +13,14 @@ from kvstore_ops.operators.harmless import plain
 
 
 def follow(events: Iterable[ChunkEvent], count: int, *, as_json: bool) -> None:
-    """Print each event as it comes, ``count`` of them (0: all). An interrupt ends it."""
+    """Print each event as it comes, ``count`` of them (0: all). An interrupt ends it, and is raised where events of
+    ``count`` have not come."""
     try:
         for event in islice(events, count or None):
             print(json.dumps(as_dict(event)) if as_json else as_line(event), flush=True)
     except KeyboardInterrupt:
-        return
+        if count:
+            raise
 
 
 def as_dict(event: ChunkEvent) -> dict[str, Any]:

@@ -8,16 +8,18 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kvstore_client import connect
+from kvstore_client import ChunkEvent, connect
 from kvstore_ops.bench.peer import LMCACHE
 from kvstore_ops.bench.peers import MOONCAKE
 from kvstore_ops.cli import _benchmarks
 from kvstore_ops.locate import read_tokens
 from kvstore_ops.sidecar import Sidecar
+from kvstore_ops.watch import follow
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import fingerprint
@@ -87,6 +89,16 @@ def test_an_interrupted_command_ends_as_shells_expect(monkeypatch: pytest.Monkey
     done = run("tiers")
     assert (done.code, done.out) == (130, "")
     assert "Traceback" not in done.err
+
+
+def test_an_interrupted_watch_ends_with_0_only_where_it_has_no_other_end() -> None:
+    def interrupted() -> Iterator[ChunkEvent]:
+        raise KeyboardInterrupt
+        yield
+
+    follow(interrupted(), 0, as_json=False)
+    with pytest.raises(KeyboardInterrupt):
+        follow(interrupted(), 1, as_json=False)
 
 
 def test_an_interrupt_while_the_command_is_imported_leaves_no_traceback() -> None:

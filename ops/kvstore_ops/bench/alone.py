@@ -50,6 +50,8 @@ def _run(module: Any, scale: str, result: Connection) -> None:
         result.send(module.run(scale).as_dict())
     except KVStoreError as error:
         result.send(error)
+    except KeyboardInterrupt:  # a terminal interrupts the command, too, which ends with the code for it
+        return
     except ModuleNotFoundError as error:
         if (lack := needed(error)) is None:
             raise
