@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,7 +20,7 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import cache_pb2_grpc
 from kvstore.v1alpha import admin_pb2 as admin_pb
 from kvstore.v1alpha import admin_pb2_grpc, prefill_pb2_grpc
-from kvstore.wire import spec_to_message, unpack_fields
+from kvstore.wire import METADATA_ERROR, spec_to_message, unpack_fields
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.ticket import TicketFields
 from kvstore_client.fetch.wanted import Wanted
@@ -31,6 +32,10 @@ from kvstore_client.tracing import trace_headers
 
 Reply = TypeVar("Reply")
 Call = TypeVar("Call")
+UNANSWERED_BY = types.MappingProxyType(
+    {"UNAVAILABLE": "the sidecar is gone", "DEADLINE_EXCEEDED": "the sidecar did not answer in time"}
+)
+"""What a call without an answer of a sidecar came to, by its status."""
 MODELS_MAX = 1024
 """Models that a session remembers as registered; up to twice as many while it can register them again."""
 _calls: weakref.WeakSet[object] = weakref.WeakSet()
@@ -258,7 +263,10 @@ def translated(error: grpc.RpcError) -> KVStoreError:
     """Return the typed error of a failed call. A stream is its own error: drop the frames it passed, or they and all
     they hold would hold each other."""
     error.__traceback__ = None
-    return from_status(error.code().name, error.details() or "", **unpack_fields(error.trailing_metadata()))
+    status, said, metadata = error.code().name, error.details() or "", tuple(error.trailing_metadata() or ())
+    if all(key != METADATA_ERROR for key, _ in metadata) and status in UNANSWERED_BY:
+        said = f"{UNANSWERED_BY[status]} ({said})"  # these are the words of gRPC, not of a sidecar
+    return from_status(status, said, **unpack_fields(metadata))
 
 
 def _called(method: Callable[..., Reply], request: object, timeout_s: float, metadata: object) -> Reply:

@@ -125,7 +125,7 @@ class StreamSession(ClientSession):
             found = translated(error)
             if isinstance(found, Unavailable):
                 found = Unavailable(
-                    f"no sidecar answers on {self._address} ({found.message}): start it with remote.address set, and "
+                    f"no sidecar answers on {self._address} ({error.details()}): start it with remote.address set, and "
                     "see that tls= is what it expects"
                 )
             self._failure = found
