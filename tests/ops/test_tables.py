@@ -5,14 +5,18 @@ from __future__ import annotations
 import io
 
 from kvstore_ops.operators import changing, tables
-from rich.console import Console
+from rich.console import Console, Group
 
 from kvstore.v1alpha import admin_pb2
 
 
 def drawn(found: admin_pb2.TiersResponse) -> str:
-    console = Console(file=io.StringIO(), width=80)
-    console.print(tables.render_tiers(found))
+    return printed(tables.render_tiers(found), 80)
+
+
+def printed(table: Group, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO
     return text
 
@@ -45,3 +49,14 @@ def test_a_drain_that_moves_nothing_calls_no_tier_empty() -> None:
     """A shared tier takes no more, and keeps what it has."""
     request = admin_pb2.ChangeRequest(selection=admin_pb2.Selection(tier="redis"), drain=admin_pb2.Drain())
     assert changing._nothing(request) == "nothing to move: redis takes no more"
+
+
+def test_a_chunks_digits_can_be_copied_however_narrow_the_table_is() -> None:
+    chunk = admin_pb2.ChunkEntry(
+        digest=bytes.fromhex("fe3a") * 16, model_id="org/a-model-with-a-long-name", token_count=256,
+        byte_count=2 << 20, copies=[admin_pb2.ChunkCopy(tier="dram"), admin_pb2.ChunkCopy(tier="nvme")],
+        is_pinned=True, stored_seconds=1,
+    )  # fmt: skip
+    for width in (80, 60):
+        assert "fe3a" * 4 in printed(tables.render_chunks([chunk], [], 3600.0), width)
+    assert "fe3a" in printed(tables.render_chunks([chunk], [], 3600.0), 30)

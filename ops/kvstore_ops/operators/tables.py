@@ -171,8 +171,9 @@ def render_chunks(
 ) -> Group:
     """Draw a line per chunk, and the totals of all selected chunks."""
     table = Table(
-        "chunk", Column("model", overflow="fold"), Column("tokens", justify="right"), Column("bytes", justify="right"),
-        "tiers", Column("age", justify="right"), "held",
+        Column("chunk", no_wrap=True, overflow="crop"),  # cut digits are digits that ``kvstore show`` takes
+        Column("model", overflow="fold"), Column("tokens", justify="right"),
+        Column("bytes", justify="right"), "tiers", Column("age", justify="right"), "held",
     )  # fmt: skip
     for chunk in chunks:
         held = "pinned" if chunk.is_pinned else "held" if chunk.is_held else ""
