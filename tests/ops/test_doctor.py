@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from kvstore_ops.doctor.device import look_at_device
 from kvstore_ops.doctor.engines import look_at_redis, look_at_tiers, redis_tells
 from kvstore_ops.doctor.finding import Finding, Health, render_findings
@@ -52,8 +53,8 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, s
 def test_a_service_that_is_well_has_every_byte_come_back_through_each_tier(
     surroundings: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with RedisServer("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru") as redis:
-        monkeypatch.setenv("KVSTORE__TIERS__REDIS__URL", redis.url)
+    with RedisServer("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru") as server:
+        monkeypatch.setenv("KVSTORE__TIERS__REDIS__URL", server.url)
         with Sidecar("--capacity", "16 MiB", nvme="32 MiB") as sidecar:
             socket = sidecar.socket_address.removeprefix("unix://")
             done = run("doctor", "--socket", socket, "--shared", "--json")
@@ -68,13 +69,27 @@ def test_a_service_that_is_well_has_every_byte_come_back_through_each_tier(
             )
             left = run("models", "--socket", socket, "--json").json
             assert not [each for each in left if each["model_id"] == "kvstore-doctor"]
-            redis.kill()
+            server.kill()
             done = run("doctor", "--socket", socket, "--json")
             assert done.code == 11
             (lost,) = [each for each in done.json if each["subject"] == "redis"]
             assert lost["health"] == "bad"
             assert "tiers.redis.url" in lost["remedy"]
     assert not list(Path(surroundings["KVSTORE__TIERS__NVME__DIRECTORY"]).glob(".doctor*"))
+
+
+@pytest.mark.usefixtures("surroundings")
+def test_the_doctor_leaves_nothing_in_a_server_that_the_sidecar_runs_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE__TIERS__REDIS__EMBEDDED", "true")
+    monkeypatch.setenv("KVSTORE__TIERS__REDIS__EMBEDDED_BYTES", "16 MiB")
+    with Sidecar("--capacity", "16 MiB", nvme="32 MiB") as sidecar:
+        monkeypatch.setenv("KVSTORE__SERVER__STATE_DIRECTORY", str(sidecar.directory))
+        done = run("doctor", "--socket", sidecar.socket_address.removeprefix("unix://"), "--shared", "--json")
+        found = {each["subject"]: each for each in done.json}
+        assert found["round through redis"]["health"] == "good", found["round through redis"]
+        assert "the sidecar runs it itself" in found["redis"]["said"]
+        with redis.Redis(unix_socket_path=str(sidecar.directory / "redis" / "default" / "redis.sock")) as server:
+            assert not list(server.scan_iter("*:c:*"))
 
 
 def test_no_sidecar_is_said_and_the_rest_is_looked_at(surroundings: dict[str, str]) -> None:

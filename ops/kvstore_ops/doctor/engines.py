@@ -26,7 +26,8 @@ def look_at_redis(settings: Settings) -> Iterator[Finding]:
     """Check the server of tiers.redis.url: its version, memory, policy and clock."""
     redis = settings.tiers.redis
     if not redis.url:
-        yield Finding("redis", Health.UNSEEN, "tiers.redis.url is not set")
+        why = "the sidecar runs it itself (tiers.redis.embedded)" if redis.embedded else "tiers.redis.url is not set"
+        yield Finding("redis", Health.UNSEEN, why)
         return
     address = RedisAddress.of(redis.url)
     try:

@@ -17,22 +17,32 @@ def removed_from(settings: Settings, name: str, storage_key: bytes) -> str:
         if name == "s3" and settings.tiers.s3.bucket:
             remove_objects(settings.tiers.s3, [storage_key])
             return ""
-        if name == "redis" and settings.tiers.redis.url:
-            asyncio.run(_removed_from_redis(settings, storage_key))
+        if name == "redis" and (addresses := _addresses(settings)):
+            asyncio.run(_removed_from_redis(settings, addresses, storage_key))
             return ""
     except Exception as error:  # noqa: BLE001 - the boundary: whatever an engine or its client does is told
         return error.message if isinstance(error, KVStoreError) else str(error) or type(error).__name__
     return f"these settings do not name the tier {name}"
 
 
-async def _removed_from_redis(settings: Settings, storage_key: bytes) -> None:
+def _addresses(settings: Settings) -> list[RedisAddress]:
+    """Return the server that the settings name, or those that the sidecar runs: one of them at most has the chunk."""
+    redis = settings.tiers.redis
+    if not redis.embedded:
+        return [RedisAddress.of(redis.url)] if redis.url else []
+    found = sorted((settings.server.state_directory / "redis").glob("*/redis.sock"))
+    return [RedisAddress(kind="server", path=str(each)) for each in found]
+
+
+async def _removed_from_redis(settings: Settings, addresses: list[RedisAddress], storage_key: bytes) -> None:
     from kvstore.tiers.redis.names import ChunkKeys
     from kvstore.tiers.redis.topology import topology_of
 
     redis = settings.tiers.redis
-    topology = topology_of(redis, RedisAddress.of(redis.url), 1)
-    try:
-        async with asyncio.timeout(ANSWER_S_MAX):
-            await topology.client.delete(ChunkKeys(redis.prefix).chunk(storage_key))
-    finally:
-        await topology.close()
+    for address in addresses:
+        topology = topology_of(redis, address, 1)
+        try:
+            async with asyncio.timeout(ANSWER_S_MAX):
+                await topology.client.delete(ChunkKeys(redis.prefix).chunk(storage_key))
+        finally:
+            await topology.close()
