@@ -365,10 +365,11 @@ class Changes:
                 for name, look in self._movement.looks(row):
                     if only and name != only:
                         continue
-                    tally.add(f"{name}: read", byte_count)
                     found = True if dry_run else await looks.look(name, row, look)
+                    tally.add(f"{name}: {'not read' if found is None else 'read'}", byte_count)
+                    if found is False:
+                        tally.add(f"{name}: damaged", byte_count)
                     if found is not True:
-                        tally.add(f"{name}: {'damaged' if found is False else 'not read'}", byte_count)
                         blame(tally, name, identity[1], is_damaged=found is False)
                     for news in said.due():
                         yield news
