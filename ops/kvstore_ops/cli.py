@@ -291,6 +291,8 @@ def scan(
     from kvstore.units import parse_duration
     from kvstore_ops import scan as scanning
 
+    if not (delete or dry_run):
+        raise InvalidRequest("--yes goes with --delete: what is to be deleted?")
     if delete and not (tenant or model or older_than):
         raise InvalidRequest("--delete needs to know what: give --tenant, --model or --older-than (0 s: everything)")
     settings, now_s, is_real = load_settings(config).settings, SystemClock().wall(), delete and not dry_run

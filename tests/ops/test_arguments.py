@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from kvstore_ops.locate import read_tokens
+from kvstore_ops.operators.words import selection_of
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
@@ -60,3 +61,13 @@ def test_a_prompt_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
         read_tokens(file, "")
     file.write_text(json.dumps([1, 2]), encoding="utf-8")
     assert read_tokens(file, "") == [[1, 2]]
+
+
+def test_an_age_below_a_second_is_never_rounded_to_all() -> None:
+    ages = {"0 s": 0, "900 ms": 1, "1.5 s": 2, "2 s": 2}
+    assert {text: selection_of(older_than=text).older_than_seconds for text in ages} == ages
+
+
+def test_yes_without_delete_is_no_scan() -> None:
+    done = run("scan", "--older-than", "1 d", "--yes")
+    assert (done.code, done.err) == (2, "kvstore: --yes goes with --delete: what is to be deleted?\n")

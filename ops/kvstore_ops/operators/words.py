@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from kvstore_client.prompt import Prompt
@@ -24,7 +25,7 @@ def selection_of(
         model=model,
         digest=digest,
         tier=tier,
-        older_than_seconds=int(of_option("--older-than", parse_duration, older_than)) if older_than else 0,
+        older_than_seconds=math.ceil(of_option("--older-than", parse_duration, older_than)) if older_than else 0,
         byte_count_min=of_option("--larger-than", parse_bytes, larger_than) if larger_than else 0,
         byte_count_max=max(1, of_option("--smaller-than", parse_bytes, smaller_than)) if smaller_than else 0,
         use_count_max=_count(used_at_most),
