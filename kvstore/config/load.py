@@ -144,6 +144,11 @@ class _Sources:
         self.schema = _schema()
         self.values: dict[str, dict[str, object]] = {section: {} for section in self.schema}
         self.origins: dict[str, str] = {}
+        self.misspelt = {
+            f"{PREFIX}{section}_{name}".upper().replace("__", "_").replace(".", "_"): _variable(section, name)
+            for section, leaf in self.schema.items()
+            for name in leaf
+        }
         self.groups = (TENANTS, *dict.fromkeys(name.partition(".")[0] for name in self.schema if "." in name))
 
     def known(self, section: str, origin: str) -> dict[str, Any]:
@@ -187,6 +192,11 @@ class _Sources:
                 self.origins.setdefault(f"{section}.{name}", DEFAULT)
 
 
+def _variable(section: str, name: str) -> str:
+    """Return the environment's variable for a setting."""
+    return f"{PREFIX}{section}__{name}".replace(".", "__").upper()
+
+
 def _closest(word: str, known: Iterable[str]) -> str:
     known = list(known)
     near = difflib.get_close_matches(word, known, n=1)
@@ -217,6 +227,9 @@ def load(
         for name, text in leaf.items():
             sources.put(section, name, text, f"{path}")
     for variable, text in sorted(environment.items()):
+        meant = sources.misspelt.get(variable.replace("__", "_"), variable)
+        if meant != variable:
+            raise InvalidRequest(f"{variable} is no setting: its parts have two underscores between them: {meant}")
         if variable.startswith(PREFIX):
             section, _, name = variable[len(PREFIX) :].lower().replace("__", ".").rpartition(".")
             sources.put(section, name, text, variable)

@@ -95,6 +95,15 @@ def test_a_mistake_in_the_environment_is_named(name: str, text: str, words: list
         assert word in caught.value.message
 
 
+@pytest.mark.parametrize("wrong", ["KVSTORE_{}_{}", "KVSTORE_{}__{}", "KVSTORE__{}_{}"])
+@pytest.mark.parametrize("parts", [("ARENA", "CAPACITY_BYTES"), ("TIERS__NVME", "DIRECTORY")])
+def test_a_variable_that_lacks_underscores_is_not_passed_over(wrong: str, parts: tuple[str, str]) -> None:
+    right = "KVSTORE__{}__{}".format(*parts)
+    with pytest.raises(InvalidRequest, match=f"is no setting: .* two underscores between them: {right}$"):
+        load(None, {wrong.format(*parts): "1", "HOME": "/h"})
+    load(None, {"KVSTORE_SOCKET": "/run/kvstore.sock", "KVSTORE_PORT_9500_TCP": "tcp://10.0.0.1:9500", "HOME": "/h"})
+
+
 def test_a_mistake_in_a_flag_is_named() -> None:
     for flag, value in (("server.metrics_port", "70000"), ("server.metrics_port", True)):
         with pytest.raises(InvalidRequest, match="--metrics-port"):
