@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)  # fmt: skip
 from vllm.version import __version__ as vllm_version
 
 from kvstore.errors import InvalidRequest
@@ -28,6 +33,17 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not th
     """The metadata that vLLM carries from the scheduler to the workers."""
 
     step: Step = field(default_factory=Step)
+
+
+@dataclass
+class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not there where types are checked
+    """The number of the step whose results a worker reports: a step that computes nothing may have some, too."""
+
+    number: int
+
+    def aggregate(self, other: StepReport) -> StepReport:
+        """Return one report of all ranks: each is of the same step."""
+        return self
 
 
 class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not there where types are checked
@@ -175,6 +191,10 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         # With speculative decoding ``wait_for_save`` comes after this, too late to tell of this step's failures.
         self._worker.end_layerwise()
         return None, self._worker.landed()
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        number = self._step().number if self._worker is not None else 0
+        return StepReport(number) if number else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.failed_blocks() if self._worker is not None else set()

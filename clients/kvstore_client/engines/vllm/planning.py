@@ -78,6 +78,7 @@ class RequestPlanner:
         self._step_tokens = step_tokens
         self._is_layerwise = is_layerwise
         self._steps = deque[_Running](maxlen=STEPS_MAX)
+        self._number = 0
         self._ended_s = 0.0
         self._begun_s = deque[float](maxlen=STEPS_MAX + 1)
         self._took_s = deque[float](maxlen=STEPS_SEEN)
@@ -205,18 +206,26 @@ class RequestPlanner:
 
     # ------------------------------------------------------------ what steps take
 
-    def step_begins(self, output: ScheduledStep, *, loads: bool) -> None:
+    def step_begins(self, output: ScheduledStep, *, loads: bool) -> int:
         """Note that vLLM has scheduled a step. ``loads``: it loads as it goes; layerwise, its time says nothing of
-        computing alone."""
-        self._begun_s.append(self._clock.monotonic())
-        if self.mode != "off" and output.num_scheduled_tokens:
+        computing alone. Returns the step's number, which the workers report with its results; 0: nothing is planned."""
+        now = self._clock.monotonic()
+        self._begun_s.append(now)
+        if self.mode == "off":
+            return 0
+        self._number += 1
+        if output.num_scheduled_tokens:
             is_measured = not (loads and self._is_layerwise)
-            self._steps.append(_Running.of(output, self._clock.monotonic(), is_measured=is_measured))
+            self._steps.append(_Running.of(output, self._number, now, is_measured=is_measured))
+        return self._number
 
-    def step_ended(self) -> None:
-        """Learn from the oldest step, whose results have come. Two may be in flight: the second begins when the first
-        ends."""
-        if not self._steps:
+    def step_ended(self, number: int = 0) -> None:
+        """Learn from a step, whose results have come; ``number``: 0 where the workers told none, for the oldest. Two
+        may be in flight: the second begins when the first ends. A step that computes nothing has results, too, where a
+        load has ended in it: the step behind it goes on then."""
+        while number and self._steps and self._steps[0].number < number:
+            self._steps.popleft()
+        if not self._steps or self._steps[0].number > number > 0:
             return
         done, now = self._steps.popleft(), self._clock.monotonic()
         took_s, self._ended_s = now - max(done.begun_s, self._ended_s), now
@@ -235,6 +244,7 @@ class _Running:
     """A step in flight: ``new_tokens`` of all its requests, each behind ``context_tokens`` on average. ``stops``: the
     tokens of each request that are computed when it ends."""
 
+    number: int
     begun_s: float
     new_tokens: int
     context_tokens: int
@@ -243,7 +253,7 @@ class _Running:
     stops: Mapping[str, int]
 
     @staticmethod
-    def of(output: ScheduledStep, now: float, *, is_measured: bool) -> _Running:
+    def of(output: ScheduledStep, number: int, now: float, *, is_measured: bool) -> _Running:
         counts = output.num_scheduled_tokens
         contexts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
@@ -253,7 +263,7 @@ class _Running:
         context = max(0, round(pairs / total - total / 2)) if total else 0
         has_prefill = any(count > 1 for count in counts.values())
         stops = {name: contexts.get(name, 0) + count for name, count in counts.items()}
-        return _Running(now, total, context, has_prefill, is_measured, stops)
+        return _Running(number, now, total, context, has_prefill, is_measured, stops)
 
 
 def behind(facts: LoadFacts, computed: int) -> LoadFacts:

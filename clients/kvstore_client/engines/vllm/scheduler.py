@@ -228,8 +228,8 @@ class SchedulerSide:
     def step(self, output: ScheduledStep) -> Step:
         """Return the workers' loads and saves in the step that ``output`` describes."""
         self._wait_s = WAIT_S
-        self._planner.step_begins(output, loads=bool(self._loads))
-        step = Step(self._loads, [], self._settled, self._written)
+        number = self._planner.step_begins(output, loads=bool(self._loads))
+        step = Step(self._loads, [], self._settled, self._written, number)
         self._loads, self._settled, self._written = [], [], []
         if self._does_save:
             for name, block_ids, is_whole, computed in scheduled_requests(output):
@@ -294,7 +294,8 @@ class SchedulerSide:
         failed = set(output.invalid_block_ids or ())
         wrong = self.reported(failed) if failed else set()
         self._planner.landed(output.finished_recving or (), self._has_failed)
-        self._planner.step_ended()
+        told = getattr(output, "kv_connector_worker_meta", None)
+        self._planner.step_ended(getattr(told, "number", 0))
         return wrong
 
     def _has_failed(self, request_id: str) -> bool:

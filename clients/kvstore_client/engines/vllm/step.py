@@ -60,9 +60,11 @@ class Save:
 @dataclass
 class Step:
     """``settled``: blocks whose failed load the scheduler has noted; vLLM has computed them since. ``written``: blocks
-    that this step may write and that a save of an earlier step may still read."""
+    that this step may write and that a save of an earlier step may still read. ``number``: the step's, which the
+    workers report with its results; 0: they report none."""
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     settled: list[int] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
+    number: int = 0
