@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -278,3 +280,18 @@ def test_without_its_sidecar_pages_are_missing_and_come_back_with_it(own_sidecar
 
         eventually(lambda: one.batch_set_v1(keys, pool.indices(0, 1), None) == [True, True])
         assert one.batch_exists(keys) == 2
+
+
+def test_a_long_prompt_of_small_pages_is_looked_up_at_once(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang asks per page, and a page may be one token: what takes the square of their number takes seconds."""
+    names = SimpleNamespace(KV="kv")
+    module: Any = SimpleNamespace(PoolName=names, PoolTransferResult=lambda *told: told)
+    monkeypatch.setitem(sys.modules, "sglang.srt.mem_cache.hicache_storage", module)
+    with backend(sidecar, HostPool()) as one:
+        monkeypatch.setattr(one, "batch_exists", len)
+        monkeypatch.setattr(one, "_there", lambda _name, keys: [True] * (len(keys) - 1) + [False])
+        window = SimpleNamespace(name="swa", keys=["one"], hit_policy="trailing_pages")
+        began_s = time.monotonic()
+        found = one.batch_exists_v2(["key"] * 16_000, [window])
+        assert time.monotonic() - began_s < 1.0
+        assert found == (15_999, {"kv": 16_000, "swa": 15_999}, list(range(1, 16_000)))

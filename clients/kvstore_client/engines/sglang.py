@@ -296,7 +296,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
             restorable = _restorable(self._there(str(each.name), keys[:count]), window)
             if restorable:
                 hits[each.name] = restorable[-1]
-            lengths = [length for length in lengths if length in set(restorable)]
+            lengths = sorted(set(restorable).intersection(lengths))
         return sglang.PoolTransferResult(lengths[-1] if lengths else 0, hits, lengths)
 
     def _there(self, name: str, keys: Sequence[str]) -> list[bool]:
