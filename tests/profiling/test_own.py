@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kvstore_client.engines.transformers import TransformersRunner
@@ -101,6 +102,15 @@ def test_documents_behind_a_preamble_are_profiled_as_they_are_used() -> None:
     assert exact.by_context == (1.0,) * 4
     with pytest.raises(InvalidRequest, match="3 of 4 prompts have a preamble"):
         OwnSubject(RUNNER, None, "position", [*prompts[:3], asked(4)[3]], 3)
+
+
+def test_a_profile_covers_what_its_figures_were_measured_on() -> None:
+    """A prompt of the search alone, every third one, shows nothing of the setting that is taken."""
+    prompts = asked(4)
+    tokens = np.concatenate([prompts[0].tokens, prompts[1].tokens])
+    prompts[0] = Prompt(tokens, (range(20), range(20, 40), range(40, 80)))
+    made = OwnSubject(RUNNER, None, "position", prompts, 1).calibration
+    assert (made.token_count_max, made.run_count_max) == (60, 2)
 
 
 def test_caches_that_do_not_fit_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

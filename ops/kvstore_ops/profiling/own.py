@@ -101,8 +101,9 @@ class OwnSubject:
             self._asked.append(self._answered(prompt, answer_tokens))
             report(index + 1)
         digest, judged = digest_of(prompts, answer_tokens), len(prompts) - len(searched)
-        runs = 1 if reuse == "sibling" else max(len(prompt.segments) for prompt in prompts)
-        longest = max(int(prompt.tokens.size) for prompt in prompts)
+        measured = prompts[len(searched) :]  # the search's own prompts say nothing of the figures
+        runs = 1 if reuse == "sibling" else max(len(prompt.segments) for prompt in measured)
+        longest = max(int(prompt.tokens.size) for prompt in measured)
         self.calibration = Calibration(digest, (), judged, judged, len(searched), longest, runs)
 
     def full(self) -> Measured:
