@@ -114,7 +114,8 @@ def _cache_of(segment: StoredSegment, sender: ModelSpec | None) -> StoredCache:
 def _offer(facts: Facts, holding: Holding) -> Offer:
     """Return a model's stored runs behind the exact runs. A sender's in-context cache goes before its segments."""
     sender, limit = holding.sender, facts.reusable_token_count
-    free = max((run.stop for run in exact_runs(facts)), default=0)
+    exact = exact_runs(facts)
+    free = max((run.stop for run in exact), default=0)
     runs = []
     if sender is not None and min(holding.prefix_token_count, limit) > free:
         cache = StoredCache(0, holding.prefix_token_count, sender=sender)
@@ -129,7 +130,9 @@ def _offer(facts: Facts, holding: Holding) -> Offer:
     if sender is not None:
         reuse = "both" if any(run.cache.is_standalone for run in runs) else "sibling"
     permit = None if facts.setting else holding.permit(reuse)
-    return Offer(tuple(runs), sender, permit and permit.within(facts.token_count, len(runs)))
+    # A profile counts all documents of its prompts, the first one, too, which may stand where it was computed.
+    run_count = len(runs) + (sum(run.cache.is_standalone for run in exact) if sender is None else 0)
+    return Offer(tuple(runs), sender, permit and permit.within(facts.token_count, run_count))
 
 
 def _alone(given: Recompute | None, offer: Offer) -> Choice:

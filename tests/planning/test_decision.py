@@ -252,6 +252,16 @@ def test_a_profile_of_smaller_prompts_lets_nothing_through() -> None:
     assert all(run.is_exact for run in plan.runs)
 
 
+def test_a_document_that_stands_where_it_was_computed_counts_among_those_of_a_profile() -> None:
+    """Profiles count all documents of their prompts, and the first one is exact there, too."""
+    permit = replace(holding(None, "position", BLEND).permits[0], run_count_max=2)
+    three = tuple(StoredSegment(start, start + 10, 10, 5) for start in (5, 15, 25))
+    for count, allowed in ((2, True), (3, False)):
+        plan = decide(Facts(KEPT, 40, 39, Holding(None, 5, three[:count], (permit,))))
+        assert len(plan.runs) == (1 + count if allowed else 2)
+        assert ("3 reused runs, the profile's at most 2" in plan.reason) == (not allowed)
+
+
 def test_settings_of_which_neither_covers_the_other_are_not_mixed() -> None:
     own, theirs = holding(None, "position", BLEND, prefix=8), holding(SENDERS[0], "sibling", OTHER, prefix=15)
     facts = Facts(KEPT, 40, 39, own, (theirs,))
