@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvstore_client.lookup.match import Match, SegmentMatch, unknown_chunks
+from kvstore_client.lookup.match import ChunkMatch, Match, SegmentMatch, unknown_chunks
 from kvstore_client.recompute.inquiry import Held, ask
 from kvstore_client.recompute.request import Request
 from kvstore_client.recompute.weighing import Weighed, settled
 
 from kvstore.errors import DataLoss
 from kvstore.planning import Facts, Holding, Recompute, decide
-from kvstore.spec import ModelSpec
+from kvstore.spec import ChunkState, Encoding, MissReason, ModelSpec, Tier
 from tests.e2e.prefills import RECEIVER, SENDER, STEP
 
 COUNT, FOUND, WEIGHED, LEFT = (STEP * chunks for chunks in (8, 6, 4, 2))
@@ -72,3 +72,26 @@ def test_a_shared_tier_that_is_away_takes_nothing_from_documents_and_siblings_th
     request = Request.of(RECEIVER, tokens % 96, [(LEFT, WEIGHED)], (SENDER.spec,), setting, (), 1)
     plan = decide(ask(client, request, Held()))
     assert (plan.reason, plan.reused_token_count) == ("", WEIGHED)
+
+
+class Deep:
+    """Of two documents one lies in memory, and one in the tier whose load was given up."""
+
+    def lookup(self, *_: Any, **__: Any) -> Match:
+        found = []
+        for start, tier in ((LEFT, Tier.DRAM), (WEIGHED, Tier.NVME)):
+            chunk = ChunkMatch(start, start + STEP, ChunkState.HIT, tier, Encoding.NONE, MissReason.NONE)
+            found.append(SegmentMatch(start, start + STEP, STEP, 0, (chunk,)))
+        return Match(0, unknown_chunks(STEP, 0, COUNT), segments=tuple(found))
+
+
+def test_after_a_load_that_was_given_up_no_document_of_its_tier_is_loaded() -> None:
+    client: Any = Deep()
+    documents = [(LEFT, LEFT + STEP), (WEIGHED, WEIGHED + STEP)]
+    tokens = np.arange(COUNT, dtype=np.uint32) % 96
+    request = Request.of(RECEIVER, tokens, documents, (), Recompute.reuse(), (), 1)
+    reused = [
+        [(run.token_start, run.token_stop) for run in decide(ask(client, request, Held(), in_memory=late)).runs]
+        for late in (False, True)
+    ]
+    assert reused == [documents, documents[:1]]

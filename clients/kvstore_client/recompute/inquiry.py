@@ -13,7 +13,7 @@ from kvstore.spec import ChunkState, Exactness, ModelSpec
 from kvstore_client.caches import Caches
 from kvstore_client.loading.call import Asked, PrefillCall
 from kvstore_client.loading.planner import ENGINE_WAYS
-from kvstore_client.lookup.match import Match, chunk_matches, stored_places, unknown_chunks
+from kvstore_client.lookup.match import Match, SegmentMatch, chunk_matches, stored_places, unknown_chunks
 from kvstore_client.prompt import Prompt
 from kvstore_client.recompute.request import Request
 
@@ -41,8 +41,8 @@ class _Own:
 def ask(client: Caches, request: Request, held: Held, *, in_memory: bool = False) -> Facts:
     """Return the stored caches of the model itself, and of senders whose reuse a profile, or the caller's setting,
     permits. Senders without a permit are not looked up. ``held`` gets the tickets of what was found.
-    ``in_memory``: look only at the prefix that is in memory now. With segments and senders ``weighed`` says what of all
-    this is worth loading."""
+    ``in_memory``: look only at what is in memory now of the prefix and of documents. With segments and senders
+    ``weighed`` says what of all this is worth loading."""
     receiver = request.runner.spec
     own = _in_memory(client, request, held) if in_memory else _planned(client, request, held)
     facts = Facts(
@@ -132,14 +132,19 @@ def _worth_loading(client: Caches, request: Request, held: Held) -> _Own:
 
 
 def _in_memory(client: Caches, request: Request, held: Held) -> _Own:
-    """Return the prefix that is in the sidecar's memory now."""
+    """Return the prefix that is in the sidecar's memory now, and the documents of which all that is stored is there."""
     match = _lookup(client, request, request.runner.spec, held)
+    match = replace(match, segments=tuple(filter(_lies_in_memory, match.segments)))
     stop = 0
     for chunk in match.chunks:
         if chunk.state is not ChunkState.HIT or chunk.tier not in IN_MEMORY:
             break
         stop = chunk.token_stop
     return _Own(match if stop >= match.prefix_token_count else prefix_cut(client, request, held, match, stop))
+
+
+def _lies_in_memory(segment: SegmentMatch) -> bool:
+    return all(chunk.tier in IN_MEMORY for chunk in segment.chunks if chunk.state is ChunkState.HIT)
 
 
 def prefix_cut(client: Caches, request: Request, held: Held, match: Match, stop: int) -> Match:
