@@ -3,6 +3,7 @@ does not answer hides only what it has."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,15 @@ import pytest
 from kvstore_client.lookup.match import ChunkMatch, Match, SegmentMatch, unknown_chunks
 from kvstore_client.recompute.inquiry import Held, ask
 from kvstore_client.recompute.request import Request
-from kvstore_client.recompute.weighing import Weighed, settled
+from kvstore_client.recompute.weighing import Weighed, begin_probes, settled
 
 from kvstore.errors import DataLoss
-from kvstore.planning import Facts, Holding, Recompute, decide
+from kvstore.keys import Extra
+from kvstore.planning import Facts, Holding, Plan, Recompute, decide
+from kvstore.planning.loading import ComputeRate, HeldRun, LoadFacts, Stock, TierRate, plan_loading
 from kvstore.spec import ChunkState, Encoding, MissReason, ModelSpec, Tier
 from tests.e2e.prefills import RECEIVER, SENDER, STEP
+from tests.server.raw import eventually
 
 COUNT, FOUND, WEIGHED, LEFT = (STEP * chunks for chunks in (8, 6, 4, 2))
 
@@ -95,3 +99,25 @@ def test_after_a_load_that_was_given_up_no_document_of_its_tier_is_loaded() -> N
         for late in (False, True)
     ]
     assert reused == [documents, documents[:1]]
+
+
+def test_what_a_plan_left_out_is_measured_by_the_prompt_as_it_is_stored() -> None:
+    """A prompt with a salt, or an image, is stored under a name of its own: another's says nothing of its tier."""
+    asked: list[Any] = []
+
+    class Slow:
+        planner = SimpleNamespace(mode="on", may_look=lambda: True, probe=lambda *_, **__: None)
+
+        def peek(self, _spec: ModelSpec, _tokens: Any, *, extras: Any) -> Match:
+            asked.append(extras)
+            return Match(0, ())
+
+    client: Any = Slow()
+    salt = (Extra(0, b"salt"),)
+    request = Request.of(RECEIVER, np.arange(COUNT, dtype=np.uint32) % 96, None, (), None, salt, 1)
+    stock = Stock((HeldRun(FOUND, Tier.DRAM, 1e6),))
+    fast, slow = ComputeRate(token_s=1e-6, sample_count=1), TierRate(1.0, 1.0, 1.0)
+    loading = plan_loading(LoadFacts(COUNT, COUNT - 1, fast, slow, (stock,), unit_tokens=STEP))
+    begin_probes(client, request, Plan(COUNT, loading=loading), None)
+    eventually(lambda: bool(asked))
+    assert asked == [salt]

@@ -88,7 +88,7 @@ def begin_probes(client: Caches, request: Request, plan: Plan, own: Match | None
     if loading.chosen.way is Way.BLEND:
         loaded = sum(run.token_count for run in plan.runs if run.is_exact and not run.is_standalone)
     if loaded < max(each.load_stop for each in loading.candidates if each.way is not Way.BLEND):
-        begin_probe(client, spec, request.tokens, loaded)
+        begin_probe(client, spec, request.tokens, loaded, extras=request.extras)
         return
     if own is None or not any(each.way is Way.BLEND for each in loading.candidates):
         return
