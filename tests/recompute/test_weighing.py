@@ -3,6 +3,7 @@ does not answer hides only what it has."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from kvstore_client.recompute.inquiry import Held, ask
 from kvstore_client.recompute.request import Request
 from kvstore_client.recompute.weighing import Weighed, begin_probes, settled
 
-from kvstore.errors import DataLoss
+from kvstore.errors import DataLoss, Exhausted
 from kvstore.keys import Extra
 from kvstore.planning import Facts, Holding, Plan, Recompute, decide
 from kvstore.planning.loading import ComputeRate, HeldRun, LoadFacts, Stock, TierRate, plan_loading
@@ -121,3 +122,18 @@ def test_what_a_plan_left_out_is_measured_by_the_prompt_as_it_is_stored() -> Non
     begin_probes(client, request, Plan(COUNT, loading=loading), None)
     eventually(lambda: bool(asked))
     assert asked == [salt]
+
+
+def test_a_sidecar_that_streams_no_more_calls_is_asked_by_a_lookup() -> None:
+    """What is stored is still loaded: it would be the load of others that has a prompt computed."""
+
+    def begin(*_: Any) -> None:
+        raise Exhausted("no more streams")
+
+    planner = SimpleNamespace(mode_under=lambda _: "off", or_miss=nullcontext, begin=begin)
+    found = Match(LEFT, unknown_chunks(STEP, 0, COUNT), b"ticket")
+    client: Any = SimpleNamespace(planner=planner, peek=lambda *_, **__: None, lookup=lambda *_, **__: found)
+    request = Request.of(RECEIVER, np.arange(COUNT, dtype=np.uint32) % 96, None, (), None, (), 1)
+    held = Held()
+    assert ask(client, request, held).own.prefix_token_count == LEFT
+    assert held.tickets == {RECEIVER.spec: b"ticket"}

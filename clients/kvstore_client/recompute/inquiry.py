@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from kvstore.errors import Exhausted
 from kvstore.planning import Facts, Holding, Permit, StoredSegment
 from kvstore.planning.loading import LoadPlan, Way
 from kvstore.planning.loading.facts import IN_MEMORY
@@ -93,7 +95,8 @@ def _by_call(client: Caches, request: Request, held: Held) -> _Own | None:
     prompt = Prompt.of(spec, request.tokens, request.extras, Exactness.EXACT)
     with planner.or_miss() as miss:
         asked = Asked(request.reusable_token_count, 0, _ways(spec), mode, terms=request.terms)
-        held.call = planner.begin(prompt, asked)
+        with suppress(Exhausted):  # it streams no more calls: a lookup needs no stream
+            held.call = planner.begin(prompt, asked)
         if held.call is None:
             return None
         plan = held.call.plan
