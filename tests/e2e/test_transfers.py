@@ -71,6 +71,18 @@ def test_two_ranks_redeem_what_a_scheduler_holds(plane: str, cold: bool) -> None
             assert stats.counters["tickets_redeemed"] == 2
 
 
+def test_a_layer_that_is_named_twice_comes_to_both_places(sidecar: Sidecar) -> None:
+    tokens, cache = tokens_of(COUNT, 8), random_cache(SPEC, COUNT, 8)
+    with connect(sidecar.address) as client:
+        client.store(SPEC, tokens, cache).wait(10.0)
+        places = [tuple(np.zeros((2, COUNT, 8), np.uint16) for _ in range(2)) for _ in range(3)]
+        transfer = client.start_fetch_prefix(SPEC, tokens, layers=[1, 0, 1], into=places)
+        transfer.wait(10.0)
+        assert transfer.poll() == len(transfer.layers) == 2
+        for layer, place in zip([1, 0, 1], places, strict=True):
+            assert all((ours == theirs).all() for ours, theirs in zip(place, cache[layer], strict=True))
+
+
 def test_a_prefix_that_ends_in_a_tail_is_held_whole(sidecar: Sidecar) -> None:
     tokens, cache = tokens_of(COUNT, 5), random_cache(SPEC, COUNT, 5)
     with connect(sidecar.address) as client:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -162,7 +163,9 @@ class Bringing:
         self.token_count = token_count
         self.good_token_count = 0
         self.error: KVStoreError | None = None
-        self.layers: dict[int, Future[Layer]] = {layer: Future() for layer in layers}
+        self._to_come = Counter(layers)
+        """Per layer, the places that it has yet to come to: a fetch may name a layer twice."""
+        self.layers: dict[int, Future[Layer]] = {layer: Future() for layer in self._to_come}
         self.hidden: dict[int, Future[Tensor]] = {layer: Future() for layer in hidden_layers}
         self.ended: Future[None] = Future()
         self.is_cancelled = False
@@ -194,7 +197,9 @@ class Bringing:
                 raise Unavailable("the transfer was cancelled")
             for layer, entry in layers:
                 self.good_token_count = self.token_count
-                self.layers[layer].set_result(entry)
+                self._to_come[layer] -= 1
+                if not self._to_come[layer]:
+                    self.layers[layer].set_result(entry)
                 if self.is_cancelled:
                     raise Unavailable("the transfer was cancelled")
             for layer, future in self.hidden.items():
