@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import cache, partial
-from typing import TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from kvstore_copies import Batch
@@ -39,8 +39,9 @@ Work = TypeVar("Work")
 Committed = tuple[Durability, int, str]
 """The outcome of a store: its durability, the number of leading tokens that have it, and why no more have it."""
 _own = threading.local()
-_waiting: WeakKeyDictionary[Workers, WeakSet[Future[Committed]]] = WeakKeyDictionary()
-"""Commits on threads of their own, by the ``Workers`` that commit for the same client."""
+_waiting: WeakKeyDictionary[Workers, set[Future[Committed]]] = WeakKeyDictionary()
+"""Commits under way on threads of their own, by the ``Workers`` that commit for the same client. Plain sets: several
+threads change them, each by a single operation, while another lists them."""
 
 
 def raw(value: Tensor) -> Tensor:
@@ -192,7 +193,9 @@ def commit_beside(
     so."""
     future = begun(_OwnThread() if waits else workers, within_trace(commit))
     if waits:
-        _waiting.setdefault(workers, WeakSet()).add(future)
+        waiting = _waiting.setdefault(workers, set())
+        waiting.add(future)
+        future.add_done_callback(waiting.discard)
     if future.done() and isinstance(refusal := failure_of(future), NotBegun):
         abort()
         future = Future()
@@ -216,7 +219,8 @@ def is_drained(workers: Workers, timeout_s: float) -> bool:
     """Wait until a single worker thread has done its work so far, and the commits on other threads have ended. Returns
     False when that takes longer than ``timeout_s``, or the worker cannot be asked."""
     last = begun(workers, int)
-    return not wait([last, *_waiting.get(workers, ())], timeout_s).not_done and failure_of(last) is None
+    every: list[Future[Any]] = [last, *_waiting.get(workers, set()).copy()]
+    return not wait(every, timeout_s).not_done and failure_of(last) is None
 
 
 def _do_some(function: Callable[[Work], None], left: deque[Work], undone: list[None]) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
-from kvstore_client.copying import HERE_BYTES_MAX, Copier
+from kvstore_client.copying import HERE_BYTES_MAX, Committed, Copier, commit_beside, is_drained
 
 from kvstore.errors import DeadlineExceeded, KVStoreError
 from kvstore.seams import WorkerThreads
+from kvstore.spec import Durability
 from tests.faulty_workers import WAYS, FaultyWorkers
 
 WAIT_S = 10.0
@@ -117,3 +119,33 @@ def test_torch_keeps_to_the_copiers_threads_and_leaves_the_engines_alone() -> No
     finally:
         copier.close()
         torch.set_num_threads(before)
+
+
+def test_a_client_is_closed_while_another_thread_of_it_stores() -> None:
+    workers, interval = WorkerThreads(1, "commits"), sys.getswitchinterval()
+    has_ended, receipts = threading.Event(), []
+
+    def commit() -> Committed:
+        return Durability.MEMORY, 1, ""
+
+    def store() -> None:
+        receipts.append(commit_beside(workers, commit, lambda: None, waits=True))
+
+    def store_on() -> None:
+        while not has_ended.is_set():
+            store()
+
+    for _ in range(500):
+        store()
+    storing = [threading.Thread(target=store_on) for _ in range(2)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for each in storing:
+            each.start()
+        assert all(is_drained(workers, WAIT_S) for _ in range(100))
+    finally:
+        has_ended.set()
+        sys.setswitchinterval(interval)
+        for each in storing:
+            each.join()
+        workers.close()
