@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvstore.chunk import Part
 from kvstore.errors import DeadlineExceeded, KVStoreError
-from kvstore.seams import Workers, WorkerThreads
+from kvstore.seams import SystemClock, Workers, WorkerThreads
 from kvstore.seams.jobs import NotBegun, begun, failure_of
 from kvstore.seams.scheduler import run_for, start_thread
 from kvstore.spec import Durability
@@ -39,6 +39,7 @@ Work = TypeVar("Work")
 Committed = tuple[Durability, int, str]
 """The outcome of a store: its durability, the number of leading tokens that have it, and why no more have it."""
 _own = threading.local()
+_clock = SystemClock()
 _waiting: WeakKeyDictionary[Workers, set[Future[Committed]]] = WeakKeyDictionary()
 """Commits under way on threads of their own, by the ``Workers`` that commit for the same client. Plain sets: several
 threads change them, each by a single operation, while another lists them."""
@@ -177,8 +178,20 @@ def check(copy: Future[Result]) -> None:
 
 def stopped(copies: Iterable[Future[Result]], timeout_s: float | None) -> bool:
     """Cancel the copies that have not begun, and wait for the others (``timeout_s`` None: without limit). Returns False
-    while a copy may still be running."""
-    return not wait([each for each in copies if not each.cancel()], timeout_s)[1]
+    while a copy may still be running. Whoever is interrupted meanwhile still waits: the copies may write to memory that
+    is given back. The interrupt is raised once none runs any more."""
+    running = [each for each in copies if not each.cancel()]
+    until_s = None if timeout_s is None else _clock.monotonic() + timeout_s
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            late = wait(running, None if until_s is None else max(0.0, until_s - _clock.monotonic())).not_done
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None and not late:
+        raise interrupt
+    return not late
 
 
 def _still_running(timeout_s: float) -> DeadlineExceeded:

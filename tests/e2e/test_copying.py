@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from kvstore_client import copying
 from kvstore_client.copying import HERE_BYTES_MAX, Committed, Copier, commit_beside, is_drained
 
 from kvstore.errors import DeadlineExceeded, KVStoreError
@@ -119,6 +121,25 @@ def test_torch_keeps_to_the_copiers_threads_and_leaves_the_engines_alone() -> No
     finally:
         copier.close()
         torch.set_num_threads(before)
+
+
+def test_who_is_interrupted_twice_waits_for_the_helper(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, real = Shared(), copying.wait
+
+    def interrupted(*args: Any) -> Any:
+        monkeypatch.setattr(copying, "wait", real)
+        raise KeyboardInterrupt
+
+    def piece(number: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            assert work.helps.wait(WAIT_S), "the helper has a piece"
+            raise KeyboardInterrupt
+        work(number)
+
+    monkeypatch.setattr(copying, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        copier.share(piece, range(2), MUCH, WAIT_S)
+    assert not work.running
 
 
 def test_a_client_is_closed_while_another_thread_of_it_stores() -> None:

@@ -13,6 +13,7 @@ PRESENCE = "kvstore/presence.py"
 RETURNS = "clients/kvstore_client/planes/returns.py"
 SESSION = "clients/kvstore_client/planes/shared_memory/mapped.py"
 STORING = "clients/kvstore_client/store/store.py"
+COPYING = "clients/kvstore_client/copying.py"
 TRANSFER = "clients/kvstore_client/fetch/transfer.py"
 WATCHING = "clients/kvstore_client/lookup/watch.py"
 INCOMING = "clients/kvstore_client/planes/incoming.py"
@@ -26,6 +27,14 @@ LATER = f"{T_BACK}::test_what_is_dropped_while_the_sidecar_stands_still_is_given
 NO_WATCH = f"{T_DEADLINES}::test_a_sidecar_that_stands_still_is_no_watch"
 
 MUTANTS = [
+    Mutant(
+        "copies-left-at-a-second-interrupt",
+        COPYING,
+        "            interrupt = error\n",
+        "            raise\n",
+        "a copy writes into tensors, or staging, that its caller has back",
+        ("tests/e2e/test_copying.py::test_who_is_interrupted_twice_waits_for_the_helper",),
+    ),
     Mutant(
         "watch-without-a-deadline",
         WATCHING,
