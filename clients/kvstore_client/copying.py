@@ -310,9 +310,16 @@ class Copier:
             raise
 
     def halves(self, function: Callable[[Sequence[Work]], None], work: Sequence[Work]) -> list[Future[None]]:
-        """Begin ``function`` over two halves of ``work``, interleaved. Never raises."""
-        shares = [work[start::COPY_THREADS] for start in range(COPY_THREADS)]
-        return [self.submit(function, share) for share in shares if share]
+        """Begin ``function`` over two halves of ``work``, interleaved. Never raises, but where the caller is
+        interrupted: then once none of them runs."""
+        copies: list[Future[None]] = []
+        try:
+            for start in range(min(COPY_THREADS, len(work))):
+                copies.append(self.submit(function, work[start::COPY_THREADS]))
+        except BaseException:
+            stopped(copies, None)
+            raise
+        return copies
 
     def close(self) -> None:
         self._workers.close()

@@ -16,6 +16,7 @@ import pytest
 from kvstore_client import Client, connect, copying
 from kvstore_client.copying import Copier
 from kvstore_client.loading.call import Asked
+from kvstore_client.planes.shared_memory import landing
 from kvstore_client.planes.shared_memory import store as staged
 from kvstore_client.prompt import Prompt
 from kvstore_ops.sidecar import Sidecar
@@ -238,6 +239,34 @@ def test_who_is_interrupted_leaves_no_copy_behind(rig: Rig, act: str, monkeypatc
             rig.client.store(SPEC, tokens, kv)
     rig.threads.assert_idle()
     rig.assert_right(tokens, kv, whole=act == "fetch")
+    rig.assert_balanced()
+
+
+@pytest.mark.parametrize("act", ["layers", "values"])
+def test_who_is_interrupted_while_copies_are_begun_leaves_none_behind(
+    rig: Rig, act: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rig.client.plane == "remote" and act == "layers":
+        pytest.skip("by the remote plane the caller's own thread copies")
+    tokens, kv = rig.stored()
+    keys, data = [f"interrupted {next(_seeds)}" for _ in range(2)], np.ones(1 << 20, np.uint8)
+    assert all(rig.other.put_each("test", keys, [data] * 2))
+    monkeypatch.setattr(landing, "JOB_BYTES", 1)  # each layer is a job
+    slowly(rig)
+    real, places = rig.threads.submit, [tuple(np.zeros_like(bits(plane)) for plane in layer) for layer in kv]
+
+    def submit(function: Job, /, *args: object) -> Future[Any]:
+        if rig.threads.jobs:
+            raise KeyboardInterrupt
+        return real(function, *args)
+
+    rig.threads.submit = submit  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        if act == "layers":
+            list(rig.client.fetch_layers(SPEC, tokens, into=places))
+        else:
+            rig.client.get_each("test", keys, [np.zeros_like(data) for _ in keys])
+    rig.threads.assert_idle()
     rig.assert_balanced()
 
 

@@ -57,10 +57,14 @@ class MappedLanding:
         self._coming += [(part, 0, part) for part in range(1, len(prefix.wanted.hidden_layers) + 1)]
         self.layers: list[list[Future[None]]] = [[] for _ in prefix.wanted.layers]
         self._hidden: list[Future[None]] = []
-        self._copy(range(len(self.layers)), prefix.runs(0))
-        for number in range(len(prefix.wanted.hidden_layers)):
-            self._copy_hidden(number, prefix.runs(number + 1))
-        self._copy_arrived()
+        try:
+            self._copy(range(len(self.layers)), prefix.runs(0))
+            for number in range(len(prefix.wanted.hidden_layers)):
+                self._copy_hidden(number, prefix.runs(number + 1))
+            self._copy_arrived()
+        except BaseException:  # an interrupt, for one: nobody has the landing yet who would stop it
+            stopped(self._jobs(), None)
+            raise
 
     def _copy(self, positions: Sequence[int], runs: list[MappedRun]) -> None:
         """Begin to copy layers, small ones together."""
