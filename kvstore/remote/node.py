@@ -24,6 +24,12 @@ from kvstore.wire.limits import REPLY_BYTES_MAX
 
 MODEL_COUNT_MAX = 1024
 """Models whose specs are remembered."""
+RELEASE_TIMEOUT_S, RETRY_S = 5.0, 0.5
+UNANSWERED = (
+    grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNAVAILABLE,
+)  # fmt: skip
+"""Statuses of calls that gave nothing back, or perhaps nothing."""
 
 
 class Node:
@@ -42,7 +48,7 @@ class Node:
         options = (("grpc.max_receive_message_length", REPLY_BYTES_MAX), ("grpc.use_local_subchannel_pool", 1))
         self.channel = grpc.aio.insecure_channel(f"unix:{socket_directory / 'kvstore.sock'}", options)
         self.cache: Any = cache_pb2_grpc.CacheServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
-        self._releasing: set[Any] = set()
+        self._releasing: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------ sessions
 
@@ -68,11 +74,20 @@ class Node:
             raise Unauthenticated("no such session: connect again")
         return session
 
-    def give_back(self, lease_id: int, metadata: Any, timeout_s: float) -> None:
-        """Release a lease without waiting for the reply. A failure is ignored: the lease ended with its session."""
-        call = self.cache.Release(pb.ReleaseRequest(lease_ids=[lease_id]), timeout=timeout_s, metadata=metadata)
-        self._releasing.add(call)  # gRPC cancels a call whose last reference goes
-        call.add_done_callback(self._releasing.discard)
+    def give_back(self, session: SidecarSession, lease_id: int) -> None:
+        """Release a lease without waiting for the reply. The call is repeated until it is answered, or the session
+        ends."""
+        task = asyncio.get_running_loop().create_task(self._released(session, lease_id))  # seam: outlives its stream
+        self._releasing.add(task)  # the loop alone would not keep it
+        task.add_done_callback(self._releasing.discard)
+
+    async def _released(self, session: SidecarSession, lease_id: int) -> None:
+        request = pb.ReleaseRequest(lease_ids=[lease_id])
+        while session.is_open:
+            call = self.cache.Release(request, timeout=RELEASE_TIMEOUT_S, metadata=session.metadata)
+            if await call.code() not in UNANSWERED:
+                return
+            await asyncio.sleep(RETRY_S)
 
     def close_session(self, session: SidecarSession) -> None:
         self._sessions.pop(session.secret, None)

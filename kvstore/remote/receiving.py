@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from kvstore.errors import DataLoss, DeadlineExceeded, InvalidRequest
-from kvstore.remote.node import Node, typed_error
+from kvstore.remote.node import RETRY_S, UNANSWERED, Node, typed_error
 from kvstore.remote.session import SidecarSession, StagingSegment
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import remote_pb2 as rpb
@@ -20,14 +20,9 @@ from kvstore.wire.data import ALIGNMENT, split_message
 
 SEGMENT_BYTES = 4 << 20
 FILL_TIMEOUT_S = 20.0
-ABORT_TIMEOUT_S, RETRY_S = 5.0, 0.5
+ABORT_TIMEOUT_S = 5.0
 _NOT_READING = (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED)
 """Statuses of fills after which the sidecar does not read staging any more."""
-_UNANSWERED = (
-    grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.UNAVAILABLE,
-)  # fmt: skip
-"""Statuses of aborts that dropped nothing, or perhaps nothing."""
 _giving: set[asyncio.Future[None]] = set()
 """Segments on their way back: the loop alone would not keep these tasks."""
 _log = logging.getLogger("kvstore.remote")
@@ -152,7 +147,7 @@ async def _dropped(node: Node, session: SidecarSession, filling: _Filling) -> No
         code = await call.code()
         if code in _NOT_READING:
             return session.give_back(filling.segment)
-        if code not in _UNANSWERED:
+        if code not in UNANSWERED:
             return _log.error("staging of a failed store is lost until its session ends", extra={"reason": str(code)})
         await asyncio.sleep(RETRY_S)
     return None

@@ -25,8 +25,6 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import ALIGNMENT, data_message
 
-RELEASE_TIMEOUT_S = 5.0
-
 
 @dataclass(eq=False, slots=True)
 class _Chunk:
@@ -105,7 +103,7 @@ class Sending:
         if self._call is not None:
             self._call.cancel()
         if self._lease_id:
-            self._node.give_back(self._lease_id, self._session.metadata, RELEASE_TIMEOUT_S)
+            self._node.give_back(self._session, self._lease_id)
 
     # ------------------------------------------------------------ where it lies
 
