@@ -63,6 +63,15 @@ class Connection:
     def _renew_counting(self) -> None:
         self._counting = threading.Lock()
 
+    def _begin_in_child(self) -> None:
+        """Begin anew in a forked child. Not at the fork: gRPC's objects of the parent's session must be kept before.
+        Several threads may come here at once, and the lock that they find may be taken for ever."""
+        if self._pid != os.getpid():
+            with self._counting:
+                if self._pid != os.getpid():
+                    self._lock, self._session = threading.Lock(), None
+                    self._pid = os.getpid()  # last: who sees it takes the lock
+
     def count(self, name: str, amount: int = 1) -> None:
         """Add to a counter. From any thread."""
         with self._counting:
@@ -70,8 +79,7 @@ class Connection:
 
     def session(self) -> ClientSession:
         """Return the live session; connect if there is none. Raises Unavailable, at once while backing off."""
-        if self._pid != os.getpid():
-            self._pid, self._lock, self._session = os.getpid(), threading.Lock(), None
+        self._begin_in_child()
         with self._lock:
             if self._is_closed:
                 raise Unavailable("this client is closed")
@@ -133,8 +141,7 @@ class Connection:
 
     def close(self) -> None:
         """End the session, for good. Idempotent."""
-        if self._pid != os.getpid():
-            self._pid, self._lock, self._session = os.getpid(), threading.Lock(), None
+        self._begin_in_child()
         with self._lock:
             self._is_closed = True
             if self._session is not None:

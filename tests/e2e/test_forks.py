@@ -5,11 +5,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from kvstore_client import connect
+from kvstore_client.connection import Connection
+from kvstore_client.planes.place import Place
 from kvstore_ops.sidecar import Sidecar
 
+from kvstore.seams import SystemClock
 from tests.conftest import CLIENTS
 from tests.e2e.test_given_back import CACHE, SPEC, TOKENS
 from tests.server.raw import eventually
@@ -229,3 +235,34 @@ def test_a_child_destroys_no_call_of_its_parents() -> None:
     """gRPC's destructors wait for locks, and who held one in the parent is not in the child."""
     done = CLIENTS.run([sys.executable, "-c", OF_THE_PARENT], timeout=60)
     assert (done.returncode, done.stdout) == (0, "of the child: nothing\ndestroyed\n"), done.stderr
+
+
+class AnyPlace:
+    """A place whose sessions are alive."""
+
+    def open(self, _: float) -> SimpleNamespace:
+        return SimpleNamespace(is_usable=True)
+
+
+def test_threads_of_a_child_that_ask_at_once_wait_for_no_lock_of_the_parents() -> None:
+    """One of them stands still wherever it has changed the connection; the lock is taken for ever."""
+    others: list[threading.Thread] = []
+
+    class Watched(Connection):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name in ("_pid", "_lock", "_session") and threading.current_thread() not in others and is_child:
+                others.append(threading.Thread(target=self.session, daemon=True))
+                others[-1].start()
+                others[-1].join(0.2)
+
+    is_child = False
+    connection = Watched(cast(Place, AnyPlace()), SystemClock(), 1.0)
+    connection._lock.acquire()
+    connection._pid = -1
+    is_child = True
+    connection.session()
+    for each in others:
+        each.join(5.0)
+    assert others
+    assert not any(each.is_alive() for each in others)

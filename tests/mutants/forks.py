@@ -40,9 +40,7 @@ MUTANTS = [
     Mutant(
         "session-of-the-parent",
         CONNECTION,
-        "        if self._pid != os.getpid():\n"
-        "            self._pid, self._lock, self._session = os.getpid(), threading.Lock(), None\n"
-        "        with self._lock:\n            if self._is_closed:\n",
+        "        self._begin_in_child()\n        with self._lock:\n            if self._is_closed:\n",
         "        with self._lock:\n            if self._is_closed:\n",
         "a forked child waits for a lock that a thread of its parent held",
         (f"{LOCKED}[local-ask]",),
@@ -50,12 +48,20 @@ MUTANTS = [
     Mutant(
         "connection-closed-in-a-fork",
         CONNECTION,
-        "        if self._pid != os.getpid():\n"
-        "            self._pid, self._lock, self._session = os.getpid(), threading.Lock(), None\n"
-        "        with self._lock:\n            self._is_closed = True\n",
+        "        self._begin_in_child()\n        with self._lock:\n            self._is_closed = True\n",
         "        with self._lock:\n            self._is_closed = True\n",
         "a forked child ends its parent's session",
         (f"{LOCKED}[local-close]",),
+    ),
+    Mutant(
+        "lock-of-the-parent-met-by-a-second-thread",
+        CONNECTION,
+        "                    self._lock, self._session = threading.Lock(), None\n"
+        "                    self._pid = os.getpid()  # last: who sees it takes the lock\n",
+        "                    self._pid = os.getpid()\n"
+        "                    self._lock, self._session = threading.Lock(), None\n",
+        "of two threads of a forked child one waits for a lock that nobody gives back",
+        ("tests/e2e/test_forks.py::test_threads_of_a_child_that_ask_at_once_wait_for_no_lock_of_the_parents",),
     ),
     Mutant(
         "threads-of-the-parent",
