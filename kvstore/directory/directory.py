@@ -321,8 +321,18 @@ class NodeDirectory:
     async def _asked(self, commands: Sequence[Command], timeout_s: float = CALL_S_MAX) -> list[Any]:
         """Return each command's result, or the error that it ends with."""
         parts = [commands[first : first + PIPELINE_COUNT] for first in range(0, len(commands), PIPELINE_COUNT)]
-        found: list[list[Any]] = await self._answered(asyncio.gather(*map(self._executed, parts)), timeout_s)
+        found: list[list[Any]] = await self._answered(self._all_executed(parts), timeout_s)
         return list(chain.from_iterable(found))
+
+    async def _all_executed(self, parts: Sequence[Sequence[Command]]) -> list[list[Any]]:
+        """Return each pipeline's results. Raises the first error once none of them is asked any more: one that hangs
+        would keep its turn for ever."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._executed(part)) for part in parts]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        return [task.result() for task in tasks]
 
     async def _executed(self, commands: Sequence[Command]) -> list[Any]:
         async with self._turns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -10,6 +11,7 @@ import pytest
 
 from kvstore.config import RedisAddress, RedisSettings
 from kvstore.directory import LIVE_S, NodeDirectory
+from kvstore.directory.directory import PIPELINE_COUNT, PIPELINES_AT_ONCE
 from kvstore.errors import Unavailable
 from kvstore.seams import SystemRandom
 from kvstore.spec import Tier
@@ -205,3 +207,41 @@ async def test_answers_that_no_redis_gives_are_an_outage_and_end_nothing(answer:
         assert await directory.hints(KEYS[0]) in (None, b"OK")
     directory.is_reachable = True
     await directory.close()
+
+
+class HalfDead:
+    """Servers on a way that breaks: of two questions at a time the first is refused at once, the second has no answer
+    before the way ``is_mended``."""
+
+    is_mended = False
+    asked_count = hanging_count = 0
+
+    async def ask_each(self, commands: Sequence[object]) -> list[object]:
+        self.asked_count += 1
+        if self.is_mended:
+            return [1] * len(commands)
+        if self.asked_count % 2:
+            await asyncio.sleep(0)
+            raise Unavailable("it hung up")
+        self.hanging_count += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.hanging_count -= 1
+        raise AssertionError("nobody answers")
+
+    async def close(self) -> None: ...
+
+
+async def test_a_question_that_hangs_beside_one_that_fails_keeps_no_turn() -> None:
+    """There are few turns: the directory would answer nothing any more, however well its servers do."""
+    servers = HalfDead()
+    directory = NodeDirectory(servers, "a", "kvstore", "", HandClock(), SystemRandom())  # type: ignore[arg-type]  # it only tells the time
+    changes = {number.to_bytes(32, "little"): Tier.NONE for number in range(2 * PIPELINE_COUNT)}
+    for _ in range(PIPELINES_AT_ONCE):
+        with pytest.raises(Unavailable, match="it hung up"):
+            await directory.tell(changes)
+        assert not servers.hanging_count
+    servers.is_mended = True
+    async with asyncio.timeout(1.0):
+        assert await directory.tell(changes) == []
