@@ -42,13 +42,19 @@ def _late_s(due_s: Collection[float], answered_s: float, now_s: float) -> float:
 @dataclass(eq=False, slots=True)
 class Pace:
     """Jobs of one pool of workers that have not ended, each with when it began, and the time at which a job last ended.
-    ``grace_s`` of ``began``: a job that moves much may take so many seconds before it counts as late."""
+    ``grace_s`` of ``began``: a job that moves much may take so many seconds before it counts as late. A job that finds
+    all of the ``thread_count`` threads at work waits for one of them: it is due no sooner than the first of their
+    jobs."""
 
+    thread_count: int = 0
     given: dict[asyncio.Future[Any], float] = field(default_factory=dict)
     done_at_s: float = 0.0
 
     def began(self, job: asyncio.Future[Any], clock: Clock, grace_s: float = 0.0) -> None:
-        self.given[job] = clock.monotonic() + grace_s
+        due_s = clock.monotonic() + grace_s
+        if self.given and len(self.given) >= self.thread_count:
+            due_s = max(due_s, min(self.given.values()))
+        self.given[job] = due_s
         job.add_done_callback(partial(self._ended, clock))
 
     def _ended(self, clock: Clock, job: asyncio.Future[Any]) -> None:

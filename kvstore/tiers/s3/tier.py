@@ -99,7 +99,8 @@ class S3Tier:
         self._claims = claims
         self._lanes = lanes
         self._clock = clock
-        self._pace = {workers: Pace() for workers in lanes}
+        counts = {lanes.readers: settings.reader_count, lanes.writers: settings.writer_count}
+        self._pace = {workers: Pace(counts.get(workers, 1)) for workers in lanes}
         self._allowance = Allowance(settings, clock, account)
         self._bucket = BucketPresence(clock)
         self._damaged: OrderedDict[bytes, str] = OrderedDict()

@@ -12,9 +12,9 @@ import pytest
 
 from kvstore.config import S3Settings
 from kvstore.errors import DeadlineExceeded, Exhausted, Unavailable
-from kvstore.seams import SystemClock
+from kvstore.seams import SystemClock, WorkerThreads
 from kvstore.tiers import pace
-from kvstore.tiers.s3 import looking, reading, writing
+from kvstore.tiers.s3 import Lanes, S3Tier, looking, reading, writing
 from kvstore.tiers.s3.allowance import DAY_S, Allowance
 from tests.contracts.chunks import LARGE, SMALL, chunk
 from tests.contracts.shared.s3_stand import S3Stand, tier_of
@@ -157,6 +157,37 @@ def test_a_large_read_on_a_slow_line_is_no_stall(
             stand.switches.turn_off()
             await reading
         assert stand.tier.stalled_s() == 0.0
+
+    stand.run(scenario)
+
+
+@pytest.mark.parametrize("lane", ["read", "write"])
+def test_a_job_that_waits_behind_large_ones_is_no_stall(
+    stand: S3Stand, monkeypatch: pytest.MonkeyPatch, lane: str
+) -> None:
+    """A look has no bytes, and no thread while a slow line keeps all of them busy: the tier would be left alone, and
+    the reads that it gives at that moment would be lost."""
+
+    async def scenario() -> None:
+        await write(stand.other, chunk(1))
+        settings = replace(stand.settings, reader_count=1, writer_count=1)
+        lanes = Lanes(*(WorkerThreads(1, f"s3-{name}") for name in ("read", "write", "ask", "near")))
+        tier = S3Tier(settings, lanes, SystemClock())
+        target = [np.empty(slab.byte_count, np.uint8) for slab in chunk(1).layout.slabs]
+        for number, (rate, is_stalled) in enumerate(((1.0, False), (1e12, True)), 2):
+            monkeypatch.setattr(pace, "SLOW_BYTES_PER_S", rate)
+            looked = stand.switches.hears("GET" if lane == "read" else "PUT")
+            moves = (lambda: tier.open(chunk(1).name, target)), (lambda: write(tier, chunk(number)))  # noqa: B023 - at once
+            moving: asyncio.Future[Any] = asyncio.ensure_future(moves[lane == "write"]())
+            await asyncio.to_thread(looked.wait, 10.0)
+            workers = lanes.readers if lane == "read" else lanes.writers
+            waiting = asyncio.ensure_future(tier._run(workers, int))
+            await asyncio.sleep(POLL_S)
+            assert not waiting.done()
+            assert bool(tier.stalled_s()) == is_stalled
+            stand.switches.turn_off()
+            await asyncio.gather(moving, waiting)
+        await tier.close()
 
     stand.run(scenario)
 
