@@ -140,7 +140,7 @@ MUTANTS = [
     Mutant(
         "retries-without-end",
         f"{ROOM}/connection.py",
-        "                if not is_worth_it or attempt + 1 == ATTEMPTS_MAX or not self._budget.spend():\n",
+        "                if not is_worth_it or attempt + 1 == ATTEMPTS_MAX or not (is_free or self._budget.spend()):\n",
         "                if not is_worth_it or attempt + 1 == ATTEMPTS_MAX:\n",
         "a store that is overloaded is asked four times as much",
         (f"{T_ENDPOINTS}::test_retries_have_a_budget",),

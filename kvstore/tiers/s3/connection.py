@@ -125,7 +125,8 @@ class S3Connection:
                 is_renewed = refused.code in STALE and held is not None and await self._renew(held)
                 is_closed = (refused.code in CLOSED or is_renewed) and not attempt
                 is_worth_it = is_closed or (refused.code in RETRIED and not is_urgent)
-                if not is_worth_it or attempt + 1 == ATTEMPTS_MAX or not self._budget.spend():
+                is_free = is_renewed and not attempt  # all that are on their way meet old credentials at once
+                if not is_worth_it or attempt + 1 == ATTEMPTS_MAX or not (is_free or self._budget.spend()):
                     raise refused from error
             else:
                 self._budget.earn()

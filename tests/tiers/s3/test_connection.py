@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.config import S3Settings
 from kvstore.tiers.s3 import connection
-from kvstore.tiers.s3.connection import S3Connection
+from kvstore.tiers.s3.connection import RetryBudget, S3Connection, together
 from kvstore.tiers.s3.refusals import Refused
 
 
@@ -60,3 +60,34 @@ def test_a_client_is_closed_when_its_last_request_has_ended(monkeypatch: pytest.
     reading.join()
     assert found == [True]
     assert not made[0].is_open
+
+
+def test_all_requests_that_meet_old_credentials_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process has more of them on their way at once than it may try again where a store refuses them."""
+    made: list[Client] = []
+
+    @asynccontextmanager
+    async def client_of(_: S3Settings) -> Any:
+        made.append(Client())
+        yield made[-1]
+
+    monkeypatch.setattr(connection, "_client_of", client_of)
+    monkeypatch.setattr(connection, "RENEW_S_MIN", 0.0)
+    count = int(3 * RetryBudget.MOST)
+    one = S3Connection(S3Settings(bucket="bucket"))
+    asked: list[Client] = []
+    are_together = asyncio.Event()
+
+    async def request(client: Client) -> bool:
+        asked.append(client)
+        if len(asked) == count:
+            are_together.set()
+        await are_together.wait()
+        if client is made[0]:
+            raise Refused("ExpiredToken", 400)
+        return True
+
+    found = one.run(lambda each: together([each.ask(request, is_urgent=True) for _ in range(count)], count), 10.0)
+    assert found == [True] * count
+    assert len(made) == 2
+    assert len(asked) == 2 * count
