@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.controller.operators import ChangeNews, ListPage, Operators, Selection
-from kvstore.controller.operators.selection import BLOCK_ROWS
+from kvstore.controller.operators.selection import BLOCK_ROWS, NAMED_COUNT_MAX
 from kvstore.controller.operators.turns import REST, STEP_S, Turns
 from kvstore.errors import InvalidRequest
 from kvstore.movement import Fate, Meant
@@ -102,6 +102,30 @@ async def test_an_ambiguous_beginning_names_some_and_shows_none() -> None:
             await held.operators.chunk("ab" * 8, None)
         shown = await held.operators.chunk(table.digests[0].hex()[:20], None)
         assert [part.chunk.digest for part in shown.parts] == [table.digests[0]]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_rows_of_chunks_that_went_hide_none_that_begins_alike(count: int) -> None:
+    """A large catalog has many of them for four digits."""
+    async with Held((1,), chunks=4) as held:
+        table, catalog = held.service.parts.catalog.table, held.service.parts.catalog
+        space = catalog.spaces.numbered[0]
+        for number in range(NAMED_COUNT_MAX + 1):
+            table.add(space.number, b"\xab\xcd" + bytes([number]) * 30, -1, 16)
+        for _ in range(BLOCK_ROWS):
+            table.add(space.number, b"", -1, 16)
+        for number in range(2, 2 + count):
+            await held.service.store(held.service.controller.open_session(), number)
+            (row,) = [row for row in table.rows() if table.digests[row] == held.service.query(number).digests[0]]
+            del space.index[table.digests[row]]
+            table.digests[row] = b"\xab\xcd" + table.digests[row][2:]
+            space.index[table.digests[row]] = row
+        if count > 1:
+            with pytest.raises(InvalidRequest, match="several chunks begin so"):
+                await held.operators.chunk("abcd", None)
+        else:
+            shown = await held.operators.chunk("abcd", None)
+            assert [part.chunk.digest for part in shown.parts] == [table.digests[row]]
 
 
 async def test_a_chunk_that_went_is_told_with_the_reason() -> None:

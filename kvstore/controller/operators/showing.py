@@ -59,7 +59,8 @@ class Showing:
         start = 0
         while start < len(self._table.digests) and len(found) <= NAMED_COUNT_MAX:
             part = self._table.digests[start : start + BLOCK_ROWS // 8]
-            found |= {each for each in part if each and digits.begins(each)}
+            named = (row for row, each in enumerate(part, start) if each and digits.begins(each))
+            found |= {self._table.digests[row] for row in named if self._catalog.is_visible(row)}
             start += len(part)
             await turn.next()
         spaces = self._catalog.spaces.numbered
