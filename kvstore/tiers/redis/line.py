@@ -28,6 +28,8 @@ KEPT_S_MAX = 60.0
 TICK_S = 0.25
 """Seconds between two checks of the time during a wait."""
 LINE_BYTES_MAX = 4096
+PARTS_AT_ONCE = 1024
+"""The kernel takes no more pieces of memory in one call (IOV_MAX)."""
 _NO_ANSWER_YET = (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _clock = SystemClock()
 Sent = bytes | Bytes
@@ -103,7 +105,9 @@ class Line:
         waiting = [memoryview(each if isinstance(each, bytes) else each.data) for each in parts]
         while waiting:
             try:
-                count = self._socket.send(waiting[0]) if not self._flags else self._socket.sendmsg(waiting)
+                count = (
+                    self._socket.send(waiting[0]) if not self._flags else self._socket.sendmsg(waiting[:PARTS_AT_ONCE])
+                )
             except _NO_ANSWER_YET:
                 self._check_time()
                 continue

@@ -10,15 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore.chunk import layout_of
 from kvstore.errors import DataLoss, DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.seams import SystemClock
+from kvstore.spec import CacheKind, LayerSpec
+from kvstore.spec.model import LAYER_COUNT_MAX
 from kvstore.tiers import pace
 from kvstore.tiers.redis import control, line, reads
 from kvstore.tiers.redis import tier as tier_module
 from kvstore.tiers.redis.access import Access, Server
+from kvstore.tiers.redis.names import fields_of
 from tests.contracts.chunks import chunk
 from tests.fakes.proxy import Proxy
 from tests.fakes.redis_server import RedisServer
+from tests.specs import small_spec
 from tests.tiers.redis.tiers import MANY_FIELDS, MIB, got, put, redis_tier, until
 
 
@@ -51,6 +56,17 @@ async def test_bytes_that_a_line_alters_are_never_given(server: RedisServer) -> 
                         break
                     except Unavailable:
                         await asyncio.sleep(0.05)
+
+
+async def test_a_field_in_more_pieces_than_the_kernel_takes_at_once_is_written(server: RedisServer) -> None:
+    """As the smallest slabs of the longest model are, where memory is split among them."""
+    spec = small_spec(layers=(LayerSpec(kv_heads=1, k_dim=8, v_dim=8),) * LAYER_COUNT_MAX)
+    many = layout_of(spec, CacheKind.KV, 16)
+    assert len(fields_of(many)) == 1
+    async with redis_tier(server.url) as tier:
+        what = chunk(1, many)
+        await tier.write(what.header, many, [piece.copy() for piece in what.pieces])
+        assert await got(tier, what)
 
 
 async def test_a_line_that_is_cut_in_a_reply_is_made_anew(server: RedisServer) -> None:
