@@ -215,8 +215,8 @@ class Control:
         )
 
     async def server_of(self, key: bytes) -> Server:
-        """Return the server that has a key's bytes."""
-        return await self._call(self._topology.server_of, key)
+        """Return the server that has a key's bytes. That is known without it as a rule, so it counts as no answer."""
+        return await self._call(self._topology.server_of, key, is_answered=False)
 
     async def followed(self, key: bytes, said: str) -> Server:
         """Return the server that has a key's bytes, after a server said that another one has them."""
@@ -247,13 +247,15 @@ class Control:
         return await (run_packed(self._client, words) if self._cluster is None else self._cluster.ask(key, *words))
 
     async def _call(
-        self, function: Callable[..., Awaitable[Result]], *args: object, timeout_s: float = CALL_S_MAX
-    ) -> Result:
+        self, function: Callable[..., Awaitable[Result]], *args: object, timeout_s: float = CALL_S_MAX,
+        is_answered: bool = True,
+    ) -> Result:  # fmt: skip
+        """Call the function. ``is_answered``: its result, or a refusal, is an answer of the server."""
         try:
             async with asyncio.timeout(timeout_s), self._turns:
-                with self._waits.asked() as answered, _translated(answered):
+                with self._waits.asked() as answered, _translated(heard := answered if is_answered else _not_heard):
                     found = await function(*args)
-                    answered()
+                    heard()
                     return found
         except TimeoutError as error:
             late = _Late(f"tiers.redis: no answer within {timeout_s} s: see tiers.redis.url")
@@ -270,6 +272,10 @@ def _state(was_set: object, holder: object, who: bytes) -> UploadState:
     TAKEN."""
     is_taken = not was_set and isinstance(holder, bytes) and holder != who
     return UploadState.TAKEN if is_taken else UploadState.FREE
+
+
+def _not_heard() -> None:
+    """Do nothing: no server has said anything."""
 
 
 @contextmanager

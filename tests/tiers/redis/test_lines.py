@@ -216,6 +216,22 @@ async def test_a_large_chunk_on_a_slow_line_is_no_stall(
                 await moving
 
 
+async def test_a_write_that_begins_while_the_server_is_silent_hides_no_stall(server: RedisServer) -> None:
+    """Which server is to be asked is known without it: that is no sign of life."""
+    with Proxy(server.path) as proxy:
+        host, port = proxy.address
+        async with redis_tier(f"redis://{host}:{port}") as tier:
+            what = await put(tier, chunk(1))
+            proxy.is_silent = True
+            waiting = asyncio.ensure_future(tier.open(what.name))
+            await asyncio.sleep(0.3)
+            moving = asyncio.ensure_future(put(tier, chunk(2)))
+            await asyncio.sleep(0.1)
+            assert tier.stalled_s() >= 0.35
+            proxy.mend()
+            await asyncio.gather(waiting, moving, return_exceptions=True)
+
+
 async def test_a_cancelled_read_touches_its_memory_no_more(server: RedisServer) -> None:
     with Proxy(server.path) as proxy:
         host, port = proxy.address
