@@ -153,6 +153,7 @@ class NodeDirectory:
         """The members that lived when they were last read, and when that was."""
         self._has_rival = False
         self._turns = asyncio.Semaphore(PIPELINES_AT_ONCE)
+        self._beating = asyncio.Lock()
 
     def _drawn(self) -> str:
         return self._random.bytes(INCARNATION_BYTES).hex()
@@ -173,19 +174,23 @@ class NodeDirectory:
         """Say that this node lives, and learn who else does; call it several times within ``LIVE_S``. False: Redis did
         not know this incarnation, and may have lost its entries. A node that may only read learns who lives before this
         raises PermissionDenied."""
+        async with self._beating:  # a beat of a former incarnation must not come after the end of that
+            return await self._beat()
+
+    async def _beat(self) -> bool:
         nodes = self._nodes
         time, heard = await self._asked([(nodes, ("TIME",)), (nodes, ("ZRANGE", nodes, 0, -1, "WITHSCORES"))])
         self._learn(_known(heard), time)
-        now_s = _seconds(_known(time))
+        now_s, formers = _seconds(_known(time)), set(self._formers)
         told = [
             ("ZADD", nodes, f"{now_s:.6f}", self._member),
-            ("ZREM", nodes, "", *self._formers),
+            ("ZREM", nodes, "", *formers),
             ("ZREMRANGEBYSCORE", nodes, "-inf", f"{now_s - FORGOTTEN_S:.6f}"),
         ]
         added, *_ = map(_known, await self._asked([(nodes, words) for words in told]))
         self._began_s = min(self._began_s, now_s)
         self._look_for_rival(heard)
-        self._formers.clear()
+        self._formers = deque((each for each in self._formers if each not in formers), FORMER_COUNT_MAX)
         return not added
 
     def _learn(self, heard: Sequence[bytes], time: Any) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 
@@ -172,6 +173,34 @@ async def test_a_redis_that_is_away_is_unavailable_and_found_again(server: Redis
         await a.tell({KEYS[0]: Tier.DRAM})
         await b.beat()
         assert (await b.where(KEYS[:1], TIMEOUT_S)).chunks == [{"a": Tier.DRAM}]
+
+
+async def test_a_beat_that_is_under_way_revives_no_incarnation_that_has_ended(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it told would count on, and the node would take itself for another one that has its name."""
+    async with node(server, "a") as a:
+        await a.beat()
+        going, ask_each = asyncio.Event(), a._servers.ask_each
+
+        async def held(commands: Sequence[Any]) -> list[Any]:
+            if any(words[0] == "ZADD" for _, words in commands):
+                await going.wait()
+            return await ask_each(commands)
+
+        a._servers.ask_each = held  # type: ignore[method-assign]  # its servers, when they are slow
+        beating = asyncio.ensure_future(a.beat())
+        await asyncio.sleep(0.05)
+        a._servers.ask_each = ask_each  # type: ignore[method-assign]  # and quick again
+        a.renew()
+        renewed = asyncio.ensure_future(a.beat())
+        await asyncio.sleep(0.05)
+        going.set()
+        await asyncio.gather(beating, renewed)
+        [members] = await ask_each([(a._nodes, ("ZRANGE", a._nodes, 0, -1))])
+        assert members == [a._member.encode()]
+        assert await a.beat()
+        assert "another node has this node's name" not in caplog.text
 
 
 class OddServers:
