@@ -57,6 +57,7 @@ class SharedCopies:
         self.lookup_s_max = use.lookup_s_max
         self.piece_bytes_max = use.piece_bytes_max
         self.write_policy = WritePolicy(use.write)
+        self.ends_with_us = use.ends_with_us
         self.rank = rank
         self.clock = clock
         self.breaker = Breaker(use.tier.name, clock)

@@ -115,7 +115,10 @@ def _build_redis(settings: Settings, world: World, owner: TierOwner) -> SharedUs
     )  # fmt: skip
     tier.begin()
     write = WritePolicy(redis.write)
-    return SharedUse(tier=tier, lookup_s_max=redis.lookup_s_max, write=write, piece_bytes_max=JOB_BYTES_MAX)
+    return SharedUse(
+        tier=tier, lookup_s_max=redis.lookup_s_max, write=write, piece_bytes_max=JOB_BYTES_MAX,
+        ends_with_us=redis.embedded,
+    )  # fmt: skip
 
 
 def _open_directory(settings: Settings, world: World, owner: str) -> NodeDirectory | None:

@@ -374,12 +374,13 @@ class WritePolicy(StrEnum):
 class SharedUse:
     """A shared tier, and how this node uses it: a lookup waits at most ``lookup_s_max`` seconds for the tier. A read of
     many bytes may have pieces of up to ``piece_bytes_max``; 0: the tier gains nothing by pieces that are larger than
-    any tier's."""
+    any tier's. ``ends_with_us``: True for an engine that this service runs itself: its chunks are lost with a stop."""
 
     tier: SharedTier
     lookup_s_max: float
     write: WritePolicy = WritePolicy.BACK
     piece_bytes_max: int = 0
+    ends_with_us: bool = False
 
 
 class NotOurs(Unavailable):

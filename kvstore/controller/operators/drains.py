@@ -44,8 +44,9 @@ class Drains:
         if not dry_run:
             self._claims.refusal = STORES_REFUSED
         turn, total, alone = self._turns.begin(), self._movement.backlog_count, Tally(0)
+        ending = {each.tier.name for each in self._movement.shared_tiers.tiers if each.ends_with_us}
         async for row in self._lost(turn):
-            if not any(row in each for each in self._movement.all_writes):
+            if not any(row in each for each in self._movement.all_writes if each.target.name not in ending):
                 total += self._write(row, alone, dry_run=dry_run)
         async for news in self.settle(total, dry_run=dry_run):
             if not news.is_last:
@@ -87,7 +88,9 @@ class Drains:
         """Return True when a tier certainly has the chunk after a stop."""
         return any(
             copies.durability >= Durability.LOCAL and copies.is_proven(row) for copies in self._table.copies
-        ) or any(shared.is_seen(row) for shared in self._movement.shared_tiers.tiers)  # fmt: skip
+        ) or any(
+            shared.is_seen(row) and not shared.ends_with_us for shared in self._movement.shared_tiers.tiers
+        )  # fmt: skip
 
     async def settle(self, total: int = 0, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Wait until the tiers have written all chunks of their backlogs, and in a drain until all stores have ended.
