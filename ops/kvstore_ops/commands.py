@@ -60,8 +60,9 @@ class Commands(TyperGroup):
         of a variable that is not set, and a command without the option would mean more chunks, or another tenant."""
         name, command, rest = super().resolve_command(ctx, args)
         for before, text in pairwise(["", *rest]):
-            option = before if not text else text[:-1] if text.endswith("=") else ""
-            if option.startswith("--"):
+            named, _, value = text.partition("=")
+            option = before if not text else named if named != text and not value else ""
+            if option.startswith("--") and option != "--":
                 raise InvalidRequest(f"{option} is empty: give it a value, or leave it out")
         return name, command, rest
 

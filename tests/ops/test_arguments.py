@@ -33,6 +33,11 @@ def test_an_option_without_a_value_never_means_all(option: str, arguments: tuple
     assert done.err == f"kvstore: {option} is empty: give it a value, or leave it out\n"
 
 
+@pytest.mark.parametrize("arguments", [("ls", "--model=bWQ1="), ("locate", "--", "")])
+def test_a_value_that_ends_with_an_equals_sign_is_one(arguments: tuple[str, ...]) -> None:
+    assert "is empty" not in run(*arguments).err
+
+
 @pytest.mark.parametrize(
     ("named", "arguments"),
     [
