@@ -44,7 +44,7 @@ class Pace:
     """Jobs of one pool of workers that have not ended, each with when it began, and the time at which a job last ended.
     ``grace_s`` of ``began``: a job that moves much may take so many seconds before it counts as late. A job that finds
     all of the ``thread_count`` threads at work waits for one of them: it is due no sooner than the first of their
-    jobs."""
+    jobs. 0: of a pool whose jobs have no grace, and are due as they began."""
 
     thread_count: int = 0
     given: dict[asyncio.Future[Any], float] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Pace:
 
     def began(self, job: asyncio.Future[Any], clock: Clock, grace_s: float = 0.0) -> None:
         due_s = clock.monotonic() + grace_s
-        if self.given and len(self.given) >= self.thread_count:
+        if 0 < self.thread_count <= len(self.given):
             due_s = max(due_s, min(self.given.values()))
         self.given[job] = due_s
         job.add_done_callback(partial(self._ended, clock))
