@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,10 @@ def test_the_doctor_leaves_nothing_in_a_server_that_the_sidecar_runs_itself(monk
     monkeypatch.setenv("KVSTORE__TIERS__REDIS__EMBEDDED_BYTES", "16 MiB")
     with Sidecar("--capacity", "16 MiB", nvme="32 MiB") as sidecar:
         monkeypatch.setenv("KVSTORE__SERVER__STATE_DIRECTORY", str(sidecar.directory))
+        left_behind = sidecar.directory / "redis" / "an-earlier-tenant" / "redis.sock"
+        left_behind.parent.mkdir()
+        with socket.socket(socket.AF_UNIX) as killed:
+            killed.bind(str(left_behind))
         done = run("doctor", "--socket", sidecar.socket_address.removeprefix("unix://"), "--shared", "--json")
         found = {each["subject"]: each for each in done.json}
         assert found["round through redis"]["health"] == "good", found["round through redis"]

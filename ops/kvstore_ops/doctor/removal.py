@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
+from contextlib import suppress
+from pathlib import Path
 
 from kvstore.config import RedisAddress, Settings
 from kvstore.errors import KVStoreError
@@ -31,7 +35,15 @@ def _addresses(settings: Settings) -> list[RedisAddress]:
     if not redis.embedded:
         return [RedisAddress.of(redis.url)] if redis.url else []
     found = sorted((settings.server.state_directory / "redis").glob("*/redis.sock"))
-    return [RedisAddress(kind="server", path=str(each)) for each in found]
+    return [RedisAddress(kind="server", path=str(each)) for each in found if _is_served(each)]
+
+
+def _is_served(path: Path) -> bool:
+    """Return False for a socket that a killed server left behind: what it had went with it."""
+    with socket.socket(socket.AF_UNIX) as line, suppress(OSError):
+        line.settimeout(ANSWER_S_MAX)
+        return line.connect_ex(str(path)) != errno.ECONNREFUSED
+    return True
 
 
 async def _removed_from_redis(settings: Settings, addresses: list[RedisAddress], storage_key: bytes) -> None:
