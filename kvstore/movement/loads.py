@@ -138,9 +138,12 @@ class Loads:
         self, rows: Sequence[int], room: RoomFor, layers: frozenset[int], fresh: list[Loading]
     ) -> tuple[list[Loading | None], MissReason]:
         found: list[Loading | None] = []
+        stalled: dict[str, bool] = {}  # a tier goes through all its calls to say so, and a long load has thousands
         for row in rows:
             loading = None if row in self._memory else self._loading.get(row)
-            if row not in self._memory and (loading is None or loading.lost or loading.source.is_stalled):
+            if loading is not None and loading.source.name not in stalled:
+                stalled[loading.source.name] = loading.source.is_stalled
+            if row not in self._memory and (loading is None or loading.lost or stalled[loading.source.name]):
                 source = self._source(row)
                 if source is not None and (loading is None or source.name != loading.source.name):
                     loading = self._start(row, source, room, layers)

@@ -152,7 +152,7 @@ MUTANTS = [
     Mutant(
         "a-load-that-hangs-on-the-device-hides-what-shared-tiers-have",
         LOADS,
-        " or loading.lost or loading.source.is_stalled):\n",
+        " or loading.lost or stalled[loading.source.name]):\n",
         " or loading.lost):\n",
         "a device that stalls keeps readers from what a shared tier has, too",
         (f"{MEANWHILE}::test_a_load_that_hangs_on_the_device_keeps_nobody_from_a_shared_tier",),

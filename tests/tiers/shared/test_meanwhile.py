@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.movement.sources import STALL_S
+from kvstore.movement.sources import STALL_S, LocalSource
 from kvstore.movement.writes import LANE_COUNT
 from kvstore.spec import MissReason, StoreState, Tier
 from tests.fakes import EngineSettings, EngineTier, ObjectSettings, ObjectTier, Switch
@@ -158,6 +158,23 @@ def test_a_load_that_hangs_on_the_device_keeps_nobody_from_a_shared_tier(
         await asyncio.sleep(60.0)
         stats = node.controller.stats()
         assert (stats.used_bytes, stats.loading_bytes) == (3 * node.layout.total_bytes, 0)
+
+    world.run(scenario)
+
+
+def test_who_joins_many_loads_asks_once_whether_their_tier_hangs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer costs a pass over all calls of the tier, of which a long load has thousands."""
+
+    async def scenario() -> None:
+        node, asked = world.one, list[LocalSource]()
+        await node.give(*PATH)
+        node.forget_memory()
+        first = asyncio.ensure_future(node.fetch(*PATH))
+        while not node.controller.stats().loading_bytes:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0)
+        monkeypatch.setattr(LocalSource, "is_stalled", property(asked.append))
+        assert await node.fetch(*PATH) == await first == (3, MissReason.NONE)
+        assert len(asked) == 1
 
     world.run(scenario)
 
