@@ -107,6 +107,8 @@ class Loads:
         self._counters = counters
         self._meters = meters
         self._loading: dict[int, Loading] = {}
+        self._gave_s: dict[str, float] = {}
+        """When each tier last gave a load something."""
         self._tracing = tracing
         self._queue: asyncio.Queue[tuple[list[Loading], ContextVars]] = asyncio.Queue(LOAD_COUNT_MAX)
         """Batches to be read, each with the trace and log context of its request."""
@@ -142,7 +144,7 @@ class Loads:
         for row in rows:
             loading = None if row in self._memory else self._loading.get(row)
             if loading is not None and loading.source.name not in stalled:
-                stalled[loading.source.name] = loading.source.is_stalled
+                stalled[loading.source.name] = self._hangs(loading.source)
             if row not in self._memory and (loading is None or loading.lost or stalled[loading.source.name]):
                 source = self._source(row)
                 if source is not None and (loading is None or source.name != loading.source.name):
@@ -154,6 +156,12 @@ class Loads:
                     return found, self._why_lost(row, loading)
             found.append(loading)
         return found, MissReason.NONE
+
+    def _hangs(self, source: ChunkSource) -> bool:
+        """Return True when a tier is stalled and gives its loads nothing. A device whose syncs take long may go on
+        reading: what is on its way from there is waited for."""
+        gave_s = self._gave_s.get(source.name, float("-inf"))
+        return source.is_stalled and self._meters.clock.monotonic() - gave_s > STALL_S
 
     def _why_lost(self, row: int, loading: Loading | None) -> MissReason:
         """Return why a chunk cannot be had now. It is not evicted while a tier of the node that does not answer has
@@ -259,6 +267,7 @@ class Loads:
         if stored is None:
             self._lost(loading, MissReason.EVICTED, "it is gone")
             return None
+        self._gave_s[loading.source.name] = self._meters.clock.monotonic()
         return stored
 
     async def _answer(self, loading: Loading, call: Awaitable[Result]) -> Result:
@@ -308,6 +317,7 @@ class Loads:
         except KVStoreError as error:
             await self._lose(loading, error)
             return
+        self._gave_s[loading.source.name] = self._meters.clock.monotonic()
         byte_count = sum(loading.layout.slabs[slab].byte_count for slab in slabs)
         self._counters.add_of(loading.source.name, "verified_bytes", byte_count)
         if stored.header.encoding == "raw" and not loading.lost:

@@ -162,6 +162,27 @@ def test_a_load_that_hangs_on_the_device_keeps_nobody_from_a_shared_tier(
     world.run(scenario)
 
 
+def test_a_load_that_goes_on_beside_a_long_sync_is_not_begun_elsewhere(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is stalled as a whole, and gives what was asked for. The shared tier gives nothing: who asked it anew
+    would lose what is on its way."""
+
+    async def scenario() -> None:
+        node = world.one
+        await node.give(*PATH)
+        node.forget_memory()
+        with monkeypatch.context() as slow:
+            slow.setattr(node.nvme._readers._chance, "uniform", lambda *_: 1.0)  # type: ignore[attr-defined]  # a twin's
+            first = asyncio.ensure_future(node.fetch(*PATH))
+            await asyncio.sleep(1.5)
+            slow.setattr(node.nvme, "stalled_s", lambda: STALL_S + 1.0)
+            world.switches.turn_on(Switch.STALLED)
+            assert await node.fetch(*PATH) == await first == (3, MissReason.NONE)
+
+    world.run(scenario)
+
+
 def test_who_joins_many_loads_asks_once_whether_their_tier_hangs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer costs a pass over all calls of the tier, of which a long load has thousands."""
 
