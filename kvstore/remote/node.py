@@ -82,12 +82,13 @@ class Node:
         task.add_done_callback(self._releasing.discard)
 
     async def _released(self, session: SidecarSession, lease_id: int) -> None:
-        request = pb.ReleaseRequest(lease_ids=[lease_id])
+        request, pause_s = pb.ReleaseRequest(lease_ids=[lease_id]), RETRY_S
         while session.is_open:
             call = self.cache.Release(request, timeout=RELEASE_TIMEOUT_S, metadata=session.metadata)
             if await call.code() not in UNANSWERED:
                 return
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RELEASE_TIMEOUT_S)  # where it is too busy, many leases may be coming back
 
     def close_session(self, session: SidecarSession) -> None:
         self._sessions.pop(session.secret, None)

@@ -26,6 +26,7 @@ WANTED = {
     "wait_for_save": (),
     "get_finished": ("finished_req_ids",),
     "get_block_ids_with_load_errors": (),
+    "build_connector_worker_meta": (),
     "bind_connector_metadata": ("connector_metadata",),
     "shutdown": (),
 }
