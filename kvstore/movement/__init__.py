@@ -29,7 +29,7 @@ where a chain continues beyond the chunks of the node.
 from kvstore.movement.accounts import TierAccount
 from kvstore.movement.clearing import Fate, Meant
 from kvstore.movement.levels import LevelsReached
-from kvstore.movement.loads import Loading
+from kvstore.movement.loading import Loading
 from kvstore.movement.meters import MeasuredTier, TierMeters
 from kvstore.movement.movement import Movement, MovementParts
 from kvstore.movement.reach import Beyond, ChunkHint

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Context as ContextVars
 from contextvars import copy_context
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -16,8 +15,9 @@ import numpy as np
 
 from kvstore.arena import Arena, Placement
 from kvstore.catalog import ROOT_ROW, Catalog, MappedCopies
-from kvstore.chunk import ChunkHeader, ChunkLayout, StripMemory, pack_header, raw_header, slab_runs, write_mark
+from kvstore.chunk import ChunkHeader, StripMemory, pack_header, raw_header, slab_runs, write_mark
 from kvstore.errors import DataLoss, KVStoreError, Unavailable
+from kvstore.movement.loading import Loading
 from kvstore.movement.meters import TierMeters
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.pieces import later_pieces, piece_bytes_of, pieces_in_order
@@ -42,48 +42,6 @@ CALLS_AT_ONCE = 64
 _log = logging.getLogger("kvstore.movement")
 Result = TypeVar("Result")
 RoomFor = Callable[[tuple[int, ...]], Placement | None]
-
-
-@dataclass(eq=False)
-class Loading:
-    """A chunk on its way to memory. ``landed`` is the bitmap of slabs that have arrived and are verified; ``first`` are
-    the layers that a reader waits for (none: all alike), ``pieces`` its reads in order; ``lost`` says why the load
-    failed; ``is_entered``: memory took the placement, and frees it, perhaps before the load has ended."""
-
-    row: int
-    source: ChunkSource
-    layout: ChunkLayout
-    placement: Placement
-    landed: int = 0
-    lost: MissReason = MissReason.NONE
-    is_entered: bool = False
-    is_done: bool = False
-    first: frozenset[int] = frozenset()
-    pieces: Sequence[range] = ()
-    listeners: dict[asyncio.Event, None] = field(default_factory=dict)
-    """Events of the waiting readers, set in the order in which the readers came."""
-
-    @property
-    def slab_count(self) -> int:
-        return len(self.layout.slabs)
-
-    @property
-    def is_provisional(self) -> bool:
-        return False
-
-    @property
-    def has_landed(self) -> bool:
-        return self.landed == (1 << self.slab_count) - 1
-
-    def changed(self) -> None:
-        for listener in self.listeners:
-            listener.set()
-
-    def slab_landed(self, slabs: range) -> None:
-        """Mark slabs as landed and tell the waiting readers."""
-        for slab in slabs:
-            self.landed |= 1 << slab
-        self.changed()
 
 
 class Loads:

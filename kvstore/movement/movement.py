@@ -19,7 +19,8 @@ from kvstore.movement.clearing import Clearing
 from kvstore.movement.demotion import Demotions
 from kvstore.movement.eviction import Eviction
 from kvstore.movement.levels import Levels, LevelsReached, SharedWrites
-from kvstore.movement.loads import Loading, Loads
+from kvstore.movement.loading import Loading
+from kvstore.movement.loads import Loads
 from kvstore.movement.meters import TierMeters
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.readbacks import ReadBacks

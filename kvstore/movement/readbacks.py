@@ -7,7 +7,8 @@ import asyncio
 from contextlib import suppress
 
 from kvstore.catalog import Catalog, MappedCopies, RowIdentity
-from kvstore.movement.loads import Loading, Loads
+from kvstore.movement.loading import Loading
+from kvstore.movement.loads import Loads
 from kvstore.movement.removal import Removal
 from kvstore.spec import MissReason
 from kvstore.telemetry import Counters

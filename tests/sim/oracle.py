@@ -14,7 +14,7 @@ from kvstore.catalog import NOWHERE, Copies
 from kvstore.chunk import ChunkLayout
 from kvstore.controller import Settled
 from kvstore.errors import DataLoss
-from kvstore.movement.loads import Loading
+from kvstore.movement.loading import Loading
 from kvstore.seams.memory import Bytes
 from kvstore.spec import Durability, Exactness, MissReason, Provenance
 from kvstore.tiers.nvme import Regions
