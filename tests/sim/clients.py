@@ -242,7 +242,7 @@ class Client:
         """Take what lands, checking it as it does. Returns the positions that were lost."""
         chance, lost = self._chance, set()
         have = {position: 0 for position, chunk in enumerate(result.chunks) if chunk.loading}
-        pause_s = chance.choice((0.0, 0.0, 0.0003, 4.0))
+        pauses = [chance.choice((0.0, 0.0, 0.0003, 4.0))] * 2  # more would take longer than the service may
         async for news in self._controller.arrivals(result, None):
             for arrival in news:
                 position, landed = arrival.position, arrival.landed
@@ -252,7 +252,7 @@ class Client:
                     lost.add(position)
                 self._judge.check_bytes(self.session, chain, result, position, fresh, is_lost=bool(arrival.lost))
                 have[position] = landed
-            if pause_s:
+            if pauses and (pause_s := pauses.pop()):
                 await asyncio.sleep(pause_s)
         for position, landed in have.items():
             slabs = len(result.chunks[position].placement.pieces) - 1
