@@ -179,7 +179,7 @@ def check(copy: Future[Result]) -> None:
 def stopped(copies: Iterable[Future[Result]], timeout_s: float | None) -> bool:
     """Cancel the copies that have not begun, and wait for the others (``timeout_s`` None: without limit). Returns False
     while a copy may still be running. Whoever is interrupted meanwhile still waits: the copies may write to memory that
-    is given back. The interrupt is raised once none runs any more."""
+    is given back. The interrupt is raised once none runs any more; where one still may, False goes before it."""
     running = [each for each in copies if not each.cancel()]
     until_s = None if timeout_s is None else _clock.monotonic() + timeout_s
     interrupt: KeyboardInterrupt | None = None

@@ -30,7 +30,7 @@ class ChainQuery(NamedTuple):
     """For a fetch: the layers that its caller waits for, which are read first; empty: all."""
     provenance: Provenance = Provenance.IN_CONTEXT
     is_ahead: bool = False
-    """For a fetch: no engine reads what it brings, so it spared none a prefill."""
+    """True for a fetch whose bytes no engine reads: it spared none a prefill."""
 
 
 class UsedChain(NamedTuple):

@@ -178,7 +178,7 @@ async def test_a_redis_that_is_away_is_unavailable_and_found_again(server: Redis
 async def test_a_beat_that_is_under_way_revives_no_incarnation_that_has_ended(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it told would count on, and the node would take itself for another one that has its name."""
+    """A former incarnation would count on, and the node would take it for another node that has its name."""
     async with node(server, "a") as a:
         await a.beat()
         going, ask_each = asyncio.Event(), a._servers.ask_each

@@ -201,7 +201,7 @@ def slowly(rig: Rig) -> None:
 
         return real(late)
 
-    rig.threads.submit = submit  # type: ignore[method-assign]
+    rig.threads.submit = submit  # type: ignore[method-assign]  # a slow thread
 
 
 @pytest.mark.parametrize("act", ["fetch", "store", "put"])
@@ -260,7 +260,7 @@ def test_who_is_interrupted_while_copies_are_begun_leaves_none_behind(
             raise KeyboardInterrupt
         return real(function, *args)
 
-    rig.threads.submit = submit  # type: ignore[method-assign]
+    rig.threads.submit = submit  # type: ignore[method-assign]  # an interrupt between two copies
     with pytest.raises(KeyboardInterrupt):
         if act == "layers":
             list(rig.client.fetch_layers(SPEC, tokens, into=places))

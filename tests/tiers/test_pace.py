@@ -13,7 +13,7 @@ from tests.simulated.clock import ManualClock
 
 @pytest.mark.parametrize(("thread_count", "late_s"), [(0, 3.0), (1, 0.0), (2, 3.0)])
 def test_a_job_waits_for_others_where_they_have_all_threads(thread_count: int, late_s: float) -> None:
-    """Else it is late by itself, and nothing is asked of the others: a load begins thousands of jobs."""
+    """Where a thread is free a job is late by itself. It asks nothing of others: a load begins thousands."""
 
     async def scenario() -> None:
         clock, pace = ManualClock(), Pace(thread_count)

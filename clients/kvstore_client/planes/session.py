@@ -35,7 +35,7 @@ Call = TypeVar("Call")
 UNANSWERED_BY = types.MappingProxyType(
     {"UNAVAILABLE": "the sidecar is gone", "DEADLINE_EXCEEDED": "the sidecar did not answer in time"}
 )
-"""What a call without an answer of a sidecar came to, by its status."""
+"""By its status, the words for a call that no sidecar answered: gRPC's own name no sidecar."""
 MODELS_MAX = 1024
 """Models that a session remembers as registered; up to twice as many while it can register them again."""
 _calls: weakref.WeakSet[object] = weakref.WeakSet()

@@ -12,8 +12,8 @@ ATTENTION = "suffix_attention"
 
 
 class Asking(StrEnum):
-    """What is asked: a model over its own caches; a sibling over that model's; or the model again, with other prompts
-    and a few rows, of which the first was chosen before any of these prompts was asked."""
+    """The subject of a run: a model asked over its own caches; a sibling over that model's; or the model again, with
+    other prompts and a few rows, of which the first was chosen before any of these prompts was asked."""
 
     OWN = "reuse"
     SIBLING = "reuse-sibling"

@@ -18,7 +18,7 @@ NOTHING = SimpleNamespace(
 
 
 def report(number: int, *received: str) -> Any:
-    """What the workers say after the step of that number."""
+    """Return the workers' report of the step of that number."""
     return SimpleNamespace(
         finished_recving=set(received) or None, invalid_block_ids=set(),
         kv_connector_worker_meta=SimpleNamespace(number=number),
