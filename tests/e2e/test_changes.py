@@ -118,6 +118,7 @@ def test_over_a_restart_the_evicted_stays_gone_and_the_unnamed_is_told_and_evict
             assert client.store(there.spec, there.tokens, cache, hidden=hidden).wait(20) is Durability.LOCAL
             assert run("evict", "--model", gone.name, "--yes", "--socket", socket).code == 0
         own.stop()
+        (own.directory / "models" / "default.json").unlink()  # as after an earlier release
         own.start()
         assert models() == [("", 1), ("", 1), ("", 3)]  # a namespace each: nobody has come yet
         with connect(own.address) as client:

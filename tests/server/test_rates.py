@@ -184,7 +184,12 @@ def test_speeds_of_engines_are_kept() -> None:
             (told,) = stats_of(sidecar).engines
         sidecar.stop()
         sidecar.start()
-        assert not stats_of(sidecar).engines, "nobody has registered the model since"
+        (again,) = stats_of(sidecar).engines
+        assert again == told
+        sidecar.stop()
+        (sidecar.directory / "models" / "default.json").unlink()
+        sidecar.start()
+        assert not stats_of(sidecar).engines, "nobody knows the model"
         with connect(sidecar.address) as client:
             client.lookup(SPEC, tokens_of(64))
             (again,) = stats_of(sidecar).engines
