@@ -31,8 +31,8 @@ class ServerSettings:
 
     state_directory: Path
     """Directory of the lock, the list of chunks that were on the device before it was sealed, the measured speeds of
-    tiers and engines, registered models and profiles, the count of tokens fetched in the last 48 hours, and the device
-    tier unless it is elsewhere.
+    tiers and engines, registered models and profiles, pins, the count of tokens fetched in the last 48 hours, and the
+    device tier unless it is elsewhere.
     Default: `$XDG_STATE_HOME/kvstore`, else `~/.local/state/kvstore`."""
     socket_directory: Path
     """Directory of `kvstore.sock` (gRPC) and `data.sock` (hand-off of memory). Default: `$XDG_RUNTIME_DIR/kvstore`,

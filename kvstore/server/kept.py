@@ -134,7 +134,7 @@ class KeptFile:
             return
         except (OSError, InvalidRequest) as error:
             reason = error.message if isinstance(error, InvalidRequest) else str(error)
-            _log.warning(f"{self._said} are learned anew", extra={"path": str(self.path), "reason": reason})
+            _log.warning(f"{self._said} of the last start are lost", extra={"path": str(self.path), "reason": reason})
 
     async def follow(self, clock: Clock, workers: Workers) -> None:
         """Write the file whenever there is news, for ever."""
@@ -170,7 +170,10 @@ def kept_files(directory: Path, disk: Disk, parts: Parts, engines: Engines) -> l
     ]
 
 
-def models_file(directory: Path, disk: Disk, parts: Parts) -> KeptFile:
-    """Return the file that is loaded when a tenant's tiers are in use."""
-    path = directory / "models" / f"{parts.keys.tenant}.json"
-    return KeptFile(path, disk, KeptModels(parts.catalog), "registered models", SOON_S)
+def later_files(directory: Path, disk: Disk, parts: Parts) -> list[KeptFile]:
+    """Return the files that are loaded in this order when a tenant's tiers are in use, of whose content they tell."""
+    name = f"{parts.keys.tenant}.json"
+    return [
+        KeptFile(directory / "models" / name, disk, KeptModels(parts.catalog), "registered models", SOON_S),
+        KeptFile(directory / "pins" / name, disk, parts.pins, "pins", SOON_S),
+    ]

@@ -26,7 +26,7 @@ from kvstore.seams import EnvelopeRing, TenantKeys
 from kvstore.server.announcing import Announcer
 from kvstore.server.descriptors import HELLO_COUNT_MAX
 from kvstore.server.handoff import Handoff
-from kvstore.server.kept import kept_files, models_file
+from kvstore.server.kept import kept_files, later_files
 from kvstore.server.operators import AdminService
 from kvstore.server.outbox import IN_FLIGHT_SHARE, Outbox
 from kvstore.server.places import CallPlaces, CountedHealth, CountedReflection
@@ -89,7 +89,7 @@ class Tenant:
         self.prefills = PartialPrefills(self._parts, self.controller.lookups, self.controller.tickets)
         state = settings.server.state_directory
         self._kept = kept_files(state, world.disk, self._parts, self.prefills.engines)
-        self._models = models_file(state, world.disk, self._parts)
+        self._kept_later = later_files(state, world.disk, self._parts)
         self._server, self._health = _grpc_server(self.controller, self.operators, self.prefills, self._parts, world)
         self._listener: Any = None
         self.tasks: list[asyncio.Task[None]] = []
@@ -110,12 +110,13 @@ class Tenant:
             for kept in self._kept:
                 kept.load()
             await self._attach()
-            self._models.load()
+            for kept in self._kept_later:
+                kept.load()
             await self._server.start()
             await _report_healthy(self._health)
             self.sockets.give(self.sockets.grpc)
             self._begin(group, self.controller.run())
-            for kept in (*self._kept, self._models):
+            for kept in (*self._kept, *self._kept_later):
                 self._begin(group, kept.follow(self._world.clock, self._world.prefaulting))
             if self._announcer is not None:
                 self._begin(group, self._announcer.run())
@@ -170,7 +171,7 @@ class Tenant:
             if self._announcer is not None:
                 await self._announcer.close()
             await self.controller.detach()
-            for kept in (*self._kept, self._models):
+            for kept in (*self._kept, *self._kept_later):
                 kept.save()
 
     async def abandon(self) -> None:

@@ -1,4 +1,4 @@
-"""Models are known over restarts: what the device kept has names and sizes before any engine comes."""
+"""Models and pins are kept over restarts: what is on the device has its names and sizes before any engine comes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ def test_after_a_crash_operators_act_on_models_before_any_engine_comes() -> None
             assert client.store(there.spec, first, cache, hidden=hidden).wait(20) is Durability.LOCAL
             before = run("ls", "--model", there.name, "--json", "--socket", socket).json["chunks"]
             eventually((own.directory / "models" / "default.json").exists)
+            assert run("pin", "--digest", there.digests[1], "--for", "1 h", "--socket", socket).code == 0
+            eventually((own.directory / "pins" / "default.json").exists)
         own.stop(kill=True)
         own.start()
         (found,) = run("models", "--json", "--socket", socket).json
@@ -33,8 +35,11 @@ def test_after_a_crash_operators_act_on_models_before_any_engine_comes() -> None
         assert sizes[0] == sizes[1]
         done = run("verify", "--model", there.name, "--json", "--socket", socket)
         assert done.json["outcomes"] == {"nvme: read": {"chunk_count": 3, "byte_count": found["byte_count"]}}
-        assert run("pin", "--digest", there.digests[0], "--socket", socket).code == 0
-        assert run("unpin", "--digest", there.digests[0], "--socket", socket).code == 0
+        assert sum(each["is_pinned"] for each in after) == 2  # the last of the chain, and what it hangs on
+        own.stop()
+        own.start()  # a clean stop keeps it, too
+        assert run("evict", "--model", there.name, "--yes", "--socket", socket).code == 10
+        assert run("unpin", "--digest", there.digests[1], "--socket", socket).code == 0
         with connect(own.address) as client, client.watch() as events:
             there.client = client
             assert there.hit_count == 2 * STEP

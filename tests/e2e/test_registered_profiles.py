@@ -323,7 +323,7 @@ def test_it_is_there_after_a_restart_and_a_damaged_file_is_left_alone(own_sideca
     own_sidecar.start()
     with connect(own_sidecar.address) as client:
         assert kept(client, spec) == b""
-    assert "registered profiles are learned anew" in (own_sidecar.directory / "log").read_text()
+    assert "registered profiles of the last start are lost" in (own_sidecar.directory / "log").read_text()
 
 
 def test_they_are_bounded_and_the_one_that_nobody_asks_for_goes(monkeypatch: pytest.MonkeyPatch) -> None:

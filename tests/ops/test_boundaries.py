@@ -36,7 +36,7 @@ def test_settings_that_are_named_are_there(page: str) -> None:
 
 def test_the_versions_of_the_table_are_the_codes() -> None:
     rows = re.findall(r"^\| [^|]+ \| [^|]+ \| v?(\d+) \| `([\w/]+)\.py:(\w+)` \|", UPGRADE, re.MULTILINE)
-    assert len(rows) == 10
+    assert len(rows) == 11
     for version, path, name in rows:
         value = getattr(importlib.import_module(path.replace("/", ".")), name)
         assert str(value).removeprefix("v") == version, path

@@ -97,8 +97,8 @@ def pin(
 ) -> None:
     """Protect chunks, and their ancestors, from eviction. Either all selected chunks are pinned, or none.
 
-    A pin outlives this command. It ends by `kvstore unpin`, after --for, and when the service stops: it is not kept
-    over a restart. limits.pin_bytes_max bounds all pins of a tenant.
+    A pin outlives this command. It ends by `kvstore unpin`, and after --for. A restart keeps it for a chunk that is on
+    the device. limits.pin_bytes_max bounds all pins of a tenant.
 
     Example: kvstore pin --model my-model --prompt system-prompt.json --for '8 h'
     """
