@@ -189,10 +189,10 @@ class Life:
 
     def _ran(self, task: asyncio.Task[None]) -> None:
         """The service's own tasks never end by themselves."""
+        error = None if task.cancelled() else task.exception()  # asked in any case: else asyncio prints it
         if task.cancelled() or self.is_over:
             self.over.set()
             return
-        error = task.exception()
         failures = [error] if not isinstance(error, BaseExceptionGroup) else list(error.exceptions)
         while any(isinstance(each, BaseExceptionGroup) for each in failures):
             failures = [
