@@ -125,6 +125,8 @@ class KeptFile:
         self._learned = learned
         self._said = said
         self._interval_s = interval_s
+        self._is_owed = False
+        """True while there is news that was packed, and is not in the file: nobody could write it."""
 
     def load(self) -> None:
         """Begin with the knowledge of the last start. A file that cannot be read is left alone, with a warning."""
@@ -137,26 +139,39 @@ class KeptFile:
             _log.warning(f"{self._said} of the last start are lost", extra={"path": str(self.path), "reason": reason})
 
     async def follow(self, clock: Clock, workers: Workers) -> None:
-        """Write the file whenever there is news, for ever."""
+        """Write the file whenever there is news, for ever; where it cannot be written, again every
+        ``SAVE_INTERVAL_S``."""
         while True:
-            await clock.sleep(self._interval_s)
-            if self._learned.is_changed:
+            await clock.sleep(SAVE_INTERVAL_S if self._is_owed else self._interval_s)
+            if self._has_news:
                 try:
-                    await done(workers, self._write, self._learned.pack())
+                    await done(workers, self._write, self._packed())
                 except Unavailable as error:
-                    _log.warning(f"{self._said} are not kept", extra={"reason": error.message})
+                    self._warn(error.message)
 
     def save(self) -> None:
         """Write the file if there is news. Blocks."""
-        if self._learned.is_changed:
-            self._write(self._learned.pack())
+        if self._has_news:
+            self._write(self._packed())
+
+    @property
+    def _has_news(self) -> bool:
+        return self._is_owed or self._learned.is_changed
+
+    def _packed(self) -> bytes:
+        self._is_owed = True
+        return self._learned.pack()
 
     def _write(self, data: bytes) -> None:
         try:
             self._disk.make_directory(self.path.parent)
             replace_whole(self._disk, self.path, data)
+            self._is_owed = False
         except (OSError, Unavailable) as error:
-            _log.warning(f"{self._said} are not kept", extra={"path": str(self.path), "reason": str(error)})
+            self._warn(str(error))
+
+    def _warn(self, reason: str) -> None:
+        _log.warning(f"{self._said} are not kept", extra={"path": str(self.path), "reason": reason})
 
 
 def kept_files(directory: Path, disk: Disk, parts: Parts, engines: Engines) -> list[KeptFile]:

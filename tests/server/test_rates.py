@@ -48,18 +48,25 @@ class Refusing:
         return None
 
 
-async def test_a_write_that_nobody_makes_ends_nothing(tmp_path: Path) -> None:
+async def test_a_write_that_nobody_makes_ends_nothing_and_is_owed(tmp_path: Path) -> None:
     clock = ManualClock()
     meters = TierMeters(clock)
     kept = KeptFile(tmp_path / "rates" / "default.json", SystemDisk(), KeptRates(meters), "rates of tiers")
-    for workers, is_there in ((Refusing(), False), (InlineWorkers(), True)):
-        meters.began("nvme", Tier.NVME, 1 << 20)
-        clock.advance(0.1)
-        meters.ended("nvme", 1 << 20, has_come=True)
+    meters.began("nvme", Tier.NVME, 1 << 20)
+    clock.advance(0.1)
+    meters.ended("nvme", 1 << 20, has_come=True)
+    (tmp_path / "rates").write_text("no directory")
+    for workers, is_there in ((Refusing(), False), (InlineWorkers(), False), (InlineWorkers(), True)):
+        if is_there:
+            (tmp_path / "rates").unlink()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await kept.follow(clock, workers)
+        assert not meters.is_changed
         assert kept.path.exists() == is_there
+    kept.path.unlink()
+    kept.save()
+    assert not kept.path.exists(), "no news since"
 
 
 def stats_of(sidecar: Sidecar) -> admin_pb2.StatsResponse:
