@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from base64 import b64decode, b64encode
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from google.protobuf.message import DecodeError
 from kvstore.catalog import Catalog
 from kvstore.controller import Parts
 from kvstore.controller.prefills import Engines
-from kvstore.errors import Exhausted, InvalidRequest, Unavailable
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.keys import fingerprint
 from kvstore.movement import TierMeters
 from kvstore.planning.kept import KeptForm, text_of
@@ -73,8 +74,11 @@ class KeptModels:
     that routers hear of them and operators can act on them before an engine comes. Load it when the tiers are in use.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, model_count_max: int) -> None:
+        """``model_count_max``: the limit of models. Half of it stays free at the start: a model with chunks keeps its
+        place, and engines may come with new ones."""
         self._catalog = catalog
+        self._count_max = model_count_max // 2
         self._packed: dict[bytes, str] = {}
         """Specs as the file has them, by fingerprint: to pack one takes 0.1 ms, in which the service answers nobody."""
 
@@ -95,18 +99,14 @@ class KeptModels:
         return MODELS.pack_texts(texts)
 
     def unpack(self, data: bytes) -> None:
-        """Register the models of an earlier start. One that this release refuses, or understands as another model, and
-        those beyond limits.model_count_max, are left out: their engines register them."""
-        found = {name: packed for name, packed in MODELS.unpack(data).items() if isinstance(packed, str)}
-        for name, packed in reversed(found.items()):  # the one used last comes last, as it was
-            try:
+        """Register the models of an earlier start, those that were used last. One that this release refuses, or
+        understands as another model, is left out: its engine registers it."""
+        found = [(name, packed) for name, packed in MODELS.unpack(data).items() if isinstance(packed, str)]
+        for name, packed in reversed(found[: self._count_max]):  # the one used last comes last, as it was
+            with suppress(DecodeError, ValueError, InvalidRequest):
                 spec = spec_from_message(pb.ModelSpec.FromString(b64decode(packed, validate=True)))
                 if fingerprint(spec, spec.kind).hex() == name:
                     self._packed[self._catalog.register(spec).fingerprint] = text_of(packed)
-            except (DecodeError, ValueError, InvalidRequest):
-                continue
-            except Exhausted:
-                return
 
 
 def _packed(spec: ModelSpec) -> str:
@@ -189,6 +189,12 @@ def later_files(directory: Path, disk: Disk, parts: Parts) -> list[KeptFile]:
     """Return the files that are loaded in this order when a tenant's tiers are in use, of whose content they tell."""
     name = f"{parts.keys.tenant}.json"
     return [
-        KeptFile(directory / "models" / name, disk, KeptModels(parts.catalog), "registered models", SOON_S),
+        KeptFile(
+            directory / "models" / name,
+            disk,
+            KeptModels(parts.catalog, parts.limits.model_count_max),
+            "registered models",
+            SOON_S,
+        ),
         KeptFile(directory / "pins" / name, disk, parts.pins, "pins", SOON_S),
     ]

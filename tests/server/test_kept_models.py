@@ -19,8 +19,15 @@ from tests.simulated import BytearrayMemory
 from tests.specs import odd_spec, small_spec
 
 
-def catalog_of(model_count_max: int = 16) -> Catalog:
+COUNT_MAX = 16
+
+
+def catalog_of(model_count_max: int = COUNT_MAX) -> Catalog:
     return Catalog(model_count_max, BytearrayMemory(), 64)
+
+
+def kept_of(catalog: Catalog) -> KeptModels:
+    return KeptModels(catalog, COUNT_MAX)
 
 
 def spec_of(number: int) -> Any:
@@ -31,7 +38,7 @@ def packed(count: int) -> tuple[bytes, list[bytes]]:
     """The file of so many models, and their fingerprints in the order of their use."""
     catalog = catalog_of()
     names = [catalog.register(spec_of(number)).fingerprint for number in range(count)]
-    return KeptModels(catalog).pack(), names
+    return kept_of(catalog).pack(), names
 
 
 def test_every_kind_of_model_comes_back_as_it_was() -> None:
@@ -42,9 +49,9 @@ def test_every_kind_of_model_comes_back_as_it_was() -> None:
     ]  # fmt: skip
     for spec in specs:
         first.register(spec)
-    models = KeptModels(first)
+    models = kept_of(first)
     assert models.is_changed
-    KeptModels(again).unpack(models.pack())
+    kept_of(again).unpack(models.pack())
     assert not models.is_changed
     assert [each.spec for each in again.models.values()] == specs
     assert again.models.keys() == first.models.keys()
@@ -53,7 +60,7 @@ def test_every_kind_of_model_comes_back_as_it_was() -> None:
 def test_news_is_a_model_that_came_or_was_forgotten() -> None:
     data, names = packed(2)
     catalog = catalog_of(model_count_max=2)
-    models = KeptModels(catalog)
+    models = kept_of(catalog)
     models.unpack(data)
     assert not models.is_changed
     catalog.register(spec_of(1))
@@ -66,14 +73,14 @@ def test_news_is_a_model_that_came_or_was_forgotten() -> None:
 
 def test_past_the_limits_those_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     data, names = packed(5)
-    few = catalog_of(model_count_max=2)
-    KeptModels(few).unpack(data)
-    assert list(few.models) == names[3:]
+    few = catalog_of(model_count_max=5)
+    KeptModels(few, 5).unpack(data)
+    assert list(few.models) == names[3:], "new ones find room"
     (size,) = {len(each) + 2 for each in MODELS.unpack(data).values()}
     monkeypatch.setattr(kept, "MODELS_BYTES_MAX", 3 * size + 1)
     data, names = packed(5)
     some = catalog_of()
-    KeptModels(some).unpack(data)
+    kept_of(some).unpack(data)
     assert list(some.models) == names[2:]
 
 
@@ -88,7 +95,7 @@ def test_a_spec_that_is_another_models_or_none_registers_nothing() -> None:
     found["01" * 32] = "not base64!"
     found["02" * 32] = b64encode(b"\xff" * 9).decode()
     catalog = catalog_of()
-    models = KeptModels(catalog)
+    models = kept_of(catalog)
     models.unpack(MODELS.pack(found))
     assert list(catalog.models) == names[2:]
 
@@ -99,7 +106,7 @@ def test_a_file_that_is_none_is_left_alone(tmp_path: Path, change: bytes) -> Non
     path.parent.mkdir()
     path.write_bytes(change)
     catalog = catalog_of()
-    KeptFile(path, SystemDisk(), KeptModels(catalog), "registered models").load()
+    KeptFile(path, SystemDisk(), kept_of(catalog), "registered models").load()
     assert not catalog.models
     assert path.read_bytes() == change
 
@@ -110,4 +117,4 @@ def test_a_changed_byte_of_a_file_is_seen() -> None:
     text = whole["models"][names[0].hex()]
     whole["models"][names[0].hex()] = ("A" if text[0] != "A" else "B") + text[1:]
     with pytest.raises(InvalidRequest, match="digest"):
-        KeptModels(catalog_of()).unpack(json.dumps(whole).encode())
+        kept_of(catalog_of()).unpack(json.dumps(whole).encode())
