@@ -18,7 +18,6 @@ from kvstore.wire import spec_to_message
 from tests.simulated import BytearrayMemory
 from tests.specs import odd_spec, small_spec
 
-
 COUNT_MAX = 16
 
 
