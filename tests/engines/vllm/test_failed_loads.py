@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,6 +47,25 @@ def test_a_load_that_fails_is_told_and_not_tried_again(sidecar: Sidecar, load: s
     other = request("c", tokens_of(42, 20 if load == "async" else 21))
     assert engine.admit(other, blocks) == 0
     assert engine.compute(other, blocks, 0, 42).saves
+    engine.close()
+
+
+def test_a_load_that_fails_holds_nothing_any_longer(own_sidecar: Sidecar) -> None:
+    """Its ticket would hold the chunks until it is too old, at the cost of other prompts."""
+    tokens = tokens_of(42, 22)
+    engine = Engine(own_sidecar.address)
+    engine.keep(request("a", tokens), blocks_of(42))
+    assert engine.admit(request("b", tokens), blocks_of(42, 20)) == 40
+    step = engine.scheduler.step(scheduled("x", [], 0, 0))
+    step.loads = [replace(step.loads[0], ticket=b"not a ticket")]
+    engine.worker.begin(step)
+    assert engine.landed() == {"b"}
+    assert engine.clients[0].stats().sessions.ticket_count == 1
+    engine.scheduler.reported(engine.worker.failed_blocks())
+    until = time.monotonic() + 10.0
+    while engine.clients[0].stats().sessions.ticket_count:
+        assert time.monotonic() < until
+        time.sleep(0.01)
     engine.close()
 
 

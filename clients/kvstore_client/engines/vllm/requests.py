@@ -48,13 +48,14 @@ class FoundPrefix:
 
 @dataclass
 class TrackedRequest:
-    """A request with blocks worth keeping, now or later. ``kept``: leading tokens known to be stored. ``was_cut``: a
-    worker could not load some of its blocks."""
+    """A request with blocks worth keeping, now or later. ``kept``: leading tokens known to be stored. ``held``: the
+    chunks that it was given to load. ``was_cut``: a worker could not load some of its blocks."""
 
     request: EngineRequest
     spec: ModelSpec
     kept: int = 0
     block_ids: list[int] = field(default_factory=list)
+    held: Match = NOTHING.match
     has_failed: bool = False
     is_doubtful: bool = False
     was_cut: bool = False

@@ -214,10 +214,12 @@ class SchedulerSide:
             return
         if found.decision is not None:
             self._planner.follow(str(request.request_id), found.decision)
-        self._tracked[str(request.request_id)].block_ids = list(block_ids)
+        tracked = self._tracked[str(request.request_id)]
+        tracked.block_ids = list(block_ids)
         if not external or found.match.ticket is None:
-            self._release(found)
+            self._release(found.match)
             return
+        tracked.held = found.match
         start, count = found.computed, found.match.prefix_token_count
         load = Load(str(request.request_id), found.match.ticket, count, list(block_ids), start, start + external)
         self._loads.append(self._planner.handed(load, found.decision))
@@ -314,6 +316,7 @@ class SchedulerSide:
             first = next((index for index, block in enumerate(tracked.block_ids) if block in failed), None)
             if first is not None:
                 tracked.has_failed = tracked.was_cut = True
+                self._release(tracked.held)  # a load that fails need not have redeemed its ticket
                 tracked.is_doubtful = tracked.is_doubtful or self._settings.load == "layerwise"
                 wrong.update(tracked.block_ids[first:])
         return wrong if self._settings.load == "layerwise" else set()
@@ -347,13 +350,13 @@ class SchedulerSide:
     def _forget(self, request_id: str) -> None:
         found, asked = self._found.pop(request_id, None), self._asked.pop(request_id, None)
         if found is not None:
-            self._release(found)
+            self._release(found.match)
         if asked is not None and not asked.answer.cancel():
             begun(self._workers, lambda: self._let_go(asked.answer.result().match))
 
-    def _release(self, found: FoundPrefix) -> None:
-        if found.match.ticket is not None:
-            begun(self._workers, self._let_go, found.match)
+    def _release(self, match: Match) -> None:
+        if match.ticket is not None:
+            begun(self._workers, self._let_go, match)
 
     def _let_go(self, match: Match) -> None:
         """Release a match's ticket. Runs on a thread of ours."""
