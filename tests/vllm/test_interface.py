@@ -9,17 +9,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kvstore_client.engines.vllm import KVStoreConnector
+from kvstore_client.engines.vllm.connector import StepMetadata
 from kvstore_client.engines.vllm.hashes import block_hashes, seed_of_process
 from kvstore_client.engines.vllm.identity import OF_ADAPTERS, Adapters, adapter_settings, geometry_of, spec_of
 from kvstore_client.engines.vllm.naming import Naming, extras_of
 from kvstore_client.engines.vllm.settings import ConnectorSettings
+from kvstore_client.engines.vllm.step import Load, Save, Step
 from vllm.config import KVTransferConfig, LoRAConfig, MultiModalConfig, PoolerConfig, VllmConfig
 from vllm.config.quantization import QuantizationConfigArgs, QuantSpec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
+from vllm.logging_utils.dump_input import prepare_object_to_dump
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -37,6 +41,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from kvstore.errors import InvalidRequest
+from kvstore.keys import Extra
 from kvstore.spec import LayerKind
 from tests.vllm.engine import CONNECTOR, ENVIRONMENT
 
@@ -239,6 +244,16 @@ def test_what_becomes_of_an_image_counts(configured: VllmConfig, tmp_path: Path,
     found += [digest(MultiModalConfig()), digest(MultiModalConfig(), weights_digest="unverified:a")]
     assert len(set(found)) == len(found)
     assert digest(None) == found[0]  # nothing of it matters to a model of text
+
+
+def test_nothing_of_a_prompt_is_in_vllms_log_of_a_step_that_failed(configured: VllmConfig) -> None:
+    """vLLM writes the step to its log then, and of its own requests the lengths alone."""
+    spec, tokens = spec_for(configured, caches(FULL)), np.arange(700, 764, dtype=np.uint32)
+    load = Load("a", b"a ticket", 64, [1, 2], 0, 64)
+    save = Save(spec, tokens, (Extra(0, b"salt\0secret"),), [3, 4], b"a ticket")
+    said = prepare_object_to_dump(StepMetadata(Step([load], [save], number=7)))
+    assert "number=7, loads=[('a', 0, 64, [1, 2])], saves=[(64, [3, 4])]" in said
+    assert not any(each in said for each in ("700", "secret", "ticket"))
 
 
 # ---------------------------------------------------------------- what is refused, and what to set

@@ -68,3 +68,9 @@ class Step:
     settled: list[int] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
     number: int = 0
+
+    def anon_repr(self) -> str:
+        """Return what vLLM writes to its log of a step that failed: names and counts, nothing of prompts or tickets."""
+        loads = [(each.request_id, each.start, each.stop, each.block_ids) for each in self.loads]
+        saves = [(each.tokens.size, each.block_ids) for each in self.saves]
+        return f"Step(number={self.number}, loads={loads}, saves={saves}, written={self.written})"
