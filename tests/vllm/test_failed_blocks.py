@@ -16,6 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -34,7 +35,7 @@ HASH = get_hash_fn_by_name("sha256")
 class Steps:
     """vLLM's scheduler with our connector, step by step. 192 tokens of ``LONG`` are stored."""
 
-    def __init__(self, model: Path, address: str) -> None:
+    def __init__(self, model: Path, address: str, kind: type[Scheduler] = Scheduler) -> None:
         os.environ.update(ENVIRONMENT)
         extra = {"address": address, "chunk_tokens": 64, "load": "layerwise"}
         config = EngineArgs(
@@ -45,7 +46,7 @@ class Steps:
         names = [f"model.layers.{index}.self_attn.attn" for index in range(3)]
         caches = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, FULL)])
         init_none_hash(HASH)
-        self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), block_size=BLOCK)
+        self.scheduler = kind(config, caches, StructuredOutputManager(config), block_size=BLOCK)
         side = self.scheduler.connector._scheduler
         kv = [(torch.randn(2, 192, 32), torch.randn(2, 192, 32)) for _ in names]
         side._client.store(side._adapters.spec_for(None), LONG[:192], kv).wait(10.0)
@@ -92,4 +93,21 @@ def test_nobody_is_given_blocks_of_a_load_that_failed(models: dict[str, Path], i
         steps.add("third")
         third = next(each for each in steps.begin().scheduled_new_reqs if each.req_id == "third")
         assert third.block_ids[0][:9] == second.block_ids[0][:9]
+        steps.scheduler.shutdown()
+
+
+def test_vllm_answers_with_what_it_computed_ahead_over_a_load_that_failed(models: dict[str, Path]) -> None:
+    """The reason why layerwise loads are refused with ``--async-scheduling``. Once a vLLM passes no token on here, they
+    need not be."""
+    with Sidecar("--capacity", "64 MiB") as sidecar:
+        steps = Steps(models["llama"], sidecar.address, AsyncScheduler)
+        steps.add("first")
+        step = steps.begin()
+        (load,) = step.kv_connector_metadata.step.loads
+        ahead = steps.begin()
+        steps.end(step, failed=load.block_ids)
+        again = steps.begin()
+        steps.end(ahead)
+        assert list(steps.scheduler.requests["first"].output_token_ids) == [7], "of a step that read what did not land"
+        assert again.num_scheduled_tokens["first"] > len(LONG), "tokens that nobody has sampled"
         steps.scheduler.shutdown()

@@ -345,6 +345,19 @@ def test_a_failure_policy_that_fails_requests_is_refused(configured: VllmConfig)
         KVStoreConnector(shadow, KVConnectorRole.WORKER, caches(FULL))
 
 
+def test_layerwise_loads_are_refused_where_vllm_schedules_ahead(configured: VllmConfig) -> None:
+    """See ``test_failed_blocks`` for what vLLM would do."""
+    for load, is_ahead in (("layerwise", True), ("layerwise", False), ("async", True)):
+        transfer = KVTransferConfig(**CONNECTOR, kv_connector_extra_config={"address": NOWHERE, "load": load})
+        ahead = SimpleNamespace(**{**vars(configured.scheduler_config), "async_scheduling": is_ahead})
+        shadow = SimpleNamespace(**{**vars(configured), "kv_transfer_config": transfer, "scheduler_config": ahead})
+        if (load, is_ahead) == ("layerwise", True):
+            with pytest.raises(InvalidRequest, match="set --no-async-scheduling"):
+                KVStoreConnector(shadow, KVConnectorRole.WORKER, caches(FULL))
+        else:
+            KVStoreConnector(shadow, KVConnectorRole.WORKER, caches(FULL)).shutdown()
+
+
 def test_an_unknown_version_is_refused_with_the_known_ones(
     configured: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,11 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
                 f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: a sidecar that goes away would fail "
                 'requests; set "kv_load_failure_policy": "recompute" in --kv-transfer-config'
             )
+        if self._settings.load == "layerwise" and getattr(vllm_config.scheduler_config, "async_scheduling", False):
+            raise InvalidRequest(
+                "vLLM schedules a step ahead of the one that runs, and would answer with what that step computes over a "
+                'layerwise load that fails: set --no-async-scheduling, or "load": "async" in kv_connector_extra_config'
+            )
         check_algorithm(self._settings.digests, str(vllm_config.cache_config.prefix_caching_hash_algo))
         check_items(vllm_config)
         self._geometry = geometry_of(vllm_config, kv_cache_config)
