@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from dataclasses import fields, replace
@@ -19,8 +20,16 @@ from kvstore_client.engines.vllm.identity import OF_ADAPTERS, Adapters, adapter_
 from kvstore_client.engines.vllm.naming import Naming, extras_of
 from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.step import Load, Save, Step
-from vllm.config import KVTransferConfig, LoRAConfig, MultiModalConfig, PoolerConfig, VllmConfig
+from vllm.config import (
+    KVTransferConfig,
+    LoRAConfig,
+    MultiModalConfig,
+    PoolerConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
 from vllm.config.quantization import QuantizationConfigArgs, QuantSpec
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logging_utils.dump_input import prepare_object_to_dump
@@ -324,8 +333,6 @@ def test_weights_without_an_identity_are_refused(configured: VllmConfig, tmp_pat
 
 
 def test_a_connector_is_made_by_vllms_factory(configured: VllmConfig) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
     made = KVConnectorFactory.create_connector(configured, KVConnectorRole.SCHEDULER, caches(FULL))
     assert type(made) is KVStoreConnector
     assert made.requires_kv_delivery is False
@@ -343,6 +350,23 @@ def test_a_failure_policy_that_fails_requests_is_refused(configured: VllmConfig)
     shadow = changed(configured, "kv_transfer_config", kv_load_failure_policy="fail")
     with pytest.raises(InvalidRequest, match='"kv_load_failure_policy": "recompute"'):
         KVStoreConnector(shadow, KVConnectorRole.WORKER, caches(FULL))
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_failure_policy_around_the_connector_counts_too(configured: VllmConfig, policy: Any) -> None:
+    """vLLM goes by MultiConnector's own. It makes the workers' connectors where its configuration can be seen."""
+    inner = {**CONNECTOR, "kv_connector_extra_config": {"address": NOWHERE}}
+    whole = copy.copy(configured)
+    whole.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_load_failure_policy=policy,
+        kv_connector_extra_config={"connectors": [inner]},
+    )  # fmt: skip
+    with set_current_vllm_config(whole):
+        if policy == "fail":
+            with pytest.raises(InvalidRequest, match="the connector around this one"):
+                KVConnectorFactory.create_connector(whole, KVConnectorRole.WORKER, caches(FULL))
+        else:
+            KVConnectorFactory.create_connector(whole, KVConnectorRole.WORKER, caches(FULL)).shutdown()
 
 
 def test_layerwise_loads_are_refused_where_vllm_schedules_ahead(configured: VllmConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -56,15 +57,11 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         self._settings = ConnectorSettings.of(transfer.kv_connector_extra_config)
         check_version(vllm_version, self._settings.allow_unknown_version)
         check_interface(KVConnectorBase_V1, type(self), vllm_version)
-        if transfer.kv_load_failure_policy != "recompute":
-            raise InvalidRequest(
-                f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: a sidecar that goes away would fail "
-                'requests; set "kv_load_failure_policy": "recompute" in --kv-transfer-config'
-            )
+        _check_policy(transfer)
         if self._settings.load == "layerwise" and getattr(vllm_config.scheduler_config, "async_scheduling", False):
             raise InvalidRequest(
-                "vLLM schedules a step ahead of the one that runs, and would answer with what that step computes over a "
-                'layerwise load that fails: set --no-async-scheduling, or "load": "async" in kv_connector_extra_config'
+                "vLLM schedules a step ahead of the one that runs, and would answer with what that step computes over "
+                'a layerwise load that fails: set --no-async-scheduling, or "load": "async" in the extra settings'
             )
         check_algorithm(self._settings.digests, str(vllm_config.cache_config.prefix_caching_hash_algo))
         check_items(vllm_config)
@@ -208,6 +205,19 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
+
+
+def _check_policy(transfer: Any) -> None:
+    """Raise InvalidRequest where vLLM would fail a request whose load failed. ``transfer``: this connector's settings;
+    vLLM goes by those of a MultiConnector around it, which its workers see."""
+    engine = get_current_vllm_config_or_none()
+    around = getattr(engine, "kv_transfer_config", None) or transfer
+    for each, place in ((transfer, ""), (around, ", in the settings of the connector around this one, too")):
+        if each.kv_load_failure_policy != "recompute":
+            raise InvalidRequest(
+                f"kv_load_failure_policy is {each.kv_load_failure_policy!r}: a sidecar that goes away would fail "
+                f'requests; set "kv_load_failure_policy": "recompute" in --kv-transfer-config{place}'
+            )
 
 
 def _cpu_writer(config: Any, block_tokens: int) -> Writer:
