@@ -282,7 +282,7 @@ MUTANTS = [
     Mutant(
         "pages-given-away-while-read",
         SAVES,
-        "        if wait(reading, END_S_MAX).not_done:\n",
+        "        if wait(reading, longest_s).not_done:\n",
         "        if False:\n",
         "a prompt is stored with the tokens of the one that got its blocks",
         (

@@ -132,6 +132,22 @@ def test_pages_are_not_given_away_under_a_save_that_reads_on(
         engine.worker._saves.give_way([blocks_of(42)[0]])
 
 
+def test_a_save_is_waited_for_as_long_as_its_calls_may_take(
+    held: tuple[Engine, Held], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever gives calls a minute has an engine that waits for a sidecar that stalls, and none that ends."""
+    engine, client = held
+    monkeypatch.setattr(room, "END_S_MAX", 0.05)
+    engine.worker._saves = Saves(
+        client, engine.worker._pages, BLOCK, CallPause(engine.worker._clock), call_s_max=10.0  # type: ignore[arg-type]  # it stands in for one
+    )  # fmt: skip
+    computed(engine, "a", 316, blocks_of(42))
+    assert client.begun.wait(10.0)
+    threading.Timer(0.5, client.go.set).start()
+    engine.worker._saves.give_way([blocks_of(42)[0]])
+    assert client.go.is_set()
+
+
 def test_the_end_stops_loads_also_where_a_save_reads_on(
     held: tuple[Engine, Held], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,7 +153,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         pages = PagesOfModel(spec, tensors, self._geometry.block_tokens, backend, writer, rank=rank, ranks=ranks)
         self._worker = WorkerSide(
             self._connect(), pages, self._geometry.block_tokens, is_layerwise=self._settings.load == "layerwise",
-            is_waiting=bool(self._config.model_config.enable_sleep_mode),
+            is_waiting=bool(self._config.model_config.enable_sleep_mode), call_s_max=self._settings.timeout_s,
         )  # fmt: skip
 
     def _backend_of(self, layer_name: str) -> str:

@@ -24,7 +24,9 @@ from kvstore_client.fetch.paged import Paged
 COPY_S_MAX = 2.0
 """Seconds that copying a prompt may take, beside waiting for the sidecar."""
 END_S_MAX = 30.0
-"""Seconds that a save may go on reading a block that is about to be written."""
+"""Seconds that a save may go on reading a block that is about to be written, or as long as its calls may take."""
+CALLS_MAX = 6
+"""Calls of one save, one after another: each may take the client's timeout."""
 PENDING_MAX = 64
 """Saves that wait or run at once. Any more are dropped."""
 _log = logging.getLogger("kvstore.vllm")
@@ -54,10 +56,13 @@ class _Pending:
 
 
 class Saves:
-    """The saves of one worker. No call raises because of the sidecar."""
+    """The saves of one worker. No call raises because of the sidecar. ``call_s_max``: the client's timeout."""
 
-    def __init__(self, client: Client, pages: PagesOfModel, block_tokens: int, patience: CallPause) -> None:
+    def __init__(
+        self, client: Client, pages: PagesOfModel, block_tokens: int, patience: CallPause, *, call_s_max: float = 0.0
+    ) -> None:  # fmt: skip
         self._client = client
+        self._calls_s = CALLS_MAX * call_s_max
         self._pages = pages
         self._block_tokens = block_tokens
         self._patience = patience
@@ -93,8 +98,9 @@ class Saves:
             return
         wait([each.done for each in waited], 0.0 if self._patience.is_spent else SLOW_S)
         reading = [each.done for each in waited if not each.give_up()]
-        if wait(reading, END_S_MAX).not_done:
-            raise Internal(f"a save of pages cannot be stopped within {END_S_MAX} s")
+        longest_s = max(END_S_MAX, self._calls_s)
+        if wait(reading, longest_s).not_done:
+            raise Internal(f"a save of pages cannot be stopped within {longest_s} s")
 
     def _forget_ended(self) -> None:
         for each in self._pending:

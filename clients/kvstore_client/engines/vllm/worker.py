@@ -35,17 +35,19 @@ class _Moving:
 
 class WorkerSide:
     """The connector of one worker. No call raises because of the sidecar: ``failed_blocks`` tells of failures.
-    ``is_waiting``: saves end within their step, because the pages may go away between steps."""
+    ``is_waiting``: saves end within their step, because the pages may go away between steps. ``call_s_max``: the
+    client's timeout."""
 
     def __init__(
         self, client: Client, pages: PagesOfModel, block_tokens: int, *, is_layerwise: bool, is_waiting: bool = False,
+        call_s_max: float = 0.0,
     ) -> None:  # fmt: skip
         self._client = client
         self._pages = pages
         self._block_tokens = block_tokens
         self._is_layerwise = is_layerwise
         self._clock = SystemClock()
-        self._saves = Saves(client, pages, block_tokens, CallPause(self._clock))
+        self._saves = Saves(client, pages, block_tokens, CallPause(self._clock), call_s_max=call_s_max)
         self._is_waiting = is_waiting
         self._can_give_way = False
         self._moving: dict[str, _Moving] = {}
