@@ -243,6 +243,19 @@ def test_an_adapter_that_is_written_while_a_request_runs_is_not_kept(engine: Eng
     assert matched(engine.scheduler, request("b", tokens, **fine), 0) == (0, False)
 
 
+def test_an_adapter_without_a_name_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM asks again in each step while a request waits for blocks."""
+    gone = SimpleNamespace(lora_name="fine", lora_int_id=1, lora_path="/nonexistent")
+    asked = request("a", tokens_of(60, 79), lora_request=gone)
+    engine.scheduler.new_request(asked)
+    for _ in range(5):
+        assert engine.scheduler.matched(asked, 0) == (0, False)
+    assert caplog.text.count("this request is neither loaded nor kept") == 1
+    engine.scheduler.finished("a")
+    engine.scheduler.matched(asked, 0)
+    assert caplog.text.count("this request is neither loaded nor kept") == 2, "another request by the same name"
+
+
 @pytest.mark.parametrize("is_in_place", [False, True])
 def test_blocks_of_an_adapters_files_of_before_are_not_kept(engine: Engine, tmp_path: Path, is_in_place: bool) -> None:
     """vLLM's own prefix cache knows an adapter by its name and path: it finds what the files of before computed."""

@@ -59,6 +59,7 @@ class SchedulerSide:
         self._asked: dict[str, PrefixLookup] = {}
         self._found: dict[str, FoundPrefix] = {}
         self._tracked: dict[str, TrackedRequest] = {}
+        self._unnamed: set[str] = set()
         self._loads: list[Load] = []
         self._settled: list[int] = []
         self._written: list[int] = []
@@ -173,14 +174,16 @@ class SchedulerSide:
         return self._client.lookup(tracked.spec, prompt, hold=True, readers=self._ranks, extras=extras)
 
     def _track(self, request: EngineRequest) -> TrackedRequest | None:
-        """Return the tracked request; None for a request whose cache cannot be named."""
+        """Return the tracked request; None for a request whose cache cannot be named. vLLM asks for the first one that
+        waits in each step: its adapter is looked at, and found to have no name, once."""
         name = str(request.request_id)
         tracked = self._tracked.get(name)
         if tracked is None:
-            if not self._naming.can_name(request):
+            if name in self._unnamed or not self._naming.can_name(request):
                 return None
             spec = self._spec_of(request, "neither loaded nor kept")
             if spec is None:
+                self._unnamed.add(name)
                 return None
             tracked = self._tracked[name] = TrackedRequest(request, spec)
         return tracked
@@ -327,6 +330,7 @@ class SchedulerSide:
         self._planner.forget(request_id)
         self._waiting.discard(request_id)
         self._tracked.pop(request_id, None)
+        self._unnamed.discard(request_id)
         self._forget(request_id)
 
     def new_request(self, request: EngineRequest) -> None:
