@@ -13,7 +13,7 @@ from kvstore_client.engines.vllm.scheduler import SchedulerSide
 from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_ops.sidecar import Sidecar
 
-from tests.engines.vllm.engine import BLOCK, SPEC, Engine, blocks_of, matched, request
+from tests.engines.vllm.engine import BLOCK, SPEC, Engine, blocks_of, matched, request, scheduled
 from tests.server.raw import eventually
 from tests.simulated import ManualClock
 from tests.specs import tokens_of
@@ -65,6 +65,23 @@ def test_an_answer_nobody_came_for_is_asked_for_again(slow: tuple[Engine, Slow, 
     assert matched(engine.scheduler, asked, 0) == (40, True)
     assert client.asked == 2
     assert clock.monotonic() - engine.scheduler._found["a"].at_s == 0.0
+
+
+def test_what_is_held_for_a_request_that_waits_long_is_let_go(slow: tuple[Engine, Slow, ManualClock]) -> None:
+    """Behind a long queue: its answer is too old to be used, and what it holds is room for those whose turn it is."""
+    engine, client, clock = slow
+    assert engine.scheduler.matched(request("nobody comes for it", tokens_of(42, 60)), 0) == (None, False)
+    client.go.set()
+    eventually(lambda: engine.scheduler._asked["nobody comes for it"].answer.done())
+    for name in ("a", "b"):
+        assert matched(engine.scheduler, request(name, tokens_of(42, 60)), 0) == (40, True)
+        clock.advance(3.0)
+    engine.scheduler.step(scheduled("x", [], 0, 0))
+    assert (list(engine.scheduler._found), list(engine.scheduler._asked)) == (["b"], [])
+    eventually(lambda: engine.clients[1].stats().sessions.ticket_count == 1)
+    assert matched(engine.scheduler, request("a", tokens_of(42, 60)), 0) == (40, True)
+    engine.scheduler.finished("a")
+    engine.scheduler.finished("b")
 
 
 def test_a_hold_that_is_not_needed_any_more_is_let_go(slow: tuple[Engine, Slow, ManualClock]) -> None:

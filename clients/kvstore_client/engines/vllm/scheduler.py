@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import takewhile
 
 from kvstore.errors import KVStoreError
 from kvstore.keys import Extra, Tokens
@@ -233,6 +234,7 @@ class SchedulerSide:
     def step(self, output: ScheduledStep) -> Step:
         """Return the workers' loads and saves in the step that ``output`` describes."""
         self._wait_s = WAIT_S
+        self._drop_old()
         number = self._planner.step_begins(output, loads=bool(self._loads))
         step = Step(self._loads, [], self._settled, self._written, number)
         self._loads, self._settled, self._written = [], [], []
@@ -357,6 +359,17 @@ class SchedulerSide:
             self._release(found.match)
         if asked is not None and not asked.answer.cancel():
             begun(self._workers, lambda: self._let_go(asked.answer.result().match))
+
+    def _drop_old(self) -> None:
+        """Let go of what is held for requests that vLLM has not come back for: they are looked up again then."""
+        until_s = self._clock.monotonic() - FOUND_AGE_S_MAX
+        old = [name for name, _ in takewhile(lambda each: each[1].at_s < until_s, self._found.items())]
+        old += [
+            name for name, asked in takewhile(lambda each: each[1].since_s < until_s, self._asked.items())
+            if asked.answer.done()
+        ]  # fmt: skip
+        for name in old:
+            self._forget(name)
 
     def _release(self, match: Match) -> None:
         if match.ticket is not None:
