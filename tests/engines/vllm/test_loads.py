@@ -245,12 +245,13 @@ def test_an_adapter_that_is_written_while_a_request_runs_is_not_kept(engine: Eng
 
 def test_an_adapter_without_a_name_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     """vLLM asks again in each step while a request waits for blocks."""
-    gone = SimpleNamespace(lora_name="fine", lora_int_id=1, lora_path="/nonexistent")
+    gone = SimpleNamespace(lora_name="fine", lora_int_id=1, lora_path="organisation/of-the-hub")
     asked = request("a", tokens_of(60, 79), lora_request=gone)
     engine.scheduler.new_request(asked)
     for _ in range(5):
         assert engine.scheduler.matched(asked, 0) == (0, False)
     assert caplog.text.count("this request is neither loaded nor kept") == 1
+    assert "give vLLM the adapter's directory" in caplog.text
     engine.scheduler.finished("a")
     engine.scheduler.matched(asked, 0)
     assert caplog.text.count("this request is neither loaded nor kept") == 2, "another request by the same name"

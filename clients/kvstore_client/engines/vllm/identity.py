@@ -322,6 +322,11 @@ class Adapters:
         if lora_request is None:
             return self._spec
         path = str(lora_request.lora_path)
+        if not Path(path).exists():
+            raise InvalidRequest(
+                f"adapter {lora_request.lora_name[:200]!r} is not at {path[:200]!r} on this machine: give vLLM the "
+                "adapter's directory, no name of the hub"
+            )
         settings = Path(path) / "adapter_config.json"
         files = [*files_of(Path(path)), *([settings] if settings.is_file() else [])]
         is_fused = bool(getattr(lora_request, "is_3d_lora_weight", False))
