@@ -5,12 +5,13 @@ redis-py knows topologies; a byte mover is given one server, and connects to it 
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from typing import Any, Protocol
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError, RedisError
@@ -136,6 +137,40 @@ class SingleServer:
         await self.client.aclose()
 
 
+class _Sentinels(Sentinel):
+    """Asks all Sentinels at once, for the first word on a primary counts. redis-py asks one after the other: one that
+    stands still would keep the others from being asked. It also reorders its list, and calls side by side then lose
+    Sentinels from it."""
+
+    async def discover_master(self, service_name: str) -> tuple[str, int]:
+        """Return the primary's host and port. Raises MasterNotFoundError where no Sentinel knows one."""
+        said: list[str] = []
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(self._word_of(each, service_name)) for each in self.sentinels]
+            for answer in asyncio.as_completed(asked):
+                found = await answer
+                if not isinstance(found, str):
+                    for each in asked:
+                        each.cancel()
+                    return found
+                said.append(found)
+        raise MasterNotFoundError(f"no Sentinel names a primary of {service_name!r}: {'; '.join(said)}")
+
+    async def _word_of(self, sentinel: Any, service_name: str) -> tuple[str, int] | str:
+        """Return a Sentinel's word on the primary, or the reason why it has none to give."""
+        kwargs = sentinel.connection_pool.connection_kwargs
+        place = f"{kwargs['host']}:{kwargs['port']}"
+        try:
+            state = (await sentinel.sentinel_masters()).get(service_name)
+        except (RedisError, OSError) as error:
+            return f"{place} does not answer ({type(error).__name__}: {error})"
+        if not state:
+            return f"{place} does not know it"
+        if not self.check_master_state(state, service_name):
+            return f"{place} says that it is down"
+        return str(state["ip"]), int(state["port"])
+
+
 class SentinelPrimary:
     """The primary of a service, as its Sentinels say at each connect. ``asked``: the options of lines to Sentinels."""
 
@@ -144,7 +179,7 @@ class SentinelPrimary:
     def __init__(
         self, address: RedisAddress, access: Access, options: dict[str, Any], asked: dict[str, Any]
     ) -> None:  # fmt: skip
-        self._sentinel: Any = Sentinel(address.places, sentinel_kwargs=asked, **options)  # type: ignore[no-untyped-call]  # as redis-py has it
+        self._sentinel: Any = _Sentinels(address.places, sentinel_kwargs=asked, **options)  # type: ignore[no-untyped-call]  # as redis-py has it
         self._service = address.service
         self._access = access
         self._server: Server | None = None
@@ -153,7 +188,7 @@ class SentinelPrimary:
     async def server_of(self, key: bytes) -> Server:
         if self._server is None:
             host, port = await self._sentinel.discover_master(self._service)
-            self._server = Server(self._access, str(host), int(port))
+            self._server = Server(self._access, host, port)
         return self._server
 
     async def followed(self, key: bytes, said: str) -> Server:

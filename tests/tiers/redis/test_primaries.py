@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,39 @@ async def test_sentinels_name_the_primary_also_after_it_changed() -> None:
         async with redis_tier(f"redis+sentinel://127.0.0.1:{ports[2]}/other") as tier:
             with pytest.raises(Unavailable, match=r"tiers\.redis"):
                 await put(tier, chunk(1))
+
+
+@contextmanager
+def watched() -> Iterator[tuple[list[RedisServer], str]]:
+    """A server that two Sentinels watch. Yields the Sentinels, and the URL that names them."""
+    ports = [free_port() for _ in range(3)]
+    with ExitStack() as stack:
+        stack.enter_context(RedisServer(port=ports[0]))
+        sentinels = [stack.enter_context(RedisServer(port=each, is_sentinel=True)) for each in ports[1:]]
+        for each in sentinels:
+            each.client().execute_command("SENTINEL", "MONITOR", "main", "127.0.0.1", ports[0], 1)
+        yield sentinels, "redis+sentinel://127.0.0.1:{},127.0.0.1:{}/main".format(*ports[1:])
+
+
+async def test_a_sentinel_that_stands_still_delays_nobody() -> None:
+    """The host of the first one is away, often together with the primary."""
+    with watched() as (sentinels, url):
+        sentinels[0].stop()
+        async with redis_tier(url) as tier, asyncio.timeout(4.0):
+            assert await got(tier, await put(tier, chunk(1)))
+
+
+async def test_sentinels_that_fail_in_turn_are_all_asked_again() -> None:
+    with watched() as (sentinels, url):
+        topology = topology_of(RedisSettings(url=url), RedisAddress.of(url), 2)
+        for one in sentinels:
+            one.kill()
+            topology.doubt()
+            clients = [topology.client.ping() for _ in range(4)]  # each connects, and asks who the primary is
+            assert all(await asyncio.gather(*clients, topology.server_of(b"")))
+            await topology.reconnect()
+            one.start()
+        await topology.close()
 
 
 async def test_sentinels_have_a_password_of_their_own(tmp_path: Path) -> None:
