@@ -15,7 +15,7 @@ from kvstore.movement.breaker import told_of
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.questions import PROBE_COUNT_MAX
 from kvstore.movement.shared import SharedCopies, is_for_others
-from kvstore.movement.writes import EVICTED_FIRST, Writes
+from kvstore.movement.writes import EVICTED_FIRST, NO_ROOM, Writes
 from kvstore.seams import Clock, Deadline
 from kvstore.spec import Durability
 
@@ -273,8 +273,8 @@ class Levels:
             return told_of(name, writes.reason)
         if row in writes:
             return f"tiers.{name} has not taken it yet"
-        if row in writes.parked:
-            return "memory has no room to read it back: raise arena.capacity_bytes"
+        if reason := writes.parked.reason_of(row):
+            return reason if reason == NO_ROOM else told_of(name, reason)
         if row in shared.copies:
             level = writes.target.durability.name
             return f"tiers.{name} says that it has it, and nobody has looked: ask for durability = {level}"

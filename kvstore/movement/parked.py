@@ -17,7 +17,7 @@ class ParkedChunks:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._rows: OrderedDict[int, None] = OrderedDict()  # a dict whose first rows left is slow to find its first
+        self._rows: OrderedDict[int, str] = OrderedDict()  # a dict whose first rows left is slow to find its first
         self._due_s = float("-inf")
         self._probe: int | None = None
         self.is_away = False
@@ -39,11 +39,15 @@ class ParkedChunks:
         """True when chunks wait, and the tier had some time."""
         return bool(self._rows) and self._clock.monotonic() >= self._due_s
 
-    def put(self, row: int) -> None:
-        """Have a chunk tried again later."""
+    def put(self, row: int, reason: str) -> None:
+        """Have a chunk tried again later. ``reason``: why it was not taken."""
         if not self._rows:
             self._due_s = self._clock.monotonic() + RETRY_S
-        self._rows[row] = None
+        self._rows[row] = reason
+
+    def reason_of(self, row: int) -> str:
+        """Return why the tier did not take a chunk that waits; empty for any other chunk."""
+        return self._rows.get(row, "")
 
     def has_taken(self, row: int) -> None:
         """Record that the tier took a chunk, or turned out to have it."""
@@ -54,7 +58,7 @@ class ParkedChunks:
     def forget(self, row: int) -> None:
         self._rows.pop(row, None)
 
-    def take_all(self) -> OrderedDict[int, None]:
+    def take_all(self) -> OrderedDict[int, str]:
         """Return all of them, the oldest first. They are parked no more."""
         rows, self._rows, self.is_back = self._rows, OrderedDict(), False
         return rows

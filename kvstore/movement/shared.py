@@ -121,7 +121,7 @@ class SharedCopies:
     def failed(self, error: BaseException, reason: str) -> None:
         """Count a call that failed, unless that says nothing of the tier: a limit of our own, or a part of the
         engine."""
-        if not isinstance(error, Exhausted) and PART not in getattr(error, "fields", ()):
+        if not isinstance(error, Exhausted) and not _part_in(error):
             self.breaker.failed(reason)
 
     def worked(self) -> None:
@@ -316,7 +316,8 @@ class SharedTarget:
             return False
         except Exception as error:
             shared.failed(error, _reason_of(error))
-            raise Unavailable(f"tiers.{self.name} did not give a chunk that it has: {error!r}") from error
+            reason = f"tiers.{self.name} did not give a chunk that it has: {error!r}"
+            raise Unavailable(reason, **_part_in(error)) from error
         shared.bad.pop(name.storage_key, None)
         return found
 
@@ -365,7 +366,7 @@ class SharedTarget:
         except Exception as error:
             reason = told_of(self.name, str(error))
             shared.failed(error, reason)
-            raise Unavailable(reason) from error
+            raise Unavailable(reason, **_part_in(error)) from error
         shared.worked()
         return 0
 
@@ -385,6 +386,11 @@ class SharedTarget:
 def _reason_of(error: BaseException) -> str:
     """Return an error's words, or its name where it has none."""
     return str(error) or type(error).__name__
+
+
+def _part_in(error: BaseException) -> dict[str, object]:
+    """Return the field of an error which says that only a part of the engine failed; nothing for any other error."""
+    return {PART: True} if PART in getattr(error, "fields", ()) else {}
 
 
 def is_for_others(space: Namespace) -> bool:

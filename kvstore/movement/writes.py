@@ -23,7 +23,7 @@ from kvstore.movement.targets import MoveTarget
 from kvstore.seams import Clock, FaultPoints
 from kvstore.spec import Durability
 from kvstore.telemetry import Counters
-from kvstore.tiers import UploadState
+from kvstore.tiers import PART, UploadState
 
 LANE_COUNT = 8
 """Chunks on their way to a tier at once: enough to keep a device busy and to share its syncs."""
@@ -41,6 +41,7 @@ SOON_S, LATER_S = 0.1, 2.0
 """Seconds after which a chunk that is left to another node is looked for again: first SOON_S, then twice as long each
 time, up to LATER_S. Where a tier bills each request a fixed pause costs too much."""
 DRAINING = "an operator drains it (kvstore drain --tier NAME --end has it take chunks again)"
+NO_ROOM = "memory has no room to read it back: raise arena.capacity_bytes"
 EVICTED_FIRST = "evicted before it was written: raise arena.capacity_bytes"
 LEFT_BY_A_CRASH = "a crash left it, and it was not stored again since"
 _log = logging.getLogger("kvstore.movement")
@@ -232,8 +233,9 @@ class Writes:
             else:
                 await self._write(row)
         except KVStoreError as error:
-            self._park(row, error.message)
-            self.parked.is_away = isinstance(error, AWAY)
+            is_part = PART in error.fields  # a part of an engine is away: others of its chunks are taken meanwhile
+            self._park(row, error.message, is_told=not is_part)
+            self.parked.is_away = isinstance(error, AWAY) and not is_part
         except Exception:  # noqa: BLE001 - the boundary: a bug of ours keeps this chunk where it is, not the service down
             _log.exception("a chunk could not be written", extra={"tier": self.target.name})
             self._park(row, "an error in the service: see its log")
@@ -268,7 +270,7 @@ class Writes:
         if await self._readbacks.bring(row, is_urgent=self._is_demanded(row)):
             await self._write_from_memory(row)
         else:
-            self.parked.put(row)
+            self.parked.put(row, NO_ROOM)
 
     async def _write_from_memory(self, row: int) -> None:
         placement = self._memory.placement(row)
@@ -295,11 +297,12 @@ class Writes:
         self._counters.add_of(self.target.name, "written_chunks")
         self._counters.add_of(self.target.name, "written_bytes", placement.byte_count)
 
-    def _park(self, row: int, reason: str) -> None:
-        """Record that the tier did not take the chunk: its copies stay, and it is tried again later."""
+    def _park(self, row: int, reason: str, *, is_told: bool = True) -> None:
+        """Record that the tier did not take the chunk: its copies stay, and it is tried again later. ``is_told``: the
+        reason is one for which the tier lacks other chunks, too."""
         self._counters.add_of(self.target.name, "refused_chunks")
-        self.parked.put(row)
-        if reason != self.reason and not self.is_draining:
+        self.parked.put(row, reason)
+        if is_told and reason != self.reason and not self.is_draining:
             _log.error("a tier takes no chunks for now", extra={"tier": self.target.name, "reason": reason})
             self.reason = reason
 

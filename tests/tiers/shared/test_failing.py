@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.chunk import ChunkHeader, ChunkLayout
 from kvstore.errors import DataLoss, Unavailable
-from kvstore.spec import MissReason
+from kvstore.spec import Durability, MissReason
 from kvstore.tiers import PART, TierStatistics, WritePolicy
 from tests.fakes import EngineTier, Switch
 from tests.tiers.shared.world import LOOKUP_S, PATH, Node, World, redeemed, run, spoil
@@ -271,7 +271,7 @@ def test_a_refusal_is_told_no_longer_than_something_is_lacking(world: World) -> 
 
 
 def test_a_part_of_an_engine_that_fails_costs_its_chunks_and_no_others(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A node of a cluster died, and refuses at once what the others take their time for."""
 
@@ -291,8 +291,12 @@ def test_a_part_of_an_engine_that_fails_costs_its_chunks_and_no_others(
         await asyncio.sleep(1.0)
         assert len(lost) > 3
         assert len(world.engine.values) == 12 - len(lost)
-        [shared] = node.controller.parts.movement.shared_tiers.tiers
+        movement = node.controller.parts.movement
+        [shared] = movement.shared_tiers.tiers
         assert shared.is_asked
+        assert not [each.message for each in caplog.records if "takes" in each.message], "not once for each chunk"
+        found = await node.controller.settle(node.query(*range(1, 13)), 1.0, Durability.MEMORY)
+        assert "connection refused" in found.missing[Durability.SHARED]
 
     world.run(scenario)
 
