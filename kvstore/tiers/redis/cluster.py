@@ -15,7 +15,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from redis.asyncio.cluster import ClusterNode, PipelineCommand, RedisCluster
-from redis.exceptions import AskError, ClusterDownError, MovedError, SlotNotCoveredError
+from redis.exceptions import (
+    AskError,
+    ClusterDownError,
+    MaxConnectionsError,
+    MovedError,
+    RedisError,
+    SlotNotCoveredError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -24,6 +31,14 @@ from kvstore.tiers.redis.access import Access, Server
 
 REFRESH_S_MIN = 1.0
 """Seconds between two refreshes of the map that failures cause: each refresh makes all connections anew."""
+NODE_S_MAX = 1.0
+"""A node that takes more seconds than this for an answer has failed: the others' answers do not wait for it."""
+MAP_S_MAX = 1.5 * NODE_S_MAX
+"""The same where redis-py watches the time, which asks for the map by itself."""
+TRIAL_S = 0.5
+"""Seconds between two looks whether a node that has failed answers again."""
+NODE_FAILURES = (RedisConnectionError, RedisTimeoutError)
+"""redis-py's errors for a node that did not answer, or not in time."""
 
 
 class KeyCommand(NamedTuple):
@@ -38,10 +53,14 @@ class ClusterNodes:
 
     def __init__(self, address: RedisAddress, access: Access, options: dict[str, Any]) -> None:
         nodes = [ClusterNode(host, port) for host, port in address.places]
-        options = {key: each for key, each in options.items() if key != "db"}
+        options = {key: each for key, each in options.items() if key != "db"} | {"socket_timeout": MAP_S_MAX}
         self._access = access
         self._is_doubted = False
         self._refreshed_s = float("-inf")
+        self._away: dict[str, Exception] = {}
+        """Nodes that did not answer, by name, each with its error. Nothing is asked of them, so that nobody waits for
+        them, until a trial is answered."""
+        self._trials: set[asyncio.Task[None]] = set()
         # A slot without a node costs the chunks of that slot: redis-py would refuse the whole cluster.
         self.client: Any = RedisCluster(startup_nodes=nodes, require_full_coverage=False, **options)
 
@@ -55,22 +74,27 @@ class ClusterNodes:
         """Return the result of one command. Raises redis-py's errors."""
         [found] = await self.ask_each([KeyCommand(key, words)])
         if isinstance(found, Exception):
-            raise found
+            raise found.with_traceback(None)  # that of a node that is away is raised again and again
         return found
 
-    async def ask_each(self, commands: Sequence[KeyCommand], node_s_max: float | None = None) -> list[Any]:
+    @property
+    def is_away(self) -> bool:
+        """True when no node answers, as far as we know."""
+        primaries = self.client.get_primaries()
+        return all(each.name in self._away for each in primaries)
+
+    async def ask_each(self, commands: Sequence[KeyCommand]) -> list[Any]:
         """Return each command's result, or the error that it ends with: one pipeline per node, all at once. A command
-        is asked once more where a node no longer has the key, or where a kept connection failed. ``node_s_max``: the
-        seconds after which a node has failed, so that one which stands still does not keep the others' results. Raises
-        where there is no map."""
-        found = await self._round(commands, [None] * len(commands), node_s_max)
+        is asked once more where a node no longer has the key, or where a kept connection failed. A node that does not
+        answer within ``NODE_S_MAX`` does not keep the others' results. Raises where there is no map."""
+        found = await self._round(commands, [None] * len(commands))
         again = [number for number, each in enumerate(found) if isinstance(each, AskError | RedisConnectionError)]
         if not again:
             return found
         if any(isinstance(found[number], MovedError) for number in again):
             await self.refresh()
         second = await self._round(
-            [commands[number] for number in again], [found[number] for number in again], node_s_max
+            [commands[number] for number in again], [found[number] for number in again], is_second=True
         )
         for number, each in zip(again, second, strict=True):
             found[number] = each
@@ -81,14 +105,22 @@ class ClusterNodes:
     async def ask_all(self, *words: object) -> list[Any]:
         """Return each primary's result of one command, or the error that it ends with. Raises where there is no map."""
         await self._ready()
-        asked = (node.execute_command(*words) for node in self.client.get_primaries())
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        if any(isinstance(each, RedisConnectionError | ClusterDownError) for each in found):
-            self.doubt()
-        return found
+        nodes = self.client.get_primaries()
+        asked = [node for node in nodes if node.name not in self._away]
+        ends = await asyncio.gather(*(_answer(node, *words) for node in asked), return_exceptions=True)
+        for node, end in zip(asked, ends, strict=True):
+            if isinstance(end, ClusterDownError):
+                self.doubt()
+            elif isinstance(end, NODE_FAILURES):
+                self._leave(node, end)
+        found = dict(zip([node.name for node in asked], ends, strict=True))
+        return [found.get(node.name, self._away.get(node.name)) for node in nodes]
 
-    async def _round(self, commands: Sequence[KeyCommand], said: Sequence[Any], node_s_max: float | None) -> list[Any]:
-        """Send each command once. ``said``: the result of each in the round before, if there was one."""
+    async def _round(
+        self, commands: Sequence[KeyCommand], said: Sequence[Any], *, is_second: bool = False
+    ) -> list[Any]:  # fmt: skip
+        """Send each command once. ``said``: the result of each in the round before, if there was one. A node that fails
+        in the second round is away: in the first one its connections may be to blame."""
         await self._ready()
         piles: dict[str, tuple[Any, list[Any]]] = {}
         sent = []
@@ -101,21 +133,56 @@ class ClusterNodes:
                 sent[-1].result = error
                 self.doubt()
                 continue
+            if node.name in self._away:
+                sent[-1].result = self._away[node.name]
+                self.doubt()
+                continue
             _, pile = piles.setdefault(node.name, (node, []))
             if target:
                 pile.append(PipelineCommand(0, "ASKING"))
             pile.append(sent[-1])
         ends = await asyncio.gather(
-            *(_in_time(partial(node.execute_pipeline, pile), node_s_max) for node, pile in piles.values()),
-            return_exceptions=True,
+            *(_in_time(partial(node.execute_pipeline, pile)) for node, pile in piles.values()), return_exceptions=True
         )
-        for (_, pile), end in zip(piles.values(), ends, strict=True):
+        for (node, pile), end in zip(piles.values(), ends, strict=True):
             if isinstance(end, BaseException):
-                if isinstance(end, RedisTimeoutError):
-                    self.doubt()
                 for each in pile:
                     each.result = end
+            failed = next((each.result for each in pile if isinstance(each.result, NODE_FAILURES)), None)
+            if failed is not None:
+                await node.disconnect_free_connections()  # they may be as dead as the one that was used
+                if is_second or isinstance(failed, RedisTimeoutError):
+                    self._leave(node, failed)
         return [each.result for each in sent]
+
+    # ------------------------------------------------------------ nodes that are away
+
+    def _leave(self, node: Any, error: Exception) -> None:
+        """Ask nothing of a node that failed until it answers a trial. Where it is we that lack a connection it has not
+        failed."""
+        self.doubt()
+        if node.name in self._away or isinstance(error, MaxConnectionsError):
+            return
+        self._away[node.name] = error
+        loop = asyncio.get_running_loop()
+        trial = loop.create_task(self._try(node.name))  # seam: it outlives the call that failed; ``close`` ends it
+        self._trials.add(trial)
+        trial.add_done_callback(self._trials.discard)
+
+    async def _try(self, name: str) -> None:
+        """Look for a node until it answers, if only with a refusal, or the map has it no more."""
+        try:
+            while (node := self.client.get_node(node_name=name)) is not None:
+                await asyncio.sleep(TRIAL_S)
+                try:
+                    await _in_time(partial(node.execute_command, "PING"))
+                    return
+                except NODE_FAILURES as error:
+                    self._away[name] = error
+                except RedisError:
+                    return
+        finally:
+            del self._away[name]
 
     def _asked(self, said: Any) -> Any:
         """Return the node that an ASK error names as the one a slot is migrated to; None for any other result."""
@@ -127,7 +194,11 @@ class ClusterNodes:
 
     async def server_of(self, key: bytes) -> Server:
         await self._ready()
-        return self._server(self.client.get_node_from_key(key))
+        node = self.client.get_node_from_key(key)
+        if node.name in self._away:
+            self.doubt()
+            raise self._away[node.name].with_traceback(None)  # it is raised again and again
+        return self._server(node)
 
     async def followed(self, key: bytes, said: str) -> Server:
         """Return the server that has a key after a node said ``said``: "MOVED" or "ASK", the slot, and HOST:PORT."""
@@ -150,7 +221,7 @@ class ClusterNodes:
     async def refresh(self) -> None:
         """Read the map of slots again. Raises redis-py's errors."""
         self._refreshed_s = asyncio.get_running_loop().time()
-        await self.client.nodes_manager.initialize()
+        await self.client.nodes_manager.initialize(last_failed_node_name=next(iter(self._away), None))
         self._is_doubted = False
 
     def doubt(self) -> None:
@@ -162,16 +233,27 @@ class ClusterNodes:
         self.doubt()
 
     async def close(self) -> None:
+        for each in list(self._trials):
+            each.cancel()
+        await asyncio.gather(*self._trials, return_exceptions=True)
         await self.client.aclose()
 
 
-async def _in_time(ask: Callable[[], Awaitable[Any]], seconds: float | None) -> Any:
-    """Ask, and return the answer. Raises redis-py's TimeoutError where it takes longer; None: it may take any time. A
-    caller that is cancelled before this begins asks nothing."""
-    if seconds is None:
-        return await ask()
+async def _answer(node: Any, *words: object) -> Any:
+    """Return a node's answer to one command, which it is asked once more where a kept connection failed."""
+    ask = partial(node.execute_command, *words)
     try:
-        async with asyncio.timeout(seconds):
+        return await _in_time(ask)
+    except RedisConnectionError:
+        await node.disconnect_free_connections()
+        return await _in_time(ask)
+
+
+async def _in_time(ask: Callable[[], Awaitable[Any]]) -> Any:
+    """Ask, and return the answer. Raises redis-py's TimeoutError where it takes longer than ``NODE_S_MAX``. A caller
+    that is cancelled before this begins asks nothing."""
+    try:
+        async with asyncio.timeout(NODE_S_MAX):
             return await ask()
     except TimeoutError as error:
-        raise RedisTimeoutError(f"no answer within {seconds:g} s") from error
+        raise RedisTimeoutError(f"no answer within {NODE_S_MAX:g} s") from error

@@ -11,9 +11,6 @@ from kvstore.tiers.redis.control import REDIS_ERRORS, outage_of, refused_by
 from kvstore.tiers.redis.replies import NO_WRITES, REPLICA
 from kvstore.tiers.redis.topology import Topology
 
-NODE_S_MAX = 1.0
-"""A node of a cluster that takes more seconds than this has failed: the others' answers do not wait for it."""
-
 
 class Commands:
     """Sends commands through a topology of its own, which ``close`` closes."""
@@ -38,7 +35,7 @@ class Commands:
     async def _sent(self, commands: Sequence[tuple[str, Sequence[object]]]) -> list[Any]:
         if self._topology.cluster is not None:
             asked = [KeyCommand(key.encode(), tuple(words)) for key, words in commands]
-            return await self._topology.cluster.ask_each(asked, NODE_S_MAX)
+            return await self._topology.cluster.ask_each(asked)
         pipeline = self._topology.client.pipeline(transaction=False)
         for _, words in commands:
             pipeline.execute_command(*words)

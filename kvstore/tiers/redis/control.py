@@ -34,7 +34,7 @@ from kvstore.seams.scheduler import Result
 from kvstore.tiers.contract import PART, UploadState
 from kvstore.tiers.pace import Waits
 from kvstore.tiers.redis.access import Server
-from kvstore.tiers.redis.cluster import KeyCommand
+from kvstore.tiers.redis.cluster import NODE_FAILURES, KeyCommand
 from kvstore.tiers.redis.packed import run_packed
 from kvstore.tiers.redis.replies import NO_WRITES, REPLICA, refusal, unreachable
 from kvstore.tiers.redis.scripts import CLAIM, COMMIT, HEADER_BYTES_MAX, OPEN, THERE, TOUCH, Script
@@ -130,12 +130,13 @@ class Control:
             raise DeadlineExceeded(error.message) from error
 
     async def _there(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """See ``there``. Raises where no node of a cluster answers."""
+        """See ``there``. Raises where all nodes of a cluster that were asked refuse, or none of it answers."""
         if self._cluster is None:
             return [found == ord("1") for found in await self._run(THERE, keys)]
         found = await self._cluster.ask_each([KeyCommand(key, ("EXISTS", key)) for key in keys])
         if all(isinstance(each, Exception) for each in found):
-            raise found[0]
+            if self._cluster.is_away or not isinstance(found[0], NODE_FAILURES):
+                raise found[0].with_traceback(None)
         return [None if isinstance(each, Exception) else each == 1 for each in found]
 
     async def open(self, key: bytes, byte_count: int) -> Opened | None:
@@ -224,7 +225,7 @@ class Control:
 
     def as_part(self, error: Unavailable) -> Unavailable:
         """Note in an error of one server that a cluster's others may well answer."""
-        if self._cluster is not None:
+        if self._cluster is not None and not self._cluster.is_away:
             error.fields[PART] = True
         return error
 

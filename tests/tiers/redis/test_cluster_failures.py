@@ -1,0 +1,114 @@
+"""Nodes of a cluster that stand still, whose places others take, or that are all away. All real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from kvstore.errors import Unavailable
+from kvstore.tiers import PART
+from kvstore.tiers.redis.tier import RedisTier
+from tests.contracts.chunks import chunk
+from tests.fakes.redis_server import RedisServer
+from tests.ports import free_port
+from tests.tiers.redis.test_topology import COUNT, Cluster
+from tests.tiers.redis.tiers import got, key_of, put, redis_tier, until
+
+CHUNKS = [chunk(number) for number in range(COUNT)]
+KEYS = [each.header.storage_key for each in CHUNKS]
+BACK_S = 10.0
+"""A node that answers again, or another one in its place, is used within so many seconds."""
+QUICK_S = 0.5
+"""Less than anybody waits for a node that stands still."""
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with ExitStack() as stack:
+        made = Cluster(stack, None)
+        for server in made.servers:
+            server.client().config_set("cluster-require-full-coverage", "no")
+        yield made
+
+
+def lost_with(cluster: Cluster, number: int) -> list[bool]:
+    """Which of the chunks lie on one of the nodes."""
+    return [cluster.owner_of(key_of(each)) == number for each in CHUNKS]
+
+
+def there_but(lost: list[bool]) -> list[bool | None]:
+    """The answer of a probe when a node is away."""
+    return [None if each else True for each in lost]
+
+
+def knows(server: RedisServer, count: int) -> bool:
+    """Return True when a node knows of so many, with itself."""
+    return f"cluster_known_nodes:{count}" in str(server.client().execute_command("CLUSTER", "INFO"))
+
+
+async def all_known(tier: RedisTier) -> None:
+    """Return once the nodes of all chunks answer."""
+    async with asyncio.timeout(BACK_S):
+        while None in await tier.probe(KEYS, 5.0):  # noqa: ASYNC110 - the nodes are other processes
+            await asyncio.sleep(0.1)
+
+
+async def test_a_node_that_stands_still_costs_its_chunks_and_no_others(cluster: Cluster) -> None:
+    """Its host is away, and refuses no connection."""
+    async with redis_tier(cluster.url) as tier:
+        for each in CHUNKS:
+            await put(tier, each)
+        lost = lost_with(cluster, 2)
+        one = KEYS[lost.index(True)]
+        cluster.servers[2].stop()
+        assert await tier.probe(KEYS, 5.0) == there_but(lost)
+        assert tier.stalled_s() == 0.0
+        for _ in range(4):  # nobody waits for it any more
+            began_s = time.monotonic()
+            assert await tier.probe(KEYS, 5.0) == there_but(lost)
+            assert await tier.probe([one], 5.0) == [None], "what is asked of it alone is no outage of the others"
+            found = await asyncio.gather(*(got(tier, each) for each in CHUNKS), return_exceptions=True)
+            assert time.monotonic() - began_s < QUICK_S
+            assert [isinstance(each, Unavailable) and PART in each.fields for each in found] == lost
+        await until(lambda: "1 of 3 nodes" in tier.statistics().reason)
+        cluster.servers[2].go_on()
+        await all_known(tier)
+        assert all([await got(tier, each) for each in CHUNKS])
+        await until(lambda: not tier.statistics().reason)
+
+
+async def test_a_replica_that_takes_the_place_of_a_node_that_stands_still_is_found(cluster: Cluster) -> None:
+    """Also by a node that only asks: no byte mover meets the old one."""
+    with RedisServer("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", port=free_port()) as replica:
+        client = replica.client()
+        client.execute_command("CLUSTER", "MEET", "127.0.0.1", cluster.servers[0].port)
+        await until(lambda: all(knows(each, 4) for each in (*cluster.servers, replica)), 20.0)
+        client.execute_command("CLUSTER", "REPLICATE", cluster.name_of(2))
+        async with redis_tier(cluster.url) as tier:
+            for each in CHUNKS:
+                await put(tier, each)
+            lost = lost_with(cluster, 2)
+            await until(lambda: client.dbsize() >= sum(lost), 20.0)
+            cluster.servers[2].stop()
+            assert await tier.probe(KEYS, 5.0) == there_but(lost)
+            client.execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
+            await all_known(tier)
+            assert all([await got(tier, each) for each in CHUNKS])
+
+
+async def test_a_cluster_of_which_no_node_answers_is_an_outage(cluster: Cluster) -> None:
+    async with redis_tier(cluster.url) as tier:
+        await put(tier, CHUNKS[0])
+        for server in cluster.servers:
+            server.kill()
+        async with asyncio.timeout(BACK_S):
+            while True:
+                with pytest.raises(Unavailable) as raised:
+                    await tier.probe(KEYS, 5.0)
+                if PART not in raised.value.fields:
+                    break
+                await asyncio.sleep(0.1)
