@@ -142,7 +142,8 @@ class ClusterNodes:
                 pile.append(PipelineCommand(0, "ASKING"))
             pile.append(sent[-1])
         ends = await asyncio.gather(
-            *(_in_time(partial(node.execute_pipeline, pile)) for node, pile in piles.values()), return_exceptions=True
+            *(_in_time(node, partial(node.execute_pipeline, pile)) for node, pile in piles.values()),
+            return_exceptions=True,
         )
         for (node, pile), end in zip(piles.values(), ends, strict=True):
             if isinstance(end, BaseException):
@@ -175,7 +176,7 @@ class ClusterNodes:
             while (node := self.client.get_node(node_name=name)) is not None:
                 await asyncio.sleep(TRIAL_S)
                 try:
-                    await _in_time(partial(node.execute_command, "PING"))
+                    await _in_time(node, partial(node.execute_command, "PING"))
                     return
                 except NODE_FAILURES as error:
                     self._away[name] = error
@@ -243,17 +244,17 @@ async def _answer(node: Any, *words: object) -> Any:
     """Return a node's answer to one command, which it is asked once more where a kept connection failed."""
     ask = partial(node.execute_command, *words)
     try:
-        return await _in_time(ask)
+        return await _in_time(node, ask)
     except RedisConnectionError:
         await node.disconnect_free_connections()
-        return await _in_time(ask)
+        return await _in_time(node, ask)
 
 
-async def _in_time(ask: Callable[[], Awaitable[Any]]) -> Any:
-    """Ask, and return the answer. Raises redis-py's TimeoutError where it takes longer than ``NODE_S_MAX``. A caller
+async def _in_time(node: Any, ask: Callable[[], Awaitable[Any]]) -> Any:
+    """Ask a node, and return the answer. Raises redis-py's TimeoutError where it takes longer than ``NODE_S_MAX``. A caller
     that is cancelled before this begins asks nothing."""
     try:
         async with asyncio.timeout(NODE_S_MAX):
             return await ask()
     except TimeoutError as error:
-        raise RedisTimeoutError(f"no answer within {NODE_S_MAX:g} s") from error
+        raise RedisTimeoutError(f"no answer of {node.name} within {NODE_S_MAX:g} s") from error

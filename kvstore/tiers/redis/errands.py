@@ -62,7 +62,8 @@ class Errands:
         while True:
             problem = ""
             for errand in (self._look, self._touch, self._remove):  # one that fails keeps none of the others
-                problem = await _problem_of(errand) or problem
+                said = await _problem_of(errand)
+                problem = problem or said  # the account says how much of a cluster is away
             self._said(problem)
             await self._clock.sleep(PERIOD_S)
 

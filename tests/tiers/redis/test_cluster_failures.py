@@ -75,6 +75,7 @@ async def test_a_node_that_stands_still_costs_its_chunks_and_no_others(cluster: 
             assert time.monotonic() - began_s < QUICK_S
             assert [isinstance(each, Unavailable) and PART in each.fields for each in found] == lost
         await until(lambda: "1 of 3 nodes" in tier.statistics().reason)
+        assert str(cluster.servers[2].port) in tier.statistics().reason
         cluster.servers[2].go_on()
         await all_known(tier)
         assert all([await got(tier, each) for each in CHUNKS])
