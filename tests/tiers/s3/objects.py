@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import xxhash
+from botocore.exceptions import ClientError
 
 from kvstore.chunk import Making
 from kvstore.spec import Encoding
@@ -51,6 +52,11 @@ def archive(stand: S3Stand, key: bytes) -> None:
     """As a bucket's rule does after some days."""
     place = {"Bucket": stand.server.bucket, "Key": object_key(stand.settings, key)}
     data = stand.server.get(place["Key"])
-    stand.server.client.put_object(**place, Body=data, StorageClass="GLACIER")
+    try:
+        stand.server.client.put_object(**place, Body=data, StorageClass="GLACIER")
+    except ClientError as error:  # Ceph's gateway refuses a class that its zone does not have
+        if error.response["Error"]["Code"] != "InvalidArgument":
+            raise
+        pytest.skip("this server has no archive")
     if stand.server.client.head_object(**place).get("StorageClass") != "GLACIER":
         pytest.skip("this server has no archive")
