@@ -32,8 +32,11 @@ class Breaker:
         return self._clock.monotonic() < self._closes_s
 
     def failed(self, reason: str) -> None:
-        """Count a call that raised Unavailable, or had no answer in time."""
+        """Count a call that raised Unavailable, or had no answer in time. One that ends while the breaker is open was
+        on its way before: it says nothing new, and lengthens no pause."""
         self.reason = reason
+        if self.is_open:
+            return
         if not self._failures:
             self.failing_since_s = self._clock.monotonic()
         self._failures += 1

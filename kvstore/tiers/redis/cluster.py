@@ -251,8 +251,8 @@ async def _answer(node: Any, *words: object) -> Any:
 
 
 async def _in_time(node: Any, ask: Callable[[], Awaitable[Any]]) -> Any:
-    """Ask a node, and return the answer. Raises redis-py's TimeoutError where it takes longer than ``NODE_S_MAX``. A caller
-    that is cancelled before this begins asks nothing."""
+    """Ask a node, and return the answer. Raises redis-py's TimeoutError where it takes longer than ``NODE_S_MAX``. A
+    caller that is cancelled before this begins asks nothing."""
     try:
         async with asyncio.timeout(NODE_S_MAX):
             return await ask()

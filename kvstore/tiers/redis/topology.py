@@ -154,7 +154,7 @@ class _Sentinels(Sentinel):
                         each.cancel()
                     return found
                 said.append(found)
-        raise MasterNotFoundError(f"no Sentinel names a primary of {service_name!r}: {'; '.join(said)}")
+        raise MasterNotFoundError(f"no Sentinel names a primary of {service_name!r}: {'; '.join(sorted(said))}")
 
     async def _word_of(self, sentinel: Any, service_name: str) -> tuple[str, int] | str:
         """Return a Sentinel's word on the primary, or the reason why it has none to give."""

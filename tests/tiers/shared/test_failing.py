@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.chunk import ChunkHeader, ChunkLayout
 from kvstore.errors import DataLoss, Unavailable
+from kvstore.movement.breaker import FAILURE_COUNT, PAUSE_S_MIN
 from kvstore.spec import Durability, MissReason
 from kvstore.tiers import PART, TierStatistics, WritePolicy
 from tests.fakes import EngineTier, Switch
@@ -166,6 +167,35 @@ def test_an_engine_that_stalls_is_not_asked_on(world: World) -> None:
         assert (await other.lookup(2)).hit_count == 0
         assert other.controller.stats().counters["redis_asked_chunks"] == asked
         assert "failing" in [each.state for each in other.controller.parts.movement.statistics()]
+
+    world.run(scenario)
+
+
+def test_calls_that_fail_together_keep_a_tier_away_no_longer_than_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server hung with writes and reads on their way, and another is in its place by now."""
+
+    async def scenario() -> None:
+        node = world.one
+        [shared] = node.controller.parts.movement.shared_tiers.tiers
+        ends, count = asyncio.Event(), 0
+
+        async def write(*_: object) -> None:
+            nonlocal count
+            await ends.wait()
+            count += 1
+            raise Unavailable("it hung")
+
+        monkeypatch.setattr(node.shared[0], "write", write)
+        await node.keep(*range(1, 13))
+        await asyncio.sleep(0.1)
+        ends.set()
+        await asyncio.sleep(0.1)
+        assert count > FAILURE_COUNT + 3
+        assert not shared.is_asked
+        await asyncio.sleep(PAUSE_S_MIN)
+        assert shared.is_asked
 
     world.run(scenario)
 
