@@ -18,6 +18,7 @@ from kvstore.movement.names import ChunkNames
 from kvstore.movement.parked import ParkedChunks
 from kvstore.movement.queue import MoveQueue, Priority, Waiting
 from kvstore.movement.readbacks import ReadBacks
+from kvstore.movement.refusals import RefusalLog
 from kvstore.movement.removal import Removal
 from kvstore.movement.targets import MoveTarget
 from kvstore.seams import Clock, FaultPoints
@@ -85,6 +86,7 @@ class Writes:
         self._waiters: dict[int, set[asyncio.Future[None]]] = {}
         self._progress = asyncio.Event()
         self._lacks_some = False
+        self._refusals = RefusalLog(target.name, clock)
         self.reason = ""
         """The reason why the tier lacks chunks; empty while it takes them."""
         self.is_draining = False
@@ -279,7 +281,7 @@ class Writes:
             await self._write_held(row, placement)
             self.parked.has_taken(row)
             if self.reason and not self.is_draining:
-                _log.info("the tier takes chunks again", extra={"tier": self.target.name})
+                self._refusals.taken()
                 self.reason = ""
         except DataLoss:
             if self._memory.holds(row, placement):  # else the chunk left memory meanwhile, and was perhaps stored anew
@@ -303,7 +305,7 @@ class Writes:
         self._counters.add_of(self.target.name, "refused_chunks")
         self.parked.put(row, reason)
         if is_told and reason != self.reason and not self.is_draining:
-            _log.error("a tier takes no chunks for now", extra={"tier": self.target.name, "reason": reason})
+            self._refusals.refused(reason)
             self.reason = reason
 
     async def retry(self) -> None:

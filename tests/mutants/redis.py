@@ -364,8 +364,8 @@ MUTANTS = [
     Mutant(
         "one-errand-that-fails-keeps-the-others",
         "kvstore/tiers/redis/errands.py",
-        "                problem = await _problem_of(errand) or problem\n",
-        "                problem = problem or await _problem_of(errand)\n",
+        "                said = await _problem_of(errand)\n",
+        "                said = problem or await _problem_of(errand)\n",
         "a dead node of a cluster ages and fills the healthy ones",
         ("tests/tiers/redis/test_errands.py::test_an_errand_that_fails_keeps_none_of_the_others",),
     ),

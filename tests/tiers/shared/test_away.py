@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from kvstore.chunk import ChunkHeader, ChunkLayout
 from kvstore.errors import Exhausted, PermissionDenied
 from kvstore.movement.parked import RETRY_S
+from kvstore.movement.refusals import TOLD_S
 from kvstore.tiers import Buffer
 from tests.fakes import EngineTier, Switch
 from tests.tiers.shared.world import Node, World, run
@@ -157,3 +159,35 @@ def test_chunks_that_are_always_refused_hold_up_no_others(roomy_world: World, ba
         assert len(roomy_world.engine.values) == 3
 
     run([node], scenario)
+
+
+def test_an_engine_that_takes_some_and_refuses_others_is_told_once_in_a_while(
+    roomy_world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It drops chunks while they are written."""
+    count = 0
+
+    class Full(EngineTier):
+        async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> None:
+            nonlocal count
+            count += 1
+            if count % 2:
+                raise Exhausted("it drops chunks while they are written")
+            await super().write(header, layout, pieces)
+
+    node = Node(lambda: Full(roomy_world.settings), arena_chunks=400, capacity_bytes=64 << 20, region_bytes=4 << 20)
+
+    def told() -> list[str]:
+        return [each.message for each in caplog.records if "takes" in each.message]
+
+    async def scenario() -> None:
+        await node.keep(*range(1, 100))
+        await node.quiet()
+        assert told() == ["a tier takes no chunks for now", "the tier takes chunks again"]
+        await asyncio.sleep(TOLD_S)
+        await node.keep(*range(100, 200))
+        await node.quiet()
+        assert len(told()) == 4, "it still does"
+
+    with caplog.at_level(logging.INFO):
+        run([node], scenario)
