@@ -106,15 +106,16 @@ class ClusterNodes:
         """Return each primary's result of one command, or the error that it ends with. Raises where there is no map."""
         await self._ready()
         nodes = self.client.get_primaries()
-        asked = [node for node in nodes if node.name not in self._away]
+        away = dict(self._away)  # one may be back before the others have answered
+        asked = [node for node in nodes if node.name not in away]
         ends = await asyncio.gather(*(_answer(node, *words) for node in asked), return_exceptions=True)
         for node, end in zip(asked, ends, strict=True):
             if isinstance(end, ClusterDownError):
                 self.doubt()
             elif isinstance(end, NODE_FAILURES):
                 self._leave(node, end)
-        found = dict(zip([node.name for node in asked], ends, strict=True))
-        return [found.get(node.name, self._away.get(node.name)) for node in nodes]
+        found = dict(zip([node.name for node in asked], ends, strict=True)) | away
+        return [found[node.name] for node in nodes]
 
     async def _round(
         self, commands: Sequence[KeyCommand], said: Sequence[Any], *, is_second: bool = False
@@ -151,7 +152,7 @@ class ClusterNodes:
                     each.result = end
             failed = next((each.result for each in pile if isinstance(each.result, NODE_FAILURES)), None)
             if failed is not None:
-                await node.disconnect_free_connections()  # they may be as dead as the one that was used
+                _renew_connections(node)
                 if is_second or isinstance(failed, RedisTimeoutError):
                     self._leave(node, failed)
         return [each.result for each in sent]
@@ -246,8 +247,15 @@ async def _answer(node: Any, *words: object) -> Any:
     try:
         return await _in_time(node, ask)
     except RedisConnectionError:
-        await node.disconnect_free_connections()
+        _renew_connections(node)
         return await _in_time(node, ask)
+
+
+def _renew_connections(node: Any) -> None:
+    """Have those who use a node's kept connections next make them anew: they may be as dead as the one that was used.
+    To close them here would take them from under whoever begins to use one meanwhile."""
+    for each in node._free:  # redis-py's own way for it closes them
+        each.mark_for_reconnect()
 
 
 async def _in_time(node: Any, ask: Callable[[], Awaitable[Any]]) -> Any:

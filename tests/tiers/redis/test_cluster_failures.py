@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from kvstore.config import RedisAddress, RedisSettings
 from kvstore.errors import Unavailable
 from kvstore.tiers import PART
 from kvstore.tiers.redis.tier import RedisTier
+from kvstore.tiers.redis.topology import topology_of
 from tests.contracts.chunks import chunk
 from tests.fakes.redis_server import RedisServer
 from tests.ports import free_port
@@ -113,3 +116,33 @@ async def test_a_cluster_of_which_no_node_answers_is_an_outage(cluster: Cluster)
                 if PART not in raised.value.fields:
                     break
                 await asyncio.sleep(0.1)
+
+
+async def test_connections_that_are_cut_again_and_again_are_made_anew(cluster: Cluster) -> None:
+    """A balancer, or an operator, closes them under those who use them. No connection is closed by us meanwhile."""
+    async with redis_tier(cluster.url) as tier:
+        for each in CHUNKS:
+            await put(tier, each)
+        for _ in range(20):
+            asked = asyncio.gather(*(got(tier, each) for each in CHUNKS * 2), return_exceptions=True)
+            for server in cluster.servers:
+                await asyncio.sleep(0.005)
+                server.client().execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            found = await asked
+            assert all(each is True or isinstance(each, Unavailable) for each in found), found
+        await all_known(tier)
+        assert all(await asyncio.gather(*(got(tier, each) for each in CHUNKS * 2)))
+
+
+async def test_a_node_that_is_back_while_others_are_asked_is_accounted_for(cluster: Cluster) -> None:
+    settings = RedisSettings(url=cluster.url)
+    nodes = topology_of(settings, RedisAddress.of(settings.url), 2).cluster
+    assert nodes is not None
+    assert [each["cluster_enabled"] for each in await nodes.ask_all("INFO")] == [1] * 3
+    nodes._away[nodes.client.get_primaries()[0].name] = RedisTimeoutError("no answer")
+    for server in cluster.servers:
+        server.client().execute_command("CLIENT", "PAUSE", 300)
+    asyncio.get_running_loop().call_later(0.1, nodes._away.clear)
+    found = await nodes.ask_all("INFO")
+    assert [type(each) for each in found] == [RedisTimeoutError, dict, dict]
+    await nodes.close()
