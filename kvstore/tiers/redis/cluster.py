@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -152,7 +153,7 @@ class ClusterNodes:
                     each.result = end
             failed = next((each.result for each in pile if isinstance(each.result, NODE_FAILURES)), None)
             if failed is not None:
-                _renew_connections(node)
+                await _renew_connections(node)
                 if is_second or isinstance(failed, RedisTimeoutError):
                     self._leave(node, failed)
         return [each.result for each in sent]
@@ -247,15 +248,21 @@ async def _answer(node: Any, *words: object) -> Any:
     try:
         return await _in_time(node, ask)
     except RedisConnectionError:
-        _renew_connections(node)
+        await _renew_connections(node)
         return await _in_time(node, ask)
 
 
-def _renew_connections(node: Any) -> None:
-    """Have those who use a node's kept connections next make them anew: they may be as dead as the one that was used.
-    To close them here would take them from under whoever begins to use one meanwhile."""
-    for each in node._free:  # redis-py's own way for it closes them
-        each.mark_for_reconnect()
+async def _renew_connections(node: Any) -> None:
+    """Close a node's kept connections: they may be as dead as the one that was used. Each is taken first, so that
+    nobody begins to use one that is being closed. The first that is closed already was put back by the call that
+    failed."""
+    with suppress(MaxConnectionsError):
+        while (kept := node.acquire_connection()).is_connected:
+            try:
+                await kept.disconnect(nowait=True)
+            finally:
+                node.release(kept)
+        node.release(kept)
 
 
 async def _in_time(node: Any, ask: Callable[[], Awaitable[Any]]) -> Any:
