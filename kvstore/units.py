@@ -20,6 +20,10 @@ _BYTES = {
     "t": 1000**4, "tb": 1000**4, "tib": 1 << 40,
 }  # fmt: skip
 _SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+NUMBER_STOP = 1 << 62
+"""Sizes and counts are below this: messages have whole numbers of 64 bits, packets of the hand-off 62 bits."""
+DURATION_S_MAX = 36500 * 86400.0
+"""A hundred years. The waits of threads and sockets end at three hundred, and an expiry in Redis has a largest time."""
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -28,28 +32,27 @@ def _parse(text: str, units: dict[str, int] | dict[str, float], what: str, examp
     factor = units.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise InvalidRequest(f"{text!r} is not a {what}; write it like {example!r}")
-    quantity = float(match[1]) * factor
-    if quantity >= 1 << 63:  # messages have whole numbers of 64 bits
-        raise InvalidRequest(f"{text[:40]!r} is too large for a {what}")
-    return quantity
+    return float(match[1]) * factor
 
 
 def parse_bytes(value: str | int) -> int:
     """Return the bytes of "64 GiB", "1.5 GB" or a plain number. Raises InvalidRequest for anything else."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if not isinstance(value, str):
+    if isinstance(value, bool) or not isinstance(value, int | str):
         raise InvalidRequest(f"{value!r} is not a size; write it like '64 GiB'")
-    return round(_parse(value, _BYTES, "size", "64 GiB"))
+    size = value if isinstance(value, int) else _parse(value, _BYTES, "size", "64 GiB")
+    if not -NUMBER_STOP < size < NUMBER_STOP:
+        raise InvalidRequest(f"{value!r:.40} is too large for a size")
+    return round(size)
 
 
 def parse_duration(value: str | float) -> float:
     """Return the seconds of "30 s", "250 ms", "5 min" or a plain number. Raises InvalidRequest for anything else."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, str):
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise InvalidRequest(f"{value!r} is not a duration; write it like '30 s'")
-    return _parse(value, _SECONDS, "duration", "30 s")
+    seconds = _parse(value, _SECONDS, "duration", "30 s") if isinstance(value, str) else value
+    if not -DURATION_S_MAX <= seconds <= DURATION_S_MAX:  # NaN is not either
+        raise InvalidRequest(f"{value!r:.40} is too large for a duration, or no number: use 36500 d or less")
+    return float(seconds)
 
 
 def format_bytes(count: float) -> str:

@@ -6,7 +6,9 @@ that depends on the machine or on other settings.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 from kvstore.errors import InvalidRequest
@@ -15,6 +17,17 @@ Size = Annotated[int, "size"]
 """Bytes; read from texts like "64 GiB", too."""
 Duration = Annotated[float, "duration"]
 """Seconds; read from texts like "30 s", too."""
+
+
+NATIVE_NUMBER_MAX = (1 << 31) - 1
+"""The largest number that gRPC and ZMQ take as an option."""
+SOCKET_PATH_BYTES_MAX = 99
+"""The kernel takes 107 bytes."""
+
+
+def is_socket_path(path: Path) -> bool:
+    """True for a path that is short enough for a socket. A letter may take several bytes."""
+    return len(os.fsencode(path)) <= SOCKET_PATH_BYTES_MAX
 
 
 def wrong_setting(setting: str, value: object, remedy: str) -> InvalidRequest:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from kvstore.config.fields import Duration, Size, check_setting
 from kvstore.units import GIB, MIB
 
+IDLE_S_MAX = 24 * 86400.0
+"""gRPC counts the milliseconds in 31 bits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LimitSettings:
@@ -73,6 +76,7 @@ class LimitSettings:
         check_setting(most <= 65536, "limits.namespace_count_max", most, "use at most 65536")
         for name in ("connection_count_max", "connection_idle_s_max", "call_count_max"):
             check_setting(getattr(self, name) >= 1, f"limits.{name}", getattr(self, name), "use 1 or more")
-        check_setting(
-            self.message_bytes_max >= 4096, "limits.message_bytes_max", self.message_bytes_max, "use >= 4 KiB"
-        )
+        idle_s = self.connection_idle_s_max
+        check_setting(idle_s <= IDLE_S_MAX, "limits.connection_idle_s_max", idle_s, "use 24 d or less")
+        fits = 4096 <= self.message_bytes_max <= GIB
+        check_setting(fits, "limits.message_bytes_max", self.message_bytes_max, "use 4 KiB to 1 GiB")

@@ -16,7 +16,7 @@ from kvstore.config.redis import without_password
 from kvstore.config.settings import Settings, TierSettings
 from kvstore.config.tenants import DEFAULT_TENANT, TenantSettings, check_name, check_tenants
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.units import parse_bytes, parse_duration
+from kvstore.units import NUMBER_STOP, parse_bytes, parse_duration
 
 PREFIX = "KVSTORE__"
 DEFAULT = "default"
@@ -129,9 +129,14 @@ def _read(text: object, hint: Any) -> object:
     if hint in (int, int | None):
         if isinstance(text, bool | float):
             raise ValueError(text)
-        return int(str(text))
+        count = int(str(text))
+        if not -NUMBER_STOP < count < NUMBER_STOP:
+            raise InvalidRequest("the number is too large")
+        return count
     if hint is Path:
-        return Path(str(text)).expanduser()
+        if not isinstance(text, str | Path) or not str(text) or "\0" in str(text):
+            raise ValueError(text)
+        return Path(text).expanduser()
     if not isinstance(text, str):
         raise ValueError(text)
     return text
@@ -208,7 +213,7 @@ def _toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidRequest(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no text, a number of thousands of digits
         raise InvalidRequest(f"{path}: not valid TOML: {error}") from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.config.fields import Duration, Size, check_setting
+from kvstore.config.fields import NATIVE_NUMBER_MAX, Duration, Size, check_setting
 from kvstore.units import MIB, is_loopback, split_address
 
 
@@ -53,4 +53,7 @@ class RemoteSettings:
         check_setting(fits, "remote.message_bytes", self.message_bytes, "use 1 MiB to 4 MiB")
         for name in ("stream_count_max", "connection_count_max", "call_count_max"):
             check_setting(getattr(self, name) >= 1, f"remote.{name}", getattr(self, name), "use at least 1")
+        most = self.connection_count_max
+        fits = most <= NATIVE_NUMBER_MAX
+        check_setting(fits, "remote.connection_count_max", most, f"use at most {NATIVE_NUMBER_MAX}")
         check_setting(self.stall_s > 0, "remote.stall_s", self.stall_s, "use more than 0")

@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import unquote
 
-from kvstore.config.fields import Duration, Size, check_setting
+from kvstore.config.fields import NATIVE_NUMBER_MAX, Duration, Size, check_setting, is_socket_path
 from kvstore.config.limits import LimitSettings
 from kvstore.config.redis import RedisSettings
 from kvstore.config.remote import RemoteSettings
@@ -58,13 +59,19 @@ class ServerSettings:
     def __post_init__(self) -> None:
         named = re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", self.node) is not None
         check_setting(named, "server.node", self.node, "use 1 to 128 letters, digits and . _ : -")
+        check_setting(
+            bool(self.metrics_host), "server.metrics_host", "''", "every address of the machine would show metrics: "
+            "use 127.0.0.1, or 0.0.0.0 if that is meant",
+        )  # fmt: skip
         check_setting(0 <= self.metrics_port <= 65535, "server.metrics_port", self.metrics_port, "use 0..65535")
         levels = ("debug", "info", "warning", "error")
         check_setting(self.log_level in levels, "server.log_level", self.log_level, f"use one of {', '.join(levels)}")
         check_setting(self.log_format in ("json", "text"), "server.log_format", self.log_format, "use json or text")
         check_setting(self.shutdown_grace_s >= 0, "server.shutdown_grace_s", self.shutdown_grace_s, "use >= 0")
-        path = str(self.socket_directory / "kvstore.sock")
-        check_setting(len(path) < 100, "server.socket_directory", path, "a socket path has at most 99 characters")
+        path = self.socket_directory / "kvstore.sock"
+        is_plain = unquote(str(path)) == str(path) and not {"?", "#"} & set(str(path))
+        check_setting(is_plain, "server.socket_directory", path, "gRPC reads it as a URL: use no %, ? or #")
+        check_setting(is_socket_path(path), "server.socket_directory", path, "a socket path has at most 99 bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +195,10 @@ class EventSettings:
             check_setting(not address or known, f"events.{name}", address, remedy)
         needs = not self.replay_endpoint or bool(self.endpoint)
         check_setting(needs, "events.replay_endpoint", self.replay_endpoint, "set events.endpoint, too")
-        check_setting(self.buffer_count >= 1, "events.buffer_count", self.buffer_count, "use 1 or more")
+        apart = not self.endpoint or self.endpoint != self.replay_endpoint
+        check_setting(apart, "events.replay_endpoint", self.replay_endpoint, "it is events.endpoint, too: use another")
+        fits = 1 <= self.buffer_count <= NATIVE_NUMBER_MAX
+        check_setting(fits, "events.buffer_count", self.buffer_count, f"use 1 to {NATIVE_NUMBER_MAX}")
 
 
 @dataclass(frozen=True, kw_only=True)

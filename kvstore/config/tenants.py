@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.config.fields import Size, wrong_setting
+from kvstore.config.fields import Size, is_socket_path, wrong_setting
 from kvstore.errors import InvalidRequest
 from kvstore.units import format_bytes
 
@@ -71,9 +71,9 @@ def check_tenants(
                 "server.socket_directory",
             )  # fmt: skip
         path = socket_directory / name / "kvstore.sock"
-        if len(str(path)) >= 100:
+        if not is_socket_path(path):
             raise wrong_setting(
-                section, path, "a socket path has at most 99 characters: shorten the name or server.socket_directory"
+                section, path, "a socket path has at most 99 bytes: shorten the name or server.socket_directory"
             )
         if tenant.uid is None:
             continue
