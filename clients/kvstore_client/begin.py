@@ -27,11 +27,11 @@ def connect(
     if not 0.0 < timeout_s <= TIMEOUT_S_MAX:
         raise InvalidRequest(f"timeout_s {timeout_s}: use more than 0 s, and {TIMEOUT_S_MAX:,.0f} s at most")
     client = Client(place_of(address, token, tls), timeout_s=timeout_s)
-    client.planner.mode = planning
-    if required:
-        try:
+    try:
+        client.planner.mode = planning
+        if required:
             client.connect_now()
-        except BaseException:
-            client.close()
-            raise
+    except BaseException:
+        client.close()
+        raise
     return client

@@ -66,8 +66,14 @@ def test_modes_are_three(sidecar: Sidecar) -> None:
     for mode in ("off", "observe", "on"):
         with connect(sidecar.address, planning=mode) as each:
             assert each.planner.mode == mode
+
+
+def test_a_client_with_an_unknown_mode_is_closed(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Client] = []
+    monkeypatch.setattr(Client, "close", lambda client: closed.append(client))
     with pytest.raises(InvalidRequest, match="off, observe, on"):
-        connect(sidecar.address, planning="auto").close()
+        connect(sidecar.address, planning="auto")
+    assert len(closed) == 1
 
 
 def test_the_first_requests_teach_it_and_the_bits_stay(client: Client) -> None:
