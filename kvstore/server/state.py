@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from kvstore.config import Settings
@@ -142,12 +143,15 @@ class SocketDirectory:
             ) from error
 
     def listen(self) -> socket.socket:
-        """Return the hand-off's listening socket: non-blocking, SEQPACKET."""
+        """Return the hand-off's listening socket: non-blocking, SEQPACKET. Raises Unavailable."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             listener.bind(str(self.data))
             self.give(self.data)
             listener.listen(64)
+        except OSError as error:
+            listener.close()
+            raise no_socket(self.data, error.strerror or error) from error
         except BaseException:
             listener.close()
             raise
@@ -155,9 +159,11 @@ class SocketDirectory:
         return listener
 
     def remove(self) -> None:
-        """Remove the sockets, and the directory if it was made for them. Idempotent."""
+        """Remove the sockets, and the directory if it was made for them. Idempotent. A socket that cannot be removed
+        stays: the next start removes it."""
         for path in (self.grpc, self.data):
-            self._disk.remove(path)
+            with suppress(OSError):
+                self._disk.remove(path)
         self._remove_directory()
 
     def _remove_directory(self) -> None:
@@ -169,8 +175,8 @@ class SocketDirectory:
 
 
 def claim_socket(path: Path, disk: Disk) -> None:
-    """Remove a socket that a dead server left. Raises Unavailable when a live server answers on it, or when the path is
-    no socket."""
+    """Remove a socket that a dead server left. Raises Unavailable when a live server answers on it, when the path is no
+    socket, or when it cannot be removed."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -185,4 +191,14 @@ def claim_socket(path: Path, disk: Disk) -> None:
             except OSError:
                 continue
             raise Unavailable(f"another server listens on {path}: stop it, or set server.socket_directory")
-    disk.remove(path)
+    try:
+        disk.remove(path)
+    except OSError as error:
+        raise no_socket(path, error.strerror or error) from error
+
+
+def no_socket(path: Path, reason: object) -> Unavailable:
+    """Return the error for a socket that cannot be made, or whose predecessor cannot be removed."""
+    return Unavailable(
+        f"{path} cannot be made ({reason}): set server.socket_directory to a directory that this user may write"
+    )

@@ -20,7 +20,7 @@ from kvstore.controller.operators import Operators
 from kvstore.controller.prefills import PartialPrefills
 from kvstore.controller.traced import TracedController
 from kvstore.directory import NodeDirectory
-from kvstore.errors import KVStoreError, Unavailable
+from kvstore.errors import KVStoreError
 from kvstore.policy import POLICIES
 from kvstore.seams import EnvelopeRing, TenantKeys
 from kvstore.server.announcing import Announcer
@@ -33,7 +33,7 @@ from kvstore.server.places import CallPlaces, CountedHealth, CountedReflection
 from kvstore.server.prefills import PrefillService
 from kvstore.server.rpc import register
 from kvstore.server.services import CacheService
-from kvstore.server.state import SocketDirectory
+from kvstore.server.state import SocketDirectory, no_socket
 from kvstore.server.tiers import Builder, Tiers
 from kvstore.server.trust import envelope_of
 from kvstore.server.warming import Warming
@@ -105,8 +105,10 @@ class Tenant:
             self._listener = self.sockets.listen()
             uids = {os.geteuid(), os.geteuid() if self.uid is None else self.uid}
             self._begin(group, self._handoff(uids).serve(self._listener, group))
-            if self._server.add_insecure_port(f"unix:{self.sockets.grpc}") == 0:
-                raise Unavailable(f"cannot listen on {self.sockets.grpc}")
+            try:
+                self._server.add_insecure_port(f"unix:{self.sockets.grpc}")
+            except RuntimeError as error:
+                raise no_socket(self.sockets.grpc, "gRPC cannot listen there") from error
             for kept in self._kept:
                 kept.load()
             await self._attach()
