@@ -107,9 +107,11 @@ async def _run(
     door = RemoteDoor(settings, {tenant.name: tenant.settings for tenant in tenants}, clock)
     try:
         async with asyncio.TaskGroup() as group:
-            for tenant in tenants:
-                await tenant.open(group)
-            await door.start()
+            opening = group.create_task(_open(tenants, door, group))
+            told = group.create_task(stopping.wait())
+            await asyncio.wait((opening, told), return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done():  # the headers of a large device take minutes, and one that stalls takes for ever
+                _leave_now(tenants, "told to stop before the start was over: leaving, as after a crash", 0)
             besides = [group.create_task(door.watch()), group.create_task(overview.run())]
             if publisher is not None:
                 with log_as(tenants[0].said):
@@ -117,7 +119,7 @@ async def _run(
             gc.freeze()  # permanent objects are not collected again: that takes 30 ms each time
             _announce(tenants, page, door.address)
             site.is_ready = True
-            await stopping.wait()
+            await told
             site.is_ready = False
             _log.info("stopping")
             await door.stop()
@@ -145,6 +147,13 @@ def _claim(tenants: list[Tenant]) -> None:
         for tenant in claimed:
             tenant.sockets.remove()
         raise
+
+
+async def _open(tenants: list[Tenant], door: RemoteDoor, group: asyncio.TaskGroup) -> None:
+    """Serve all tenants, then clients on other hosts. Background work runs as tasks of ``group``."""
+    for tenant in tenants:
+        await tenant.open(group)
+    await door.start()
 
 
 async def _stop(tenants: list[Tenant], besides: list[asyncio.Task[None]], grace_s: float) -> None:

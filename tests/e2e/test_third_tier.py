@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent import futures
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from kvstore_ops.status import render
 from rich.console import Console
 
 from kvstore.controller.operators.heartbeats import HEARTBEAT_S
+from kvstore.errors import Unavailable
 from kvstore.keys import chain_digests
 from kvstore.spec import Durability, MissReason, Tier
 from tests.e2e.test_nvme import same
@@ -230,3 +232,27 @@ def test_a_command_waits_for_a_tier_that_is_slower_than_its_patience(
         served.switches.turn_off()
     assert done.code == 0, done.err
     assert done.json["outcomes"]["files: read"]["chunk_count"] == 1
+
+
+def test_a_start_that_takes_long_is_ended_by_a_signal() -> None:
+    """As the reading of a large device's headers does, or a device that does not answer."""
+    own = ThirdTierSidecar("nvme,files")
+    own.switches.turn_on(Switch.STALLED)
+    with futures.ThreadPoolExecutor(1) as threads:
+        starting = threads.submit(own.start)
+        log = own.directory / "log"
+        eventually(lambda: log.exists() and "tier attached" in log.read_text())  # NVMe is; the files are next
+        process = own.process
+        assert process is not None
+        process.terminate()
+        try:
+            assert process.wait(15) == 0
+        finally:
+            process.kill()
+        with pytest.raises(Unavailable):
+            starting.result(15)
+    assert not list((own.directory / "run").iterdir())
+    assert "Traceback" not in log.read_text()
+    own.switches.turn_off()
+    with own, connect(own.address) as client:
+        assert store(client, 0).wait().name == "LOCAL"

@@ -81,6 +81,7 @@ class FilesTier:
     async def recover(self, evictor: Evictor) -> Recovered:
         self._evictor = evictor
         try:
+            await self.switches.before("recover")
             order, found = await self._run(scan, self._directory)
         except BaseException:
             await self.close(None)
