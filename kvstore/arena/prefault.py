@@ -10,16 +10,12 @@ from pathlib import Path
 from kvstore.arena.arena import Arena
 from kvstore.errors import Exhausted, KVStoreError
 from kvstore.seams import Clock, Workers
+from kvstore.seams.cgroup import group_memory
 from kvstore.seams.jobs import NotBegun, done
 
 STEP_BYTES = 16 << 20
 RESERVE_SHARE = 0.05
 """Share of available memory that pre-faulting leaves alone."""
-
-_CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 _log = logging.getLogger("kvstore.arena")
 
 
@@ -33,14 +29,7 @@ def available_memory_bytes() -> int:
                 available = int(line.split()[1]) * 1024
     except OSError:
         pass  # no /proc: free pages are the best estimate left
-    for limit, used in _CGROUPS:
-        try:
-            limit_text, used_text = Path(limit).read_text().strip(), Path(used).read_text().strip()
-        except OSError:
-            continue
-        if limit_text.isdigit():
-            available = min(available, int(limit_text) - int(used_text))
-    return available
+    return min([available, *(each.limit_bytes - each.used_bytes for each in group_memory())])
 
 
 async def prefault(

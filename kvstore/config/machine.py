@@ -6,22 +6,14 @@ import os
 from pathlib import Path
 
 from kvstore.config.fields import wrong_setting
+from kvstore.seams.cgroup import group_memory
 from kvstore.units import format_bytes
-
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def memory_limit_bytes() -> int:
-    """Physical memory, or the control group's limit (v2, then v1) where it is smaller."""
-    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in _CGROUP_LIMITS:
-        try:
-            text = Path(name).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limit = min(limit, int(text))
-    return limit
+    """Return the bytes of physical memory, or the control group's limit where it is smaller."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *(each.limit_bytes for each in group_memory())])
 
 
 def check_arena(arena_bytes: int) -> None:
