@@ -30,9 +30,19 @@ def is_socket_path(path: Path) -> bool:
     return len(os.fsencode(path)) <= SOCKET_PATH_BYTES_MAX
 
 
+def without_password(text: str) -> str:
+    """Return a text that may be shown: of a URL, also of one without a scheme, the part before its last "@" is
+    hidden."""
+    scheme, slashes, rest = text.partition("://") if "://" in text else ("", "", text)
+    hidden, at, shown = rest.rpartition("@")
+    is_url = slashes or (":" in hidden and not hidden.startswith("/"))
+    return f"{scheme}{slashes}***@{shown}" if at and is_url else text
+
+
 def wrong_setting(setting: str, value: object, remedy: str) -> InvalidRequest:
-    """Return the error that names a setting, its value and the remedy."""
-    return InvalidRequest(f"{setting} = {value}: {remedy}", setting=setting)
+    """Return the error that names a setting, its value and the remedy. Passwords in URLs are not shown."""
+    shown = without_password(value) if isinstance(value, str) else value
+    return InvalidRequest(f"{setting} = {shown}: {remedy}", setting=setting)
 
 
 def check_setting(condition: bool, setting: str, value: object, remedy: str) -> None:

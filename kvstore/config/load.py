@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from kvstore.config.defaults import arena_limits, dependent_defaults, derived_defaults, device_defaults
+from kvstore.config.fields import without_password
 from kvstore.config.machine import device_room_bytes, kept_capacity_bytes, memory_limit_bytes
-from kvstore.config.redis import without_password
 from kvstore.config.settings import Settings, TierSettings
 from kvstore.config.tenants import DEFAULT_TENANT, TenantSettings, check_name, check_tenants
 from kvstore.errors import InvalidRequest, KVStoreError

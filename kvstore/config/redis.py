@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
-from kvstore.config.fields import Duration, Size, checks_of
+from kvstore.config.fields import Duration, Size, checks_of, without_password
 from kvstore.errors import InvalidRequest
 from kvstore.spec import ENVELOPES, SHARED_ENCODING_SETTINGS
 from kvstore.units import GIB, MIB, split_address
@@ -24,12 +23,6 @@ EXAMPLE = (
     "redis+cluster://HOST:PORT,HOST:PORT"
 )
 _check = checks_of("tiers.redis")
-_USER = re.compile(r"(?<=://).*@")
-
-
-def without_password(text: str) -> str:
-    """Return a URL that may be shown: the part before its last "@" is hidden."""
-    return _USER.sub("***@", text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +45,7 @@ class RedisAddress:
         try:
             return _parsed(url)
         except ValueError as error:
-            shown = without_password(url)
+            shown = without_password(url).partition("?")[0]
             raise InvalidRequest(f"tiers.redis.url = {shown}: {error}", setting="tiers.redis.url") from None
 
 
@@ -65,6 +58,9 @@ def _parsed(url: str) -> RedisAddress:
     if parts.scheme not in SCHEMES:
         raise ValueError(EXAMPLE)
     kind, is_tls = SCHEMES[parts.scheme]
+    unknown = parse_qs(parts.query, keep_blank_values=True).keys() - ({"db"} if parts.scheme == "unix" else set())
+    if unknown:
+        raise ValueError("what follows ? means nothing here: use the settings of tiers.redis, and %3F in a password")
     user, _, hosts = parts.netloc.rpartition("@")
     username, _, password = user.partition(":")
     path, service = "", ""

@@ -169,6 +169,15 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load(tmp_path / "absent.toml")
 
 
+def test_a_password_in_another_url_is_not_shown() -> None:
+    for name in ("TRACING__ENDPOINT", "EVENTS__ENDPOINT"):
+        with pytest.raises(InvalidRequest, match=r"tcp://\*\*\*@host:1: use") as caught:
+            load(None, {"HOME": "/h", f"KVSTORE__{name}": "tcp://me:secret-word@host:1"})
+        assert "secret-word" not in caught.value.message
+    with pytest.raises(InvalidRequest, match=r"server\.socket_directory = /a:b@c/#/kvstore\.sock"):  # no URL
+        load(None, {"HOME": "/h", "KVSTORE__SERVER__SOCKET_DIRECTORY": "/a:b@c/#"})
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

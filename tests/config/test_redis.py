@@ -39,6 +39,8 @@ def test_what_a_url_says(url: str, found: dict[str, object]) -> None:
         ("redis://a,b", "several servers"),
         ("redis+sentinel://a", "name the service"),
         ("unix://redis.sock", "whole path"),
+        ("redis://host?db=3", "what follows ? means nothing here"),
+        ("rediss://host?ssl_cert_reqs=none", "what follows ?"),
     ],
 )
 def test_a_url_that_is_none_is_named(url: str, words: str) -> None:
@@ -78,7 +80,13 @@ def test_it_is_off_unless_it_is_asked_for() -> None:
 SECRET = "hunter2"
 
 
-@pytest.mark.parametrize("url", [f"redis://u:{SECRET}@h", f"redis://:{SECRET}@[::1", f"x://u:a/{SECRET}@h:1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"redis://u:{SECRET}@h", f"redis://:{SECRET}@[::1", f"x://u:a/{SECRET}@h:1", f"redis://h?password={SECRET}",
+        f"redis://h?{SECRET}", f"redis://u:a?{SECRET}@h", f"u:{SECRET}@h", f"redis:u:{SECRET}@h:1",
+    ],
+)  # fmt: skip
 def test_a_password_is_shown_to_nobody(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
     try:
