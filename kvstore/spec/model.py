@@ -306,7 +306,7 @@ def _check_sizes(spec: ModelSpec) -> None:
     if not _integer(spec.chunk_tokens, 1, CHUNK_TOKENS_MAX):
         raise InvalidRequest(f"chunk_tokens {spec.chunk_tokens} must be in 1..{CHUNK_TOKENS_MAX}")
     if not _integer(spec.hidden_size, 1, DIM_MAX * 16):
-        raise InvalidRequest(f"hidden_size {spec.hidden_size} must be positive")
+        raise InvalidRequest(f"hidden_size {spec.hidden_size} must be in 1..{DIM_MAX * 16}")
     if not _integer(spec.vocab_size, 1, 2**32):
         raise InvalidRequest(f"vocab_size {spec.vocab_size} must be in 1..2**32")
     if not isinstance(spec.layers, tuple) or len(spec.layers) > LAYER_COUNT_MAX:

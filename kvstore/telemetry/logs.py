@@ -55,8 +55,14 @@ class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = " ".join(f"{name}={value}" for name, value in vars(record).items() if name not in _OWN)
         when = datetime.fromtimestamp(record.created, UTC).strftime("%H:%M:%S")
-        text = f"{when} {record.levelname.lower():7} {record.getMessage()} {fields}".rstrip()
+        text = _on_one_line(f"{when} {record.levelname.lower():7} {record.getMessage()} {fields}".rstrip())
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+def _on_one_line(text: str) -> str:
+    """Return the text with line ends and control characters escaped: clients choose names, and a name must not look
+    like another line or steer a terminal."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def configure_logging(level: str, form: str) -> None:

@@ -58,3 +58,14 @@ async def test_a_line_says_for_which_tenant_it_was_written(form: str, capfd: pyt
         "of-a": "a", "of-a-thread": "a", "of-b": "b", "of-b-thread": "b", "of-nobody": "", "of-nobody-thread": "",
         "remote": "c", "after": "",
     }  # fmt: skip
+
+
+def test_a_name_that_a_client_chose_is_no_line_of_its_own(form: str, capfd: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", form)
+    name = "m\n00:00:00 error   forged\x1b[2J\u2028 jörg"
+    _log.info("warmed", extra={"model": name})
+    _log.info("a message of %s", name)
+    captured = capfd.readouterr().err
+    assert len(captured.splitlines()) == 2
+    assert "\x1b" not in captured
+    assert form == "json" or "jörg" in captured
