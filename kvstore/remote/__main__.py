@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvstore.errors import KVStoreError
-from kvstore.remote.door import Door, credentials
+from kvstore.errors import KVStoreError, Unavailable
+from kvstore.remote.door import Door, check_certificates, credentials
 from kvstore.remote.node import Node
 from kvstore.remote.tokens import AccessTokens, read_tokens
 from kvstore.seams.scheduler import start_thread
@@ -48,7 +48,11 @@ async def _serve(orders: dict[str, Any]) -> None:
         stall_s=orders["stall_s"], connection_count_max=orders["connection_count_max"],
         call_count_max=orders["call_count_max"],
     )  # fmt: skip
-    port = door.listen(orders["address"], credentials(*files))
+    try:
+        port = door.listen(orders["address"], credentials(*files))
+    except Unavailable:
+        check_certificates(*files)  # gRPC says the same of these as of an address that is taken
+        raise
     await door.server.start()
     _say({"port": port})
     start_thread(_leave_with_the_sidecar, "stdin")

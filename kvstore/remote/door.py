@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,31 @@ def credentials(certificate_file: str, key_file: str, client_ca_file: str) -> An
     key = _read(key_file, "remote.key_file")
     authority = _read(client_ca_file, "remote.client_ca_file") if client_ca_file else None
     return grpc.ssl_server_credentials([(key, chain)], authority, require_client_auth=authority is not None)
+
+
+def check_certificates(certificate_file: str, key_file: str, client_ca_file: str) -> None:
+    """Check that the certificate and the key belong together, and that the CA's file has a certificate. Raises
+    InvalidRequest naming the setting. Does nothing without a certificate file."""
+    if not certificate_file:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    chain, key, authority = (Path(name).expanduser() for name in (certificate_file, key_file, client_ca_file))
+    try:
+        context.load_cert_chain(chain, key, password=lambda: "")  # without one OpenSSL would ask the terminal
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(
+            f"remote.certificate_file = {certificate_file}, remote.key_file = {key_file}: they must be a certificate "
+            f"and its own key, PEM, the key not encrypted ({error})",
+            setting="remote.certificate_file",
+        ) from error
+    try:
+        if client_ca_file:
+            context.load_verify_locations(authority)
+    except OSError as error:
+        raise InvalidRequest(
+            f"remote.client_ca_file = {client_ca_file}: it has no certificate ({error})",
+            setting="remote.client_ca_file",
+        ) from error
 
 
 def _read(name: str, setting: str) -> bytes:

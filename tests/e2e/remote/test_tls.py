@@ -117,3 +117,23 @@ def test_mutual_tls(certificates: Path) -> None:
 def test_tls_to_a_port_without(remote: Sidecar) -> None:
     with pytest.raises(Unavailable, match="tls="):
         connect(remote.address, tls=True, timeout_s=5.0)
+
+
+@needs_openssl
+@pytest.mark.parametrize(
+    ("certificate", "key", "authority", "words"),
+    [
+        ("server.pem", "client.key", "", "remote.certificate_file"),
+        ("server.key", "server.pem", "", "remote.certificate_file"),
+        ("server.pem", "server.key", "ca.key", "remote.client_ca_file"),
+    ],
+)
+def test_certificates_that_cannot_be_used_are_named_and_not_the_address(
+    certificates: Path, certificate: str, key: str, authority: str, words: str
+) -> None:
+    own = {"CERTIFICATE_FILE": certificate, "KEY_FILE": key} | ({"CLIENT_CA_FILE": authority} if authority else {})
+    settings = {f"KVSTORE__REMOTE__{name}": str(certificates / value) for name, value in own.items()}
+    sidecar = Sidecar("--capacity", "16 MiB", environment={**os.environ, **settings}, plane="remote")
+    with pytest.raises(Unavailable, match=f"kvstore: {words} = ") as caught:
+        sidecar.start()
+    assert "remote.address" not in caught.value.message.rpartition("kvstore: ")[2]
