@@ -20,6 +20,9 @@ CHUNK_BYTES_MAX = 1 << 40
 STRIP_COUNT_MAX = 1 << 17
 """Strips of a chunk: eight times those of the deepest model with the most kv heads. Layouts are kept, and made on the
 event loop, for whatever model and length a client names."""
+KEPT_STRIPS_MAX = 1 << 21
+"""Strips of all layouts that are kept, 25 bytes each. Without this bound, a client that names a chunk of each length of
+a model with very many strips takes 2 GB of a process that all tenants share."""
 FIXED_HEADER_BYTES = 384
 STRIP_ENTRY_BYTES = 32
 
@@ -133,6 +136,24 @@ def layout_of(spec: ModelSpec, kind: CacheKind, token_count: int, layer: int | N
 
     Raises: InvalidRequest for a token count or an E layer the spec does not have.
     """
+    made = _layout(spec, kind, token_count, layer)
+    _kept.strip_count += made.strip_count
+    if _kept.strip_count > KEPT_STRIPS_MAX:
+        layout_of.cache_clear()
+        _kept.strip_count = made.strip_count
+    return made
+
+
+class _Kept:
+    """The number of strips of the layouts that ``layout_of`` keeps, at most."""
+
+    strip_count = 0
+
+
+_kept = _Kept()
+
+
+def _layout(spec: ModelSpec, kind: CacheKind, token_count: int, layer: int | None) -> ChunkLayout:
     if not 0 < token_count <= spec.chunk_tokens:
         raise InvalidRequest(f"a chunk of this model has 1..{spec.chunk_tokens} tokens, not {token_count}")
     if kind is CacheKind.E:

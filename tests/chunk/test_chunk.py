@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +23,7 @@ from kvstore.chunk import (
     verify_slab,
 )
 from kvstore.chunk.header import _CHECKSUM_AT, _FIXED
-from kvstore.chunk.layout import STRIP_COUNT_MAX
+from kvstore.chunk.layout import KEPT_STRIPS_MAX, STRIP_COUNT_MAX
 from kvstore.errors import DataLoss, InvalidRequest
 from kvstore.spec import DTYPES, CacheKind, Exactness, LayerSpec, ModelSpec, Provenance
 from tests.specs import odd_spec, small_spec
@@ -175,6 +176,17 @@ def test_right_bytes_in_a_wrong_place_fail() -> None:
 def test_impossible_layouts_are_refused(count: int, layer: int | None) -> None:
     with pytest.raises(InvalidRequest):
         layout_of(small_spec(), CacheKind.KV if layer is None else CacheKind.E, count, layer)
+
+
+def test_the_layouts_that_are_kept_are_bounded_however_many_lengths_a_client_names() -> None:
+    layer = LayerSpec(kv_heads=128, k_dim=1, v_dim=1)
+    large = replace(small_spec(), layers=(layer,) * 256, chunk_tokens=256)
+    made = [weakref.ref(layout_of(large, CacheKind.KV, count)) for count in range(1, 257)]
+    kept = sum(layout.strip_count for each in made if (layout := each()) is not None)
+    assert kept <= KEPT_STRIPS_MAX
+    assert layout_of(large, CacheKind.KV, 256) is layout_of(large, CacheKind.KV, 256)
+    usual = [layout_of(small_spec(), CacheKind.KV, count) for count in range(1, 17)]
+    assert [layout_of(small_spec(), CacheKind.KV, count) for count in range(1, 17)] == usual
 
 
 def test_a_layout_that_takes_long_to_make_is_refused() -> None:
