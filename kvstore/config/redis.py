@@ -156,11 +156,14 @@ class RedisSettings:
             address = RedisAddress.of(self.url)
             is_once = not (address.password and self.password_file)
             _check(is_once, "password_file", self.password_file, "the URL has a password, too: name one of them")
-            told = self.sentinel_password_file
-            is_theirs = address.kind == "sentinel" or not (told or self.sentinel_username)
-            _check(
-                is_theirs, "sentinel_password_file", told, "use redis+sentinel:// in tiers.redis.url, or leave it out"
-            )
+            user, named = self.username, address.username
+            _check(not user or named in ("", user), "username", user, "the URL has another user: name one of them")
+            has_password = bool(address.password or self.password_file or not (user or named))
+            _check(has_password, "username", user or named, "the server asks for a password, too: set password_file")
+            for name in ("sentinel_username", "sentinel_password_file"):
+                told = getattr(self, name)
+                fits = address.kind == "sentinel" or not told
+                _check(fits, name, told, "use redis+sentinel:// in tiers.redis.url, or leave it out")
             files = self.ca_file or self.certificate_file
             fits = address.is_tls or not files
             _check(fits, "ca_file or certificate_file", files, "use rediss:// in tiers.redis.url, or leave it out")

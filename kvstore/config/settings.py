@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -246,6 +247,11 @@ class Settings:
     tenants: Mapping[str, TenantSettings] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        state, device = self.server.state_directory, self.tiers.nvme.directory
+        check_setting(
+            os.path.realpath(state) != os.path.realpath(device), "tiers.nvme.directory", device, "it is "
+            f"server.state_directory, too, and each has a lock of its own: use a directory in it, like {device}/nvme",
+        )  # fmt: skip
         check_setting(
             not self.policy.warm_up_bytes or bool(self.tiers.redis.url), "policy.warm_up_bytes",
             self.policy.warm_up_bytes, "nodes leave hints for each other in a Redis that they share: set "

@@ -48,6 +48,10 @@ def test_flags_beat_environment_beats_file_beats_default(tmp_path: Path) -> None
         ("[policy]\neviction = 'fifo'\n", ["policy.eviction", "lru"]),
         ("[tiers.redos]\n", ["tiers.redos", "did you mean 'tiers."]),
         ("[[[", ["TOML"]),
+        (
+            "[server]\nstate_directory = '/mnt/fast'\n[tiers.nvme]\ndirectory = '/mnt/x/../fast'\n",
+            ["tiers.nvme.directory", "it is server.state_directory, too", "/nvme"],
+        ),
         ("[arena]\ncapacity_bytes = " + "9" * 5000, ["TOML"]),
         ("[arena]\ncapacity_bytes = " + "[" * 5000, ["TOML"]),
         (

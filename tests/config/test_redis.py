@@ -63,6 +63,10 @@ def test_a_url_that_is_none_is_named(url: str, words: str) -> None:
         ({"url": "rediss://h", "key_file": "/key"}, "tiers.redis.key_file"),
         ({"url": "redis://:secret@h", "password_file": "/p"}, "tiers.redis.password_file"),
         ({"embedded_bytes": 1}, "16 MiB"),
+        ({"url": "redis://a:pw@h", "username": "b"}, "tiers.redis.username = b: the URL has another user"),
+        ({"url": "redis://h", "username": "b"}, "tiers.redis.username = b: .* set password_file"),
+        ({"url": "redis://b@h"}, "tiers.redis.username = b: .* set password_file"),
+        ({"url": "redis://h", "sentinel_username": "b"}, r"tiers.redis.sentinel_username = b: use redis\+sentinel"),
     ],
 )
 def test_settings_that_cannot_be_are_named(changes: dict[str, object], words: str) -> None:

@@ -163,7 +163,7 @@ async def opened(path: Path, count: int, lookup_count: int) -> dict[str, float]:
     """Open a directory as the server does, and return the measurements. ``bytes``: memory per chunk that the open
     added to this process."""
     flags = {
-        "server.state_directory": path, "tiers.nvme.directory": path, "arena.capacity_bytes": "16 MiB",
+        "server.state_directory": path / "state", "tiers.nvme.directory": path, "arena.capacity_bytes": "16 MiB",
         "tiers.nvme.capacity_bytes": str(count * (8 << 10) + ROOM_BYTES),
     }  # fmt: skip
     settings = load(flags=flags).settings
