@@ -86,7 +86,8 @@ def test_past_the_limits_those_used_last_are_kept(monkeypatch: pytest.MonkeyPatc
 def test_a_spec_that_is_another_models_or_none_registers_nothing() -> None:
     data, names = packed(3)
     found: dict[str, Any] = MODELS.unpack(data)
-    found[names[0].hex()] = found[names[2].hex()]  # it would refuse the engines of that model another geometry
+    odd = odd_spec("float16", 3, 8, 4, 32)  # it would refuse the engines of that model another geometry
+    found[names[0].hex()] = b64encode(spec_to_message(odd).SerializeToString()).decode()
     found[names[1].hex()] = 7
     wrong = spec_to_message(spec_of(4))
     wrong.layers[0].kind = 99  # type: ignore[assignment]  # as a newer release may write it
