@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from kvstore.movement.targets import MoveTarget
 from kvstore.movement.writes import Writes
 from kvstore.seams.deadline import Deadline
 from tests.controller.service import Service
@@ -33,7 +35,7 @@ async def cancelled_after(steps: int, call: Awaitable[Any], come: Callable[[], N
 @pytest.mark.parametrize("steps", STEPS)
 async def test_a_store_that_waits_for_room(steps: int) -> None:
     service = Service()
-    writes = service.parts.movement._writes(service.parts.movement.memory)  # type: ignore[arg-type]  # nothing is written
+    writes = service.parts.movement._writes(cast(MoveTarget, SimpleNamespace(name="nvme")))  # nothing is written
     assert isinstance(writes, Writes)
     await cancelled_after(steps, writes.progress(10.0), lambda: writes._settled(0))
 

@@ -34,7 +34,7 @@ STORE = "tests/e2e/test_failing_threads.py::test_a_store_of_which_a_job_fails_ke
 VALUES = "tests/e2e/test_failing_threads.py::test_values_of_which_a_job_fails_are_whole_or_nothing"
 NO_THREAD = "tests/e2e/test_failing_threads.py::test_without_a_thread_of_its_own_a_call_is_a_miss_or_a_typed_error"
 ENCODER = "tests/engines/vllm/test_embeddings.py::test_an_item_that_no_thread_fetches_is_encoded"
-RATES = "tests/server/test_rates.py::test_a_write_that_nobody_makes_ends_nothing"
+RATES = "tests/server/test_rates.py::test_a_write_that_nobody_makes_ends_nothing_and_is_owed"
 PROCESS = "tests/e2e/remote/test_bad_peers.py::test_the_remote_planes_process_ends_with_the_sidecar"
 
 SITES = {
