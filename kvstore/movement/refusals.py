@@ -21,21 +21,22 @@ class RefusalLog:
         self._clock = clock
         self._told_s: dict[str, float] = {}
         """When each reason was logged last."""
-        self._is_told = False
+        self.is_told = False
         """True from the line that the tier takes none to the line that it takes some."""
 
     def refused(self, reason: str) -> None:
-        """Log why the tier took a chunk no more."""
+        """Log why the tier took a chunk no more. One whose reason was logged lately is not: call this again until
+        ``is_told``, so that a tier that stays away does not stand as one that takes chunks."""
         now_s = self._clock.monotonic()
         if now_s - self._told_s.get(reason, float("-inf")) < TOLD_S:
             return
         if len(self._told_s) >= REASON_COUNT_MAX:
             self._told_s.clear()
-        self._told_s[reason], self._is_told = now_s, True
+        self._told_s[reason], self.is_told = now_s, True
         _log.error("a tier takes no chunks for now", extra={"tier": self._tier, "reason": reason})
 
     def taken(self) -> None:
         """Log that the tier took a chunk, if the last line says otherwise."""
-        if self._is_told:
+        if self.is_told:
             _log.info("the tier takes chunks again", extra={"tier": self._tier})
-        self._is_told = False
+        self.is_told = False

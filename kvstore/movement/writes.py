@@ -304,7 +304,8 @@ class Writes:
         reason is one for which the tier lacks other chunks, too."""
         self._counters.add_of(self.target.name, "refused_chunks")
         self.parked.put(row, reason)
-        if is_told and reason != self.reason and not self.is_draining:
+        is_news = reason != self.reason or not self._refusals.is_told
+        if is_told and is_news and not self.is_draining:
             self._refusals.refused(reason)
             self.reason = reason
 

@@ -191,3 +191,38 @@ def test_an_engine_that_takes_some_and_refuses_others_is_told_once_in_a_while(
 
     with caplog.at_level(logging.INFO):
         run([node], scenario)
+
+
+def test_an_engine_that_goes_away_again_soon_is_told_in_the_end(
+    roomy_world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It came back for a moment, and the log must not end with that."""
+    is_full = True
+
+    class Full(EngineTier):
+        async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> None:
+            if is_full:
+                raise Exhausted("it has no room")
+            await super().write(header, layout, pieces)
+
+    node = Node(lambda: Full(roomy_world.settings), arena_chunks=400, capacity_bytes=64 << 20, region_bytes=4 << 20)
+
+    def told() -> list[str]:
+        return [each.message for each in caplog.records if "takes" in each.message]
+
+    async def scenario() -> None:
+        nonlocal is_full
+        await node.keep(1)
+        await node.quiet()
+        is_full = False
+        await node.keep(2)
+        await node.quiet()
+        is_full = True
+        await node.keep(3)
+        await node.quiet()
+        assert told() == ["a tier takes no chunks for now", "the tier takes chunks again"]
+        await asyncio.sleep(TOLD_S + 2 * RETRY_S)
+        assert told()[2:] == ["a tier takes no chunks for now"], "once, and it is the last word"
+
+    with caplog.at_level(logging.INFO):
+        run([node], scenario)
