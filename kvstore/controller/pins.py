@@ -158,7 +158,8 @@ class Pins:
                         self.pin(row, rest_s if end else 0)
         except Exhausted as error:
             _log.warning("some pins ended with the last start", extra={"reason": error.message})
-        self.is_changed = len(self) != sum(map(len, found.values()))
+        has_tiers = len(self._table.copies) > 1  # a device that is off for one start takes no pins with it
+        self.is_changed = has_tiers and len(self) != sum(map(len, found.values()))
 
     # ------------------------------------------------------------ what is kept
 

@@ -107,3 +107,12 @@ def test_a_file_that_says_something_wrong_pins_nothing(clock: ManualClock, wrong
     with pytest.raises(InvalidRequest):
         life.pins.unpack(FORM.pack({"ab" * 32 + " in_context exact": wrong}))
     assert not life.pinned()
+
+
+def test_a_device_that_is_off_for_one_start_takes_no_pins_with_it(clock: ManualClock) -> None:
+    first = Life(clock)
+    first.pins.pin(first.rows[NAMES[0]], 0)
+    without = Life(clock, [])
+    del without.catalog.table.copies[1:]
+    without.pins.unpack(first.pins.pack())
+    assert not without.pins.is_changed, "the file stays as it is"

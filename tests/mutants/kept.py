@@ -46,7 +46,7 @@ MUTANTS = [
     Mutant(
         "ended-pins-stay-in-the-file",
         PINS,
-        "        self.is_changed = len(self) != sum(map(len, found.values()))\n",
+        "        self.is_changed = has_tiers and len(self) != sum(map(len, found.values()))\n",
         "        self.is_changed = False\n",
         "a pin whose chunk is gone pins that chunk when it is stored again, one restart later",
         (f"{T_PINS}::test_pins_come_back_with_their_ends_and_what_they_hang_on",),

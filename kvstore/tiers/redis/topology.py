@@ -142,19 +142,40 @@ class _Sentinels(Sentinel):
     stands still would keep the others from being asked. It also reorders its list, and calls side by side then lose
     Sentinels from it."""
 
+    def __init__(self, *places: Any, **options: Any) -> None:
+        super().__init__(*places, **options)  # type: ignore[no-untyped-call]  # as redis-py has it
+        self._asked: dict[tuple[int, str], asyncio.Task[tuple[str, int] | str]] = {}
+        """The questions on their way, by the Sentinel's number and the service: one each. None is cancelled, because
+        redis-py may go on until its own timeout all the same, and the next caller waits for the same answer."""
+
     async def discover_master(self, service_name: str) -> tuple[str, int]:
         """Return the primary's host and port. Raises MasterNotFoundError where no Sentinel knows one."""
         said: list[str] = []
-        async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(self._word_of(each, service_name)) for each in self.sentinels]
-            for answer in asyncio.as_completed(asked):
-                found = await answer
-                if not isinstance(found, str):
-                    for each in asked:
-                        each.cancel()
-                    return found
-                said.append(found)
+        asked = [self._question(number, service_name) for number in range(len(self.sentinels))]
+        for answer in asyncio.as_completed(asked):
+            found = await answer
+            if not isinstance(found, str):
+                return found
+            said.append(found)
         raise MasterNotFoundError(f"no Sentinel names a primary of {service_name!r}: {'; '.join(sorted(said))}")
+
+    async def close(self) -> None:
+        """End the questions, each at its timeout at the latest, and close the lines."""
+        asked = list(self._asked.values())
+        for each in asked:
+            each.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        for sentinel in self.sentinels:
+            await sentinel.aclose()
+
+    def _question(self, number: int, service_name: str) -> asyncio.Task[tuple[str, int] | str]:
+        """Return the question to a Sentinel that is on its way, or a new one."""
+        key = (number, service_name)
+        if key not in self._asked:
+            word = self._word_of(self.sentinels[number], service_name)
+            self._asked[key] = asked = asyncio.get_running_loop().create_task(word)  # seam: ``close`` ends it
+            asked.add_done_callback(lambda _: self._asked.pop(key))
+        return self._asked[key]
 
     async def _word_of(self, sentinel: Any, service_name: str) -> tuple[str, int] | str:
         """Return a Sentinel's word on the primary, or the reason why it has none to give."""
@@ -179,7 +200,7 @@ class SentinelPrimary:
     def __init__(
         self, address: RedisAddress, access: Access, options: dict[str, Any], asked: dict[str, Any]
     ) -> None:  # fmt: skip
-        self._sentinel: Any = _Sentinels(address.places, sentinel_kwargs=asked, **options)  # type: ignore[no-untyped-call]  # as redis-py has it
+        self._sentinel: Any = _Sentinels(address.places, sentinel_kwargs=asked, **options)
         self._service = address.service
         self._access = access
         self._server: Server | None = None
@@ -205,5 +226,4 @@ class SentinelPrimary:
 
     async def close(self) -> None:
         await self.client.aclose()
-        for each in self._sentinel.sentinels:
-            await each.aclose()
+        await self._sentinel.close()
