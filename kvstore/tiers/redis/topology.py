@@ -137,7 +137,7 @@ class SingleServer:
         await self.client.aclose()
 
 
-class _Sentinels(Sentinel):
+class Sentinels(Sentinel):
     """Asks all Sentinels at once, for the first word on a primary counts. redis-py asks one after the other: one that
     stands still would keep the others from being asked. It also reorders its list, and calls side by side then lose
     Sentinels from it."""
@@ -200,7 +200,7 @@ class SentinelPrimary:
     def __init__(
         self, address: RedisAddress, access: Access, options: dict[str, Any], asked: dict[str, Any]
     ) -> None:  # fmt: skip
-        self._sentinel: Any = _Sentinels(address.places, sentinel_kwargs=asked, **options)
+        self._sentinel: Any = Sentinels(address.places, sentinel_kwargs=asked, **options)
         self._service = address.service
         self._access = access
         self._server: Server | None = None

@@ -1,4 +1,5 @@
-"""A primary that changes: behind a name that is given to another server, and behind Sentinels. All real processes."""
+"""A primary that changes: behind a name that is given to another server, and behind Sentinels. All
+but one are real processes."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,7 +17,7 @@ from kvstore.directory import NodeDirectory
 from kvstore.errors import PermissionDenied, Unavailable
 from kvstore.seams import SystemClock, SystemRandom
 from kvstore.tiers.redis.commands import Commands
-from kvstore.tiers.redis.topology import topology_of
+from kvstore.tiers.redis.topology import Sentinels, topology_of
 from tests.contracts.chunks import chunk
 from tests.fakes.proxy import Proxy
 from tests.fakes.redis_server import RedisServer
@@ -108,6 +111,38 @@ async def test_a_sentinel_that_stands_still_delays_nobody() -> None:
         sentinels[0].stop()
         async with redis_tier(url) as tier, asyncio.timeout(4.0):
             assert await got(tier, await put(tier, chunk(1)))
+
+
+class Word:
+    """A Sentinel that says at once where the primary is; ``is_deaf``: it stands still, and so does redis-py, which may
+    go on reading after it was cancelled."""
+
+    def __init__(self, *, is_deaf: bool) -> None:
+        self.is_deaf = is_deaf
+        self.asked = 0
+        self.connection_pool = SimpleNamespace(connection_kwargs={"host": "h", "port": 1})
+
+    async def sentinel_masters(self) -> dict[str, dict[str, object]]:
+        self.asked += 1
+        while self.is_deaf:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.1)
+        state = {"is_master": True, "is_sdown": False, "is_odown": False, "num-other-sentinels": 1}
+        return {"main": {**state, "ip": "127.0.0.1", "port": 7}}
+
+    async def aclose(self) -> None:
+        return None
+
+
+async def test_a_sentinel_that_stands_still_is_asked_once_and_not_waited_for() -> None:
+    sentinels: Any = Sentinels([("h", 1), ("h", 2)])
+    sentinels.sentinels = deaf, quick = [Word(is_deaf=True), Word(is_deaf=False)]
+    async with asyncio.timeout(5.0):
+        for _ in range(3):
+            assert await sentinels.discover_master("main") == ("127.0.0.1", 7)
+        assert (deaf.asked, quick.asked) == (1, 3)
+        deaf.is_deaf = False
+        await sentinels.close()
 
 
 async def test_sentinels_that_fail_in_turn_are_all_asked_again() -> None:
