@@ -254,6 +254,11 @@ def test_marks_of_memory_that_is_filled_again_do_not_add_up(slots: Any) -> None:
     derived.mark_derived([plane.numpy()], slots)
     gc.collect()
     assert derived.is_derived([plane])
+    array = np.zeros((2, 4, 8), np.int16)
+    derived.mark_derived([array], slots)
+    derived.mark_derived([torch.from_numpy(array)], slots)  # this view's owner is not known
+    gc.collect()
+    assert derived.is_derived([array])
     for stop in (2, 3, 2, 3):
         derived.mark_derived([plane[:, :stop]])
     assert count() == 2
