@@ -31,6 +31,12 @@ class Breaker:
         """True while no call should be made to the tier."""
         return self._clock.monotonic() < self._closes_s
 
+    @property
+    def is_in_doubt(self) -> bool:
+        """True while the last calls failed, so many that the tier is left alone at times, and none was answered
+        since."""
+        return self._failures >= FAILURE_COUNT
+
     def failed(self, reason: str) -> None:
         """Count a call that raised Unavailable, or had no answer in time. One that ends while the breaker is open was
         on its way before: it says nothing new, and lengthens no pause."""
@@ -49,7 +55,7 @@ class Breaker:
 
     def worked(self) -> None:
         """Count a call that was answered."""
-        if self._failures >= FAILURE_COUNT:
+        if self.is_in_doubt:
             _log.info("a tier answers again", extra={"tier": self._tier})
         self._failures = 0
         self.reason = ""

@@ -93,7 +93,7 @@ class Canaries:
     async def ask_if_failing(self, shared: SharedCopies) -> None:
         """Ask a shared tier that says that it fails for a chunk that no node has. Its state changes with an answer, and
         a node without requests would show for ever what was so once."""
-        if shared.is_asked and shared.tier.statistics().state == "failing":
+        if shared.is_asked and shared.statistics().state == "failing":
             await shared.ask([self._random.bytes(32)], ASK_INTERVAL_S)
 
     async def shared_canary(self, shared: SharedCopies) -> bool | None:

@@ -28,7 +28,8 @@ from kvstore.movement.recovery import adopt, held_by
 from kvstore.movement.relocation import Relocation
 from kvstore.movement.removal import Removal
 from kvstore.movement.room import Room
-from kvstore.movement.shared import REUSED, SharedTarget
+from kvstore.movement.shared import REUSED
+from kvstore.movement.shared_target import SharedTarget
 from kvstore.movement.shared_tiers import SharedTiers
 from kvstore.movement.states import TierStates
 from kvstore.movement.targets import LocalTarget, MoveTarget

@@ -190,7 +190,7 @@ class SharedTiers:
         unknown = set[bytes]()
         for shared in self.tiers:
             now_s = self._clock.monotonic()
-            timeout_s = min(shared.lookup_s_max, until_s - now_s)
+            timeout_s = min(shared.lookup_s, until_s - now_s)
             parts = [self._to_ask(shared, keys, now_s) for keys in chains]
             asked, lengths = [key for keys in parts for key in keys], [len(keys) for keys in parts if keys]
             is_asked = asked and shared.is_asked_by_lookups and timeout_s > 0
@@ -241,7 +241,7 @@ class SharedTiers:
         found, is_whole = set[bytes](), True
         for chains in questions:
             keys = [key for chain in chains for key in chain]
-            timeout_s = min(shared.lookup_s_max, until_s - self._clock.monotonic())
+            timeout_s = min(shared.lookup_s, until_s - self._clock.monotonic())
             is_asked = shared.is_asked_by_lookups and timeout_s > 0
             answers = await shared.ask(keys, timeout_s, [len(chain) for chain in chains]) if is_asked else None
             if answers is None:

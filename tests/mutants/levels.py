@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 LEVELS = "kvstore/movement/levels.py"
 SHARED = "kvstore/movement/shared.py"
+SHARED_TARGET = "kvstore/movement/shared_target.py"
 LEVEL_TESTS = "tests/tiers/shared/test_levels.py"
 
 MUTANTS = [
@@ -67,7 +68,7 @@ MUTANTS = [
     ),
     Mutant(
         "adopted-unread",
-        SHARED,
+        SHARED_TARGET,
         "            if not await self.is_whole(row):\n",
         "            if False:\n",
         "a receipt says OBJECT of what is damaged there",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants import (
     arena,
+    asked,
     beyond,
     cancelled,
     chunk,
@@ -52,6 +53,7 @@ MUTANTS: list[Mutant] = [
     *forgotten.MUTANTS,
     *drains.MUTANTS,
     *shared.MUTANTS,
+    *asked.MUTANTS,
     *sharing.MUTANTS,
     *claims.MUTANTS,
     *levels.MUTANTS,

@@ -14,7 +14,7 @@ E2E = "tests/e2e/test_s3.py"
 ENVELOPE = "tests/tiers/s3/test_envelope.py"
 SCAN = "tests/ops/test_scan.py"
 CONTRACT = "tests/contracts/shared/test_chunks.py"
-SHARED = "kvstore/movement/shared.py"
+SHARED_TARGET = "kvstore/movement/shared_target.py"
 
 MUTANTS = [
     Mutant(
@@ -227,7 +227,7 @@ MUTANTS = [
     ),
     Mutant(
         "a-right-that-is-missing-is-an-outage",
-        SHARED,
+        SHARED_TARGET,
         "        except (Exhausted, PermissionDenied):  # it answers, and may well be read\n",
         "        except Exhausted:\n",
         "a node that may only read is cut off",
@@ -235,7 +235,7 @@ MUTANTS = [
     ),
     Mutant(
         "chunks-of-any-size-are-sent",
-        SHARED,
+        SHARED_TARGET,
         "        return is_for_others(space) and is_whole and self.shared.tier.takes(self._names.of(row).layout)\n",
         "        return is_for_others(space) and is_whole\n",
         "a bucket fills with objects that cost more than they save",

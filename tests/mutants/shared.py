@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 SHARED = "kvstore/movement/shared.py"
+SHARED_TARGET = "kvstore/movement/shared_target.py"
 SHARED_SOURCE = "kvstore/movement/shared_source.py"
 SHARED_TIERS = "kvstore/movement/shared_tiers.py"
 SOURCES = "kvstore/movement/sources.py"
@@ -17,8 +18,6 @@ MEANWHILE = "tests/tiers/shared/test_meanwhile.py"
 WRITES = "kvstore/movement/writes.py"
 ODD = "tests/tiers/shared/test_odd.py"
 T_WHILE_ASKED = "tests/tiers/shared/test_while_asked.py"
-QUESTIONS = "kvstore/movement/questions.py"
-T_QUESTIONS = "tests/tiers/shared/test_questions.py"
 
 MUTANTS = [
     Mutant(
@@ -28,46 +27,6 @@ MUTANTS = [
         "    return max(PIECE_BYTES, piece_bytes_max)\n",
         "a reader of one chunk waits for half of it before it can begin",
         ("tests/movement/test_pieces.py::test_pieces_are_large_where_the_tier_gains_by_it_and_the_load_has_many",),
-    ),
-    Mutant(
-        "a-bound-for-each-tier-that-stands-still",
-        SHARED_TIERS,
-        "                until_s = now_s + min(timeout_s / 2, bound_s)\n",
-        "                until_s = now_s + timeout_s / 2\n",
-        "a lookup waits for one stalled tier after the other",
-        (f"{T_QUESTIONS}::test_a_lookup_waits_for_one_bound_however_many_tiers_stand_still",),
-    ),
-    Mutant(
-        "lookups-wait-for-a-silent-tier",
-        SHARED,
-        "        return self.is_asked and not self._questions.is_silent\n",
-        "        return self.is_asked\n",
-        "every lookup waits for a tier that stands still",
-        (f"{T_QUESTIONS}::test_lookups_wait_a_few_times_for_a_tier_that_stands_still_and_then_do_without",),
-    ),
-    Mutant(
-        "silence-is-no-failure",
-        SHARED,
-        "            if is_failure and self._questions.owes:\n",
-        "            if False:\n",
-        "a tier that stands still is asked again and again, and said to be up",
-        (f"{T_QUESTIONS}::test_lookups_wait_a_few_times_for_a_tier_that_stands_still_and_then_do_without",),
-    ),
-    Mutant(
-        "questions-that-pile-up",
-        QUESTIONS,
-        "        return len(self._patient) < LATE_COUNT_MAX\n",
-        "        return True\n",
-        "each lookup leaves a question to a tier that stands still",
-        (f"{T_QUESTIONS}::test_few_questions_stay_asked_and_none_once_the_service_stops",),
-    ),
-    Mutant(
-        "a-late-answer-over-what-is-known",
-        SHARED_TIERS,
-        "            unheard = [self._hint_of(key, now_s) is None for key in keys]\n",
-        "            unheard = [True for key in keys]\n",
-        "a tier that a read found wrong is believed again",
-        (f"{T_QUESTIONS}::test_a_late_answer_changes_nothing_that_a_read_found_out_meanwhile",),
     ),
     Mutant(
         "loaded-beside-a-store-in-flight",
@@ -127,7 +86,7 @@ MUTANTS = [
     ),
     Mutant(
         "nowhere-although-it-was-written",
-        SHARED,
+        SHARED_TARGET,
         "        self.shared.bad.pop(self._names.of(row).storage_key, None)\n        self._written(row)\n",
         "",
         "a chunk that was stored and left within seconds is a miss",
@@ -168,15 +127,15 @@ MUTANTS = [
     Mutant(
         "a-limit-of-our-own-is-the-tiers-failure",
         SHARED,
-        "        if not isinstance(error, Exhausted) and not _part_in",
-        "        if not _part_in",
+        "        if not isinstance(error, Exhausted) and not part_in",
+        "        if not part_in",
         "a node that reads much leaves a bucket alone that answers",
         ("tests/tiers/shared/test_odd.py::test_a_limit_of_our_own_costs_chunks_and_no_tier",),
     ),
     Mutant(
         "a-part-of-an-engine-is-all-of-it",
         SHARED,
-        " and not _part_in(error)",
+        " and not part_in(error)",
         "",
         "a node of a cluster that died hides what all others have",
         (f"{FAILING}::test_a_part_of_an_engine_that_fails_costs_its_chunks_and_no_others",),
@@ -239,7 +198,7 @@ MUTANTS = [
     ),
     Mutant(
         "an-engine-condemns-what-memory-has",
-        SHARED,
+        SHARED_TARGET,
         "            reason = told_of(self.name, str(error))\n",
         "            raise\n",
         "a chunk that was acknowledged is given up because an engine calls it damaged",
@@ -343,7 +302,7 @@ MUTANTS = [
     ),
     Mutant(
         "short-chunks-are-shared",
-        SHARED,
+        SHARED_TARGET,
         "        is_whole = self._catalog.table.token_counts[row] == space.spec.chunk_tokens\n",
         "        is_whole = not space.is_tail(self._catalog.table.token_counts[row])\n",
         "another node finds the end of a document damaged, each time",
@@ -367,7 +326,7 @@ MUTANTS = [
     ),
     Mutant(
         "damaged-and-never-written-anew",
-        SHARED,
+        SHARED_TARGET,
         "        if key in shared.bad:\n",
         "        if False:\n",
         "a damaged copy keeps its place for ever",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 SHARED = "kvstore/movement/shared.py"
+SHARED_TARGET = "kvstore/movement/shared_target.py"
 STORED = "tests/tiers/shared/test_writes.py"
 USES = "tests/tiers/shared/test_uses.py"
 WRITES = "kvstore/movement/writes.py"
@@ -36,7 +37,7 @@ MUTANTS = [
     ),
     Mutant(
         "a-model-that-nobody-registered",
-        SHARED,
+        SHARED_TARGET,
         "        if space.model_spec is None:  # an earlier life's: its size is not known before it is registered\n",
         "        if False:\n",
         "where chunks are demoted the device takes none once it has to give up an earlier life's",

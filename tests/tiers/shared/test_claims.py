@@ -15,7 +15,7 @@ import pytest
 from kvstore.chunk import ChunkHeader, ChunkLayout
 from kvstore.config import RedisSettings
 from kvstore.errors import KVStoreError, PermissionDenied
-from kvstore.movement import shared, writes
+from kvstore.movement import shared_target, writes
 from kvstore.seams import Clock, SystemClock, Workers, WorkerThreads
 from kvstore.spec import Durability, MissReason
 from kvstore.tiers import Buffer, ChunkName, StoredChunk, UploadState
@@ -59,9 +59,9 @@ def server(running: RedisServer) -> RedisServer:
 @pytest.fixture(autouse=True)
 def claims_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the machine is; and the engine's answer is waited for."""
-    monkeypatch.setattr(shared, "ASK_S_MAX", LONG_S)
-    monkeypatch.setattr(shared, "CLAIM_S", LONG_S)
-    monkeypatch.setattr(shared, "CLAIM_S_MAX", LONG_S)
+    monkeypatch.setattr(shared_target, "ASK_S_MAX", LONG_S)
+    monkeypatch.setattr(shared_target, "CLAIM_S", LONG_S)
+    monkeypatch.setattr(shared_target, "CLAIM_S_MAX", LONG_S)
     monkeypatch.setattr(writes, "LEFT_S_MAX", LONG_S)
 
 
@@ -146,7 +146,7 @@ async def test_what_goes_while_it_is_read_is_a_miss_and_no_damage(server: RedisS
 async def test_what_a_node_that_died_had_claimed_others_send_once_the_claim_has_ended(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "CLAIM_S", 1.5)
+    monkeypatch.setattr(shared_target, "CLAIM_S", 1.5)
     async with herd(server, 3) as (doomed, *others):
         begun: list[bytes] = []
 
@@ -158,7 +158,7 @@ async def test_what_a_node_that_died_had_claimed_others_send_once_the_claim_has_
         await doomed.keep(*PATH)
         await until(lambda: len(begun) == len(PATH))
         await doomed.stop(kill=True)
-        monkeypatch.setattr(shared, "CLAIM_S", LONG_S)
+        monkeypatch.setattr(shared_target, "CLAIM_S", LONG_S)
         await asyncio.gather(*(node.give(*PATH) for node in others))
         assert counted(others, "written") == len(PATH)
         assert counted(others, "present") == len(PATH)
@@ -341,8 +341,8 @@ def test_what_is_asked_for_while_it_is_left_is_looked_for_at_once(wide: Wide) ->
 
 def test_a_claim_lasts_for_all_that_is_claimed_with_it(wide: Wide, monkeypatch: pytest.MonkeyPatch) -> None:
     node = wide.node(s3="never", arena_chunks=64)
-    monkeypatch.setattr(shared, "CLAIM_S", 0.0)
-    monkeypatch.setattr(shared, "CLAIM_BYTES_PER_S", node.layout.total_bytes)
+    monkeypatch.setattr(shared_target, "CLAIM_S", 0.0)
+    monkeypatch.setattr(shared_target, "CLAIM_BYTES_PER_S", node.layout.total_bytes)
 
     async def scenario() -> None:
         asked: list[tuple[int, float]] = []
@@ -354,7 +354,7 @@ def test_a_claim_lasts_for_all_that_is_claimed_with_it(wide: Wide, monkeypatch: 
 
         node.shared[0].claim = heard
         await node.give(*PROMPT)
-        assert max(count for count, _ in asked) == shared.ASK_COUNT_MAX
+        assert max(count for count, _ in asked) == shared_target.ASK_COUNT_MAX
         assert all(claim_s == count for count, claim_s in asked)
 
     run([node], scenario)
@@ -364,7 +364,7 @@ def test_a_tier_that_does_not_say_what_is_claimed_is_written_to(wide: Wide, monk
     node = wide.node(s3="never")
 
     async def scenario() -> None:
-        monkeypatch.setattr(shared, "ASK_S_MAX", 2.0)
+        monkeypatch.setattr(shared_target, "ASK_S_MAX", 2.0)
 
         async def late(*_: object) -> list[UploadState]:
             await asyncio.sleep(LONG_S)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.movement.breaker import FAILURE_COUNT
+from kvstore.movement.breaker import FAILURE_COUNT, PAUSE_S_MIN
 from kvstore.movement.questions import LATE_COUNT_MAX, SILENT_BOUNDS, SILENT_S_MAX
+from kvstore.movement.shared import DOUBTS_PER_BOUND
 from kvstore.spec import Tier
 from tests.fakes import Switch
 from tests.tiers.shared.world import LOOKUP_S, PATH, Node, Wide, World, run, tiers_of
@@ -35,7 +36,7 @@ def test_a_lookup_waits_for_one_bound_however_many_tiers_stand_still(tmp_path: P
 
 
 def test_lookups_wait_a_few_times_for_a_tier_that_stands_still_and_then_do_without(tmp_path: Path) -> None:
-    """It is tried again, less and less often. The tier behind it serves them meanwhile."""
+    """It is tried again, less and less often, and hardly waited for. The tier behind it serves them meanwhile."""
     wide = Wide(tmp_path)
     one, other = wide.node(), wide.node()
 
@@ -46,11 +47,12 @@ def test_lookups_wait_a_few_times_for_a_tier_that_stands_still_and_then_do_witho
         assert sum(waits_s) <= (SILENT_BOUNDS + 2) * LOOKUP_S
         assert waits_s[-1] < LOOKUP_S / 2
         assert tiers_of(await other.lookup(*PATH)) == [(Tier.S3, len(PATH))]
-        waited_count = 0
+        waits_s = []
         for token in range(200, 400):  # 20 s
-            waited_count += await took_s(other, token) > LOOKUP_S / 2
+            waits_s.append(await took_s(other, token))
             await asyncio.sleep(0.1)
-        assert waited_count < 10 * SILENT_BOUNDS / 2
+        assert max(waits_s) == pytest.approx(LOOKUP_S / DOUBTS_PER_BOUND)
+        assert 3 <= sum(each > 0.0 for each in waits_s) < 10 * SILENT_BOUNDS / 2
         found = other.controller.parts.movement.statistics()[-2]
         assert (found.name, found.state) == ("redis", "failing")
 
@@ -68,6 +70,31 @@ def test_a_tier_that_answers_again_is_asked_at_once(world: World) -> None:
         world.switches.turn_off()
         await asyncio.sleep(0.02)
         assert (await world.other.lookup(*PATH)).hit_count == len(PATH)
+
+    world.run(scenario)
+
+
+def test_a_tier_that_failed_is_hardly_waited_for_until_it_has_answered(world: World) -> None:
+    """Its first answer takes longer than a lookup waits then: the next lookup has it, and waits as ever."""
+
+    async def scenario() -> None:
+        await world.one.give(*PATH)
+        other, tier, real = world.other, world.other.shared[0], world.other.shared[0].probe
+        world.switches.turn_on(Switch.AWAY)
+        for token in range(100, 100 + FAILURE_COUNT):
+            await other.lookup(token)
+        world.switches.turn_off()
+        await asyncio.sleep(PAUSE_S_MIN)
+
+        async def slow(*asked: Any) -> Any:
+            await asyncio.sleep(LOOKUP_S / 2)
+            return await real(*asked)
+
+        tier.probe = slow
+        assert await took_s(other, *PATH) == pytest.approx(LOOKUP_S / DOUBTS_PER_BOUND)
+        await asyncio.sleep(LOOKUP_S)
+        assert (await other.lookup(*PATH)).hit_count == len(PATH)
+        assert await took_s(other, 200) == pytest.approx(LOOKUP_S / 2)
 
     world.run(scenario)
 
