@@ -48,7 +48,7 @@ class LimitSettings:
     ticket_count_max: int = 4096
     """Open tickets."""
     ticket_bytes_max: Size = GIB
-    """Memory that open tickets may hold. Default: half of `arena.capacity_bytes`."""
+    """Memory that open tickets may hold, what several of them hold once. Default: half of `arena.capacity_bytes`."""
     stream_count_max: int = 64
     """Fetches of one session in progress at once."""
     token_count_max: int = 1 << 20

@@ -96,6 +96,26 @@ async def test_limits_are_named(service: Service) -> None:
         service.controller.lookup(service.query(1), readers=1)
 
 
+async def test_what_several_tickets_hold_counts_once(service: Service) -> None:
+    """A hundred requests behind one system prompt hold it once. It counts until the last of them has ended."""
+    chunk_bytes = service.layout.total_bytes
+    service = Service(chunks=8, ticket_bytes_max=3 * chunk_bytes)
+    controller, session = service.controller, service.controller.open_session()
+    await service.store(session, 1, 2)
+    await service.store(session, 1, 3)
+    alone = controller.lookup(service.query(1), readers=1).ticket
+    assert controller.tickets.held_bytes == chunk_bytes
+    held = [controller.lookup(service.query(1, last), readers=1).ticket for last in (2, 3, 2, 3)]
+    assert controller.tickets.held_bytes == 3 * chunk_bytes
+    for count, ticket in enumerate([*held[:2], alone]):
+        controller.release_ticket(ticket)
+        assert controller.tickets.held_bytes == 3 * chunk_bytes, count
+    controller.release_ticket(held[2])
+    assert controller.tickets.held_bytes == 2 * chunk_bytes
+    controller.release_ticket(held[3])
+    assert controller.tickets.held_bytes == 0
+
+
 async def test_what_was_lost_under_a_ticket_is_said(service: Service) -> None:
     """A worker that is told of two chunks and gets one would compute over nothing."""
     controller = service.controller
@@ -113,7 +133,7 @@ async def test_what_was_lost_under_a_ticket_is_said(service: Service) -> None:
 async def test_whoever_says_to_have_copied_what_the_node_does_not_have_is_not_counted(service: Service) -> None:
     """All chunks of the ticket are in a shared tier: their places were never told."""
     controller = service.controller
-    ticket = controller.tickets.issue(service.query(1, 2), (), 0, readers=2).ticket_id
+    ticket = controller.tickets.issue(service.query(1, 2), (), readers=2).ticket_id
     assert not controller.places(ticket)
     for _ in range(2):
         controller.copied(ticket)

@@ -11,22 +11,18 @@ T_OPERATORS = "tests/controller/test_operators.py"
 T_MEANWHILE = "tests/controller/test_changes.py"
 EVICTION = "kvstore/movement/eviction.py"
 CATALOG = "kvstore/catalog/catalog.py"
-CLAIM = "kvstore/controller/stores/claim.py"
 COMMIT = "kvstore/controller/stores/commit.py"
 CONTROLLER = "kvstore/controller/controller.py"
-FETCH = "kvstore/controller/fetches/fetch.py"
 LEASES = "kvstore/controller/sessions/leases.py"
 REPLACEMENT = "kvstore/controller/stores/replacement.py"
 RESERVATIONS = "kvstore/controller/stores/reservations.py"
 REMOVAL = "kvstore/movement/removal.py"
 CHECKS = "kvstore/movement/checks.py"
-TICKETS = "kvstore/controller/fetches/tickets.py"
 WRITES = "kvstore/movement/writes.py"
 SPACES = "kvstore/catalog/spaces.py"
 TABLE = "kvstore/catalog/table.py"
 T_NEWEST = "tests/tiers/nvme/test_newest.py"
 T_CONTROLLER = "tests/controller/test_controller.py"
-T_TICKETS = "tests/controller/test_tickets.py"
 T_RECOVERED = "tests/tiers/nvme/test_recovered.py"
 T_DIRECTORY = "tests/tiers/nvme/test_directory.py"
 T_ERRORS = "tests/tiers/nvme/test_errors.py"
@@ -143,38 +139,6 @@ MUTANTS = [
         "helps_itself &",
         "a device full of conversations whose ends are short takes no more of them",
         ("tests/movement/test_eviction.py::test_a_child_of_another_size_goes_before_its_parent_wherever_it_is_found",),
-    ),
-    Mutant(
-        "ticket-without-an-end",
-        TICKETS,
-        "if each.expires_s <= now_s]",
-        "if False]",
-        "what a router held and forgot is held for ever",
-        (f"{T_TICKETS}::test_a_ticket_expires_and_gives_back_what_it_held",),
-    ),
-    Mutant(
-        "ticket-used-for-ever",
-        TICKETS,
-        "        if not ticket.readers_left:\n",
-        "        if False:\n",
-        "a ticket that all readers used goes on holding its chunks",
-        (f"{T_TICKETS}::test_held_chunks_stay_until_every_reader_came",),
-    ),
-    Mutant(
-        "tickets-without-a-limit",
-        TICKETS,
-        "        if self.held_bytes + byte_count > self._limits.ticket_bytes_max:\n",
-        "        if False:\n",
-        "one client's tickets hold all of memory",
-        (f"{T_TICKETS}::test_limits_are_named",),
-    ),
-    Mutant(
-        "ticket-redeemed-in-part",
-        FETCH,
-        "        if is_whole and self._tickets.is_open(ticket_id):\n            self._tickets.redeemed(ticket_id)\n",
-        "        if True:\n            self._tickets.redeemed(ticket_id)\n",
-        "less comes under a ticket than it holds, and nobody says so",
-        (f"{T_TICKETS}::test_what_was_lost_under_a_ticket_is_said",),
     ),
     Mutant(
         "leases-without-a-limit",

@@ -83,8 +83,8 @@ MUTANTS = [
     Mutant(
         "a-ticket-for-what-others-have",
         "kvstore/controller/fetches/tickets.py",
-        "            ticket.use.end()\n",
-        "            pass\n",
+        "        ticket.use.end()\n",
+        "        pass\n",
         "a model that was ever held is never forgotten",
         (f"{T_CONTROLLER}::test_a_model_stays_while_a_lease_a_ticket_or_a_pin_holds_a_chunk",),
     ),

@@ -37,6 +37,7 @@ from tests.mutants import (
     spec,
     storing,
     telling,
+    tickets,
     waits,
 )
 from tests.mutants.mutant import Mutant
@@ -50,6 +51,7 @@ MUTANTS: list[Mutant] = [
     *copies.MUTANTS,
     *kept.MUTANTS,
     *controller.MUTANTS,
+    *tickets.MUTANTS,
     *forgotten.MUTANTS,
     *drains.MUTANTS,
     *shared.MUTANTS,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -99,7 +98,7 @@ class Lookups:
             return found
         held = query._replace(digests=query.digests[: found.hit_count])
         rows = tuple(row for chain in chains for row in chain)
-        ticket = self._tickets.issue(held, rows, self._byte_count(rows), readers)
+        ticket = self._tickets.issue(held, rows, readers)
         return found._replace(ticket=ticket.ticket_id, ticket_s=self._parts.limits.ticket_age_s_max)
 
     async def lookup_long(self, query: ChainQuery, readers: int = 0) -> LookupResult:
@@ -206,8 +205,3 @@ class Lookups:
     def stored(self, query: ChainQuery) -> list[list[int]]:
         """Return the rows of the stored prefix, one chain per part of the query."""
         return self._catalog.walk(namespaces_of(self._catalog, query), query.digests).chains
-
-    def _byte_count(self, rows: Sequence[int]) -> int:
-        table, numbered = self._catalog.table, self._catalog.spaces.numbered
-        alike = Counter((table.spaces[row], table.token_counts[row]) for row in rows)
-        return sum(numbered[space].chunk_bytes(tokens) * count for (space, tokens), count in alike.items())

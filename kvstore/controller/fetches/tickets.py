@@ -3,6 +3,8 @@ ticket has expired. A fetch by a ticket gives all chunks of the ticket or raises
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvstore.catalog import Use
@@ -22,7 +24,6 @@ class Ticket:
     query: ChainQuery
     use: Use
     rows: tuple[int, ...]
-    byte_count: int
     readers_left: int
     expires_s: float
 
@@ -35,13 +36,17 @@ class Tickets:
         self._limits = parts.limits
         self._clock = parts.clock
         self._open: dict[bytes, Ticket] = {}
+        self._holds: Counter[int] = Counter()
+        """Held row -> the number of tickets that hold it."""
         self.held_bytes = 0
+        """Of all held rows, each counted once."""
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def issue(self, query: ChainQuery, rows: tuple[int, ...], byte_count: int, readers: int) -> Ticket:
+    def issue(self, query: ChainQuery, rows: tuple[int, ...], readers: int) -> Ticket:
         """Hold a prefix for ``readers`` fetches. It expires limits.ticket_age_s_max after its issue or its last fetch.
+        What other tickets hold already takes no more memory.
 
         Raises: InvalidRequest for a number of readers out of range; Exhausted past limits.ticket_count_max or
         limits.ticket_bytes_max.
@@ -50,6 +55,7 @@ class Tickets:
             raise InvalidRequest(f"readers {readers} must be in 1..{READER_COUNT_MAX}")
         if len(self._open) >= self._limits.ticket_count_max:
             raise Exhausted(f"{len(self._open)} tickets are open: raise limits.ticket_count_max")
+        byte_count = self._byte_count([row for row in rows if row not in self._holds])
         if self.held_bytes + byte_count > self._limits.ticket_bytes_max:
             raise Exhausted(
                 f"tickets would hold {self.held_bytes + byte_count} bytes: redeem or release some, or raise "
@@ -57,9 +63,10 @@ class Tickets:
             )
         expires_s = self._clock.monotonic() + self._limits.ticket_age_s_max
         use = self._parts.catalog.use(query.fingerprint)  # shared tiers may have all of it: no row keeps the model then
-        ticket = Ticket(self._parts.random.bytes(TICKET_BYTES), query, use, rows, byte_count, readers, expires_s)
+        ticket = Ticket(self._parts.random.bytes(TICKET_BYTES), query, use, rows, readers, expires_s)
         self._open[ticket.ticket_id] = ticket
         self.held_bytes += byte_count
+        self._holds.update(rows)
         for row in rows:
             self._parts.catalog.table.hold(row)
         self._parts.counters.add("tickets_issued")
@@ -97,11 +104,21 @@ class Tickets:
     def release(self, ticket_id: bytes) -> None:
         """End a ticket. An unknown ticket is no error: it ended before."""
         ticket = self._open.pop(ticket_id, None)
-        if ticket is not None:
-            self.held_bytes -= ticket.byte_count
-            ticket.use.end()
-            for row in ticket.rows:
-                self._parts.catalog.unhold(row)
+        if ticket is None:
+            return
+        self._holds.subtract(ticket.rows)
+        last = [row for row in ticket.rows if not self._holds[row]]
+        self.held_bytes -= self._byte_count(last)
+        for row in last:
+            del self._holds[row]
+        ticket.use.end()
+        for row in ticket.rows:
+            self._parts.catalog.unhold(row)
+
+    def _byte_count(self, rows: Iterable[int]) -> int:
+        table, numbered = self._parts.catalog.table, self._parts.catalog.spaces.numbered
+        alike = Counter((table.spaces[row], table.token_counts[row]) for row in rows)
+        return sum(numbered[space].chunk_bytes(tokens) * count for (space, tokens), count in alike.items())
 
     def expire(self) -> None:
         """End the tickets that have expired."""
