@@ -36,8 +36,8 @@ MUTANTS = [
     Mutant(
         "what-several-tickets-hold-counts-for-each",
         TICKETS,
-        "        byte_count = self._byte_count([row for row in rows if row not in self._holds])\n",
-        "        byte_count = self._byte_count(rows)\n",
+        "        byte_count = self.byte_count([row for row in rows if row not in self._holds])\n",
+        "        byte_count = self.byte_count(rows)\n",
         "a hundred requests behind one system prompt reach the limit, and compute what is stored",
         (f"{T_TICKETS}::test_what_several_tickets_hold_counts_once",),
     ),

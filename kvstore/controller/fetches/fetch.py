@@ -130,7 +130,7 @@ class Fetches:
         spaces = namespaces_of(self._catalog, ticket.query)
         if ticket.rows and self._catalog.walk(spaces, ticket.query.digests).chains == [list(ticket.rows)]:
             self._parts.counters.add("fetch_calls")
-            self._account(spaces, [ticket.rows], {}, ticket.byte_count)
+            self._account(spaces, [ticket.rows], {}, self._tickets.byte_count(ticket.rows))
             self._note(spaces[0], ticket.rows)
         self._tickets.redeemed(ticket_id)
 

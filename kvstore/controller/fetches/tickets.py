@@ -55,7 +55,7 @@ class Tickets:
             raise InvalidRequest(f"readers {readers} must be in 1..{READER_COUNT_MAX}")
         if len(self._open) >= self._limits.ticket_count_max:
             raise Exhausted(f"{len(self._open)} tickets are open: raise limits.ticket_count_max")
-        byte_count = self._byte_count([row for row in rows if row not in self._holds])
+        byte_count = self.byte_count([row for row in rows if row not in self._holds])
         if self.held_bytes + byte_count > self._limits.ticket_bytes_max:
             raise Exhausted(
                 f"tickets would hold {self.held_bytes + byte_count} bytes: redeem or release some, or raise "
@@ -108,14 +108,15 @@ class Tickets:
             return
         self._holds.subtract(ticket.rows)
         last = [row for row in ticket.rows if not self._holds[row]]
-        self.held_bytes -= self._byte_count(last)
+        self.held_bytes -= self.byte_count(last)
         for row in last:
             del self._holds[row]
         ticket.use.end()
         for row in ticket.rows:
             self._parts.catalog.unhold(row)
 
-    def _byte_count(self, rows: Iterable[int]) -> int:
+    def byte_count(self, rows: Iterable[int]) -> int:
+        """Return the bytes of these rows' chunks."""
         table, numbered = self._parts.catalog.table, self._parts.catalog.spaces.numbered
         alike = Counter((table.spaces[row], table.token_counts[row]) for row in rows)
         return sum(numbered[space].chunk_bytes(tokens) * count for (space, tokens), count in alike.items())
