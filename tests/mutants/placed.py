@@ -52,7 +52,7 @@ MUTANTS = (
     Mutant(
         "copied-counts-for-nothing",
         FETCH,
-        "            self._account(spaces, [ticket.rows], {}, ticket.byte_count)\n",
+        "            self._account(spaces, [ticket.rows], {}, self._tickets.byte_count(ticket.rows))\n",
         "            pass\n",
         "what workers fetch by tickets all the time is evicted as unused",
         (f"{TEST}::test_it_needs_no_call_and_counts_as_a_fetch",),
