@@ -8,6 +8,8 @@ OPAQUE = "clients/kvstore_client/opaque/calls.py"
 READING = "clients/kvstore_client/opaque/reader.py"
 SGLANG = "clients/kvstore_client/engines/sglang.py"
 SCHEDULER = "clients/kvstore_client/engines/vllm/scheduler.py"
+LOOKUPS = "clients/kvstore_client/engines/vllm/lookups.py"
+T_AHEAD = "tests/engines/vllm/test_ahead.py"
 JOBS = "kvstore/seams/scheduler.py"
 T_BYTES = "tests/e2e/test_bytes.py"
 T_SGLANG = "tests/engines/test_sglang.py"
@@ -208,10 +210,42 @@ MUTANTS = [
         (f"{T_VLLM}::test_a_prompt_that_is_whole_leaves_a_block_to_compute",),
     ),
     Mutant(
+        "held-for-all-that-wait",
+        LOOKUPS,
+        "            if len(self._ahead) >= self._ahead_max:\n",
+        "            if False:\n",
+        "what a long queue holds is memory that those whose turn it is have no room in",
+        (f"{T_AHEAD}::test_few_requests_are_looked_up_ahead",),
+    ),
+    Mutant(
+        "what-cannot-be-held-now-is-computed",
+        LOOKUPS,
+        "        if self._ahead or self._loading:\n",
+        "        if False:\n",
+        "a stored prompt is computed because those behind it hold theirs",
+        (f"{T_AHEAD}::test_a_long_queue_behind_a_small_limit_loads_all_the_same",),
+    ),
+    Mutant(
+        "what-cannot-be-held-ever-waits",
+        LOOKUPS,
+        "        if self._ahead or self._loading:\n",
+        "        if True:\n",
+        "a request that is larger than the limit never runs",
+        (f"{T_AHEAD}::test_a_prompt_that_no_limit_has_room_for_is_computed",),
+    ),
+    Mutant(
+        "a-load-on-its-way-holds-nothing",
+        LOOKUPS,
+        "        if self._ahead or self._loading:\n",
+        "        if self._ahead:\n",
+        "a stored prompt is computed because another one is just being loaded",
+        (f"{T_AHEAD}::test_a_load_that_is_on_its_way_is_waited_for",),
+    ),
+    Mutant(
         "loaded-again-after-it-failed",
-        SCHEDULER,
-        "        if tracked is None or tracked.has_failed or self._patience.is_spent:\n",
-        "        if tracked is None or self._patience.is_spent:\n",
+        LOOKUPS,
+        "        if tracked.has_failed or self._patience.is_spent:\n",
+        "        if self._patience.is_spent:\n",
         "a request goes round and round over a load that fails",
         (f"{T_FAILED}::test_a_load_that_fails_is_told_and_not_tried_again",),
     ),

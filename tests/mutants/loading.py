@@ -16,7 +16,7 @@ T_CALL = "tests/e2e/test_prefill_call.py"
 CANDIDATES = "kvstore/planning/loading/candidates.py"
 ORDER = "kvstore/planning/order.py"
 VLLM = "clients/kvstore_client/engines/vllm/planning.py"
-SCHEDULER = "clients/kvstore_client/engines/vllm/scheduler.py"
+LOOKUPS = "clients/kvstore_client/engines/vllm/lookups.py"
 T_ORDER = "tests/planning/test_order.py"
 T_VLLM = "tests/engines/vllm/test_planned.py"
 T_PATIENCE = "tests/engines/test_patience.py"
@@ -163,7 +163,7 @@ MUTANTS = [
     ),
     Mutant(
         "observing-changes-what-vllm-loads",
-        SCHEDULER,
+        LOOKUPS,
         'decision is not None and self._planner.mode == "on" and',
         "decision is not None and",
         "an engine that observes computes what it would have loaded",

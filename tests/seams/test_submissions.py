@@ -151,14 +151,11 @@ MOVES_NO_BYTES = {
     ("kvstore/tiers/s3/connection.py", "S3Connection.__init__"): "a mover's own loop: without it its jobs fail",
     ("clients/kvstore_client/engines/transformers.py", "CachedModel._keep"): "a whole store: its receipt says so",
     ("clients/kvstore_client/engines/transformers.py", "CachedModel._attempt.first_token"): "a measurement on the side",
-    ("clients/kvstore_client/engines/vllm/scheduler.py", "SchedulerSide._ask"): "a look-up: refused, it is a miss",
+    ("clients/kvstore_client/engines/vllm/lookups.py", "PrefixLookups._ask"): "a look-up: refused, it is a miss",
+    ("clients/kvstore_client/engines/vllm/lookups.py", "PrefixLookups.forget"): "a ticket that is not released expires",
     (
-        "clients/kvstore_client/engines/vllm/scheduler.py",
-        "SchedulerSide._forget",
-    ): "a ticket that is not released expires",
-    (
-        "clients/kvstore_client/engines/vllm/scheduler.py",
-        "SchedulerSide._release",
+        "clients/kvstore_client/engines/vllm/lookups.py",
+        "PrefixLookups.release",
     ): "a ticket that is not released expires",
     (
         "clients/kvstore_client/engines/vllm/saves.py",

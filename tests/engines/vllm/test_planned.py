@@ -65,7 +65,7 @@ class Planned(Engine):
             self.planner.computed(SPEC, STEP, Prefill(count, 0, count / tokens_per_s))
 
     def decision(self, name: str) -> Decision:
-        found = self.scheduler._found[name].decision
+        found = self.scheduler._lookups._found[name].decision
         assert found is not None
         return found
 
@@ -360,9 +360,9 @@ def test_the_sidecar_hears_of_its_plans_and_of_what_came_of_them(sidecar: Sideca
     for name in ("a", "b", "c"):
         request_of, blocks = asked(name, stored[0]), blocks_of(COUNT)
         if name == "b":
-            engine.scheduler._waiting.add("another")
+            engine.scheduler._lookups.waiting.add("another")
         count, _ = matched(engine.scheduler, request_of, 0)
-        engine.scheduler._waiting.discard("another")
+        engine.scheduler._lookups.waiting.discard("another")
         engine.scheduler.allocated(request_of, blocks, count)
         engine.clock.advance(0.25)
         if name == "c":

@@ -60,11 +60,11 @@ def test_an_answer_nobody_came_for_is_asked_for_again(slow: tuple[Engine, Slow, 
     asked = request("a", tokens_of(42, 60))
     assert engine.scheduler.matched(asked, 0) == (None, False)
     client.go.set()
-    eventually(lambda: engine.scheduler._asked["a"].answer.done())
+    eventually(lambda: engine.scheduler._lookups._asked["a"].answer.done())
     clock.advance(30.0)
     assert matched(engine.scheduler, asked, 0) == (40, True)
     assert client.asked == 2
-    assert clock.monotonic() - engine.scheduler._found["a"].at_s == 0.0
+    assert clock.monotonic() - engine.scheduler._lookups._found["a"].at_s == 0.0
 
 
 def test_what_is_held_for_a_request_that_waits_long_is_let_go(slow: tuple[Engine, Slow, ManualClock]) -> None:
@@ -72,12 +72,12 @@ def test_what_is_held_for_a_request_that_waits_long_is_let_go(slow: tuple[Engine
     engine, client, clock = slow
     assert engine.scheduler.matched(request("nobody comes for it", tokens_of(42, 60)), 0) == (None, False)
     client.go.set()
-    eventually(lambda: engine.scheduler._asked["nobody comes for it"].answer.done())
+    eventually(lambda: engine.scheduler._lookups._asked["nobody comes for it"].answer.done())
     for name in ("a", "b"):
         assert matched(engine.scheduler, request(name, tokens_of(42, 60)), 0) == (40, True)
         clock.advance(3.0)
     engine.scheduler.step(scheduled("x", [], 0, 0))
-    assert (list(engine.scheduler._found), list(engine.scheduler._asked)) == (["b"], [])
+    assert (list(engine.scheduler._lookups._found), list(engine.scheduler._lookups._asked)) == (["b"], [])
     eventually(lambda: engine.clients[1].stats().sessions.ticket_count == 1)
     assert matched(engine.scheduler, request("a", tokens_of(42, 60)), 0) == (40, True)
     engine.scheduler.finished("a")
@@ -90,7 +90,7 @@ def test_a_hold_that_is_not_needed_any_more_is_let_go(slow: tuple[Engine, Slow, 
     assert engine.scheduler.matched(asked, 0) == (None, False)
     assert engine.scheduler.matched(asked, 40) == (0, False), "vLLM has all of it meanwhile"
     engine.scheduler.allocated(asked, blocks_of(42), 0)
-    assert not engine.scheduler._asked
+    assert not engine.scheduler._lookups._asked
     client.go.set()
     eventually(lambda: engine.clients[1].stats().sessions.ticket_count == 0)
 

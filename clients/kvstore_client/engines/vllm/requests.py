@@ -14,11 +14,12 @@ from kvstore_client.lookup.match import Match
 @dataclass(frozen=True)
 class PrefixAnswer:
     """The answer to a lookup. ``match``: the chunks that are held, which may be fewer than the ``stored`` tokens where
-    a decision says so."""
+    a decision says so. ``refusal``: why the service holds nothing more now."""
 
     match: Match
     stored: int
     decision: Decision | None = None
+    refusal: str = ""
 
 
 NOTHING = PrefixAnswer(Match(0, ()), 0)

@@ -5,37 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import takewhile
 
 from kvstore.errors import KVStoreError
-from kvstore.keys import Extra, Tokens
-from kvstore.seams import Clock, SystemClock, WorkerThreads
-from kvstore.seams.jobs import NotBegun, begun
+from kvstore.seams import Clock, SystemClock
 from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.identity import Adapters
+from kvstore_client.engines.vllm.lookups import PrefixLookups
 from kvstore_client.engines.vllm.naming import Naming
 from kvstore_client.engines.vllm.objects import EngineRequest, ScheduledStep, WorkersReport, scheduled_requests
-from kvstore_client.engines.vllm.patience import SLOW_S, CallPause
+from kvstore_client.engines.vllm.patience import CallPause
 from kvstore_client.engines.vllm.planning import RequestPlanner
-from kvstore_client.engines.vllm.requests import NOTHING, FoundPrefix, PrefixAnswer, PrefixLookup, TrackedRequest
+from kvstore_client.engines.vllm.requests import TrackedRequest
 from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.step import Load, Save, Step
-from kvstore_client.lookup.match import Match
-from kvstore_client.prompt import PageHashes
 
-FOUND_AGE_S_MAX = 5.0
-"""Seconds that an answer may be used while vLLM asks again and again; well below a ticket's age."""
-WAIT_S = 0.005
-"""The most seconds that the engine's loop waits for answers in a step, in all; a later answer is taken at a later
-step."""
-LOOKUP_THREADS = 2
 _log = logging.getLogger("kvstore.vllm")
 
 
 class SchedulerSide:
-    """The connector of one scheduler. No call raises because of the sidecar. A lookup holds the chunks that it finds,
-    which takes a call where something is stored; the engine's loop does not wait for that call."""
+    """The connector of one scheduler. No call raises because of the sidecar."""
 
     def __init__(
         self, client: Client, adapters: Adapters, settings: ConnectorSettings, block_tokens: int, *,
@@ -48,17 +37,14 @@ class SchedulerSide:
         self._naming = Naming(settings.digests, block_tokens)
         self._does_load, self._does_save = loads, saves
         self._ranks = ranks
-        self._clock = clock or SystemClock()
-        self._patience = CallPause(self._clock)
+        clock = clock or SystemClock()
+        self._patience = CallPause(clock)
         self._planner = RequestPlanner(
-            client, adapters.spec_for(None), self._clock, step_tokens=step_tokens,
-            is_layerwise=settings.load == "layerwise",
+            client, adapters.spec_for(None), clock, step_tokens=step_tokens, is_layerwise=settings.load == "layerwise",
         )  # fmt: skip
-        self._waiting: set[str] = set()
-        self._workers = WorkerThreads(LOOKUP_THREADS, "kvstore-lookup")
-        self._wait_s = WAIT_S
-        self._asked: dict[str, PrefixLookup] = {}
-        self._found: dict[str, FoundPrefix] = {}
+        self._lookups = PrefixLookups(
+            client, self._naming, self._planner, self._patience, clock, block_tokens=block_tokens, ranks=ranks
+        )
         self._tracked: dict[str, TrackedRequest] = {}
         self._unnamed: set[str] = set()
         self._loads: list[Load] = []
@@ -75,104 +61,16 @@ class SchedulerSide:
         useful = self._whole(int(request.num_tokens) - 1)
         if not self._does_load or useful <= computed or request.skip_reading_prefix_cache:
             return 0, False
-        found = self._look_up(request, useful, computed)
-        if isinstance(found, PrefixLookup):
+        tracked = self._track(request)
+        if tracked is None:
+            return 0, False
+        found = self._lookups.find(request, tracked, useful, computed)
+        if found is None:
             return None, False
-        if found is None or found.stop <= computed:
+        if found.stop <= computed:
             return 0, False
         found.computed = computed
         return found.stop - computed, self._settings.load == "async"
-
-    def _look_up(self, request: EngineRequest, useful: int, computed: int) -> FoundPrefix | PrefixLookup | None:
-        name = str(request.request_id)
-        found = self._found.get(name)
-        now = self._clock.monotonic()
-        if found is not None and found.useful == useful and now - found.at_s < FOUND_AGE_S_MAX:
-            return found
-        asked = self._asked.get(name)
-        if asked is not None and (
-            asked.useful != useful or (asked.answer.done() and now - asked.since_s > FOUND_AGE_S_MAX)
-        ):
-            asked = None
-        tracked = self._track(request)
-        if tracked is None or tracked.has_failed or self._patience.is_spent:
-            self._forget(name)
-            return None
-        if asked is None:
-            self._forget(name)
-            asked = self._ask(name, request, tracked, useful, computed)
-        answer = self._answer(name, asked)
-        if answer is None:
-            return asked if name in self._asked else None
-        tracked.kept = max(tracked.kept, self._whole(answer.stored))
-        stop = min(self._whole(answer.match.prefix_token_count), useful)
-        found = self._found[name] = FoundPrefix(answer.match, useful, stop, asked.since_s, answer.decision)
-        return found
-
-    def _ask(
-        self, name: str, request: EngineRequest, tracked: TrackedRequest, useful: int, computed: int
-    ) -> PrefixLookup:
-        """Look a prompt up: at once where shared memory answers, else on a thread of ours, which also holds the
-        chunks."""
-        asked = self._asked[name] = PrefixLookup(useful, self._clock.monotonic())
-        prompt = self._naming.prompt(request, self._whole(request.num_tokens))
-        try:
-            extras = self._naming.extras(request)
-            match = self._client.peek(tracked.spec, prompt, hold=True, extras=extras)
-        except KVStoreError as error:
-            _log.warning("kvstore: %s; the prompt is computed", error.message)
-            match = Match(0, ())
-        if match is not None:
-            asked.answer.set_result(PrefixAnswer(match, match.prefix_token_count))
-        else:
-            waiting = len(self._waiting - {name})
-            asked.answer = begun(self._workers, self._hold, asked, tracked, prompt, extras, computed, waiting)
-        return asked
-
-    def _answer(self, name: str, asked: PrefixLookup) -> PrefixAnswer | None:
-        """Return the answer; None while it is in flight, or when it is given up."""
-        started_s = self._clock.monotonic()
-        try:
-            answer = asked.answer.result(self._wait_s)
-        except NotBegun as error:
-            _log.warning("kvstore: %s; the prompt is computed", error.message)
-            answer = NOTHING
-        except TimeoutError:
-            if asked.begun_s is not None and started_s - asked.begun_s > SLOW_S:
-                self._patience.end()
-                self._forget(name)
-            return None
-        finally:
-            self._wait_s = max(0.0, self._wait_s - (self._clock.monotonic() - started_s))
-        del self._asked[name]
-        return answer
-
-    def _hold(
-        self, asked: PrefixLookup, tracked: TrackedRequest, prompt: Tokens | PageHashes, extras: tuple[Extra, ...],
-        computed: int, waiting: int,
-    ) -> PrefixAnswer:  # fmt: skip
-        """Hold the stored prefix, or the part of it that loads sooner than it computes. Runs on a thread of ours."""
-        asked.begun_s = self._clock.monotonic()
-        if self._patience.is_spent:
-            return NOTHING
-        try:
-            with self._patience.watch():
-                match = self._lookup(tracked, prompt, extras)
-                decision = self._planner.decide(match, int(tracked.request.num_tokens), computed, waiting)
-                stored = match.prefix_token_count
-                if decision is not None:
-                    self._planner.look(tracked.spec, prompt, extras, decision, stored)
-                if decision is not None and self._planner.mode == "on" and decision.stop < stored:
-                    self._client.release_ticket(match.ticket)
-                    cut = self._naming.prompt(tracked.request, decision.stop)
-                    match = self._lookup(tracked, cut, extras) if decision.stop > computed else Match(0, ())
-                return PrefixAnswer(match, stored, decision)
-        except KVStoreError as error:
-            _log.warning("kvstore: %s; the prompt is computed", error.message)
-            return NOTHING
-
-    def _lookup(self, tracked: TrackedRequest, prompt: Tokens | PageHashes, extras: tuple[Extra, ...]) -> Match:
-        return self._client.lookup(tracked.spec, prompt, hold=True, readers=self._ranks, extras=extras)
 
     def _track(self, request: EngineRequest) -> TrackedRequest | None:
         """Return the tracked request; None for a request whose cache cannot be named. vLLM asks for the first one that
@@ -211,21 +109,22 @@ class SchedulerSide:
 
     def allocated(self, request: EngineRequest, block_ids: list[int], external: int) -> None:
         """Note that vLLM gave the request its blocks, ``external`` tokens of which are to be loaded."""
-        self._waiting.discard(str(request.request_id))
-        found = self._found.pop(str(request.request_id), None)
+        name = str(request.request_id)
+        found = self._lookups.take(name)
         if found is None:
-            self._forget(str(request.request_id))  # it goes on without an answer
             return
         if found.decision is not None:
-            self._planner.follow(str(request.request_id), found.decision)
-        tracked = self._tracked[str(request.request_id)]
+            self._planner.follow(name, found.decision)
+        tracked = self._tracked[name]
         tracked.block_ids = list(block_ids)
         if not external or found.match.ticket is None:
-            self._release(found.match)
+            self._lookups.release(found.match)
             return
         tracked.held = found.match
+        if self._settings.load == "async":
+            self._lookups.loads(name)
         start, count = found.computed, found.match.prefix_token_count
-        load = Load(str(request.request_id), found.match.ticket, count, list(block_ids), start, start + external)
+        load = Load(name, found.match.ticket, count, list(block_ids), start, start + external)
         self._loads.append(self._planner.handed(load, found.decision))
         self._written += block_ids[start // self._block_tokens :]
 
@@ -233,8 +132,7 @@ class SchedulerSide:
 
     def step(self, output: ScheduledStep) -> Step:
         """Return the workers' loads and saves in the step that ``output`` describes."""
-        self._wait_s = WAIT_S
-        self._drop_old()
+        self._lookups.step_begins()
         number = self._planner.step_begins(output, loads=bool(self._loads))
         step = Step(self._loads, [], self._settled, self._written, number)
         self._loads, self._settled, self._written = [], [], []
@@ -300,6 +198,8 @@ class SchedulerSide:
         the blocks that vLLM's prefix cache must drop."""
         failed = set(output.invalid_block_ids or ())
         wrong = self.reported(failed) if failed else set()
+        for name in output.finished_recving or ():
+            self._lookups.landed(name)
         self._planner.landed(output.finished_recving or (), self._has_failed)
         told = getattr(output, "kv_connector_worker_meta", None)
         self._planner.step_ended(getattr(told, "number", 0))
@@ -321,7 +221,7 @@ class SchedulerSide:
             first = next((index for index, block in enumerate(tracked.block_ids) if block in failed), None)
             if first is not None:
                 tracked.has_failed = tracked.was_cut = True
-                self._release(tracked.held)  # a load that fails need not have redeemed its ticket
+                self._lookups.release(tracked.held)  # a load that fails need not have redeemed its ticket
                 tracked.is_doubtful = tracked.is_doubtful or self._settings.load == "layerwise"
                 wrong.update(tracked.block_ids[first:])
         return wrong if self._settings.load == "layerwise" else set()
@@ -330,13 +230,12 @@ class SchedulerSide:
 
     def finished(self, request_id: str) -> None:
         self._planner.forget(request_id)
-        self._waiting.discard(request_id)
         self._tracked.pop(request_id, None)
         self._unnamed.discard(request_id)
-        self._forget(request_id)
+        self._lookups.end(request_id)
 
     def new_request(self, request: EngineRequest) -> None:
-        self._waiting.add(str(request.request_id))
+        self._lookups.waiting.add(str(request.request_id))
         if self._does_save:
             self._track(request)
 
@@ -344,8 +243,7 @@ class SchedulerSide:
         """Drop the caches: the weights may have changed. Nothing kept so far is loaded from now on. New caches are kept
         under a name of their own, except those of requests that have computed blocks already."""
         self._adapters = self._adapters.of_unknown_weights()
-        for request_id in {*self._found, *self._asked}:
-            self._forget(request_id)
+        self._lookups.forget_all()
         for name, tracked in list(self._tracked.items()):
             if tracked.block_ids:
                 tracked.has_failed = tracked.is_doubtful = True
@@ -353,39 +251,9 @@ class SchedulerSide:
                 del self._tracked[name]
                 self._track(tracked.request)
 
-    def _forget(self, request_id: str) -> None:
-        found, asked = self._found.pop(request_id, None), self._asked.pop(request_id, None)
-        if found is not None:
-            self._release(found.match)
-        if asked is not None and not asked.answer.cancel():
-            begun(self._workers, lambda: self._let_go(asked.answer.result().match))
-
-    def _drop_old(self) -> None:
-        """Let go of what is held for requests that vLLM has not come back for: they are looked up again then."""
-        until_s = self._clock.monotonic() - FOUND_AGE_S_MAX
-        old = [name for name, _ in takewhile(lambda each: each[1].at_s < until_s, self._found.items())]
-        old += [
-            name for name, asked in takewhile(lambda each: each[1].since_s < until_s, self._asked.items())
-            if asked.answer.done()
-        ]  # fmt: skip
-        for name in old:
-            self._forget(name)
-
-    def _release(self, match: Match) -> None:
-        if match.ticket is not None:
-            begun(self._workers, self._let_go, match)
-
-    def _let_go(self, match: Match) -> None:
-        """Release a match's ticket. Runs on a thread of ours."""
-        if not self._patience.is_spent:  # else the ticket expires by itself
-            with self._patience.watch():
-                self._client.release_ticket(match.ticket)
-
     def _whole(self, token_count: int) -> int:
         return token_count // self._block_tokens * self._block_tokens
 
     def close(self) -> None:
-        for request_id in {*self._found, *self._asked}:
-            self._forget(request_id)
-        self._workers.close()
+        self._lookups.close()
         self._client.close()

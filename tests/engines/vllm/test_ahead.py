@@ -1,0 +1,141 @@
+"""A long queue: what is held for requests that vLLM has no blocks for yet."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvstore_client.engines.vllm.lookups import AHEAD_COUNT_MAX
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.errors import Exhausted
+from tests.engines.vllm.engine import Engine, blocks_of, request, scheduled
+from tests.server.raw import eventually
+from tests.specs import tokens_of
+
+LONG = 200
+"""Tokens of a prompt for whose 12 chunks the limit of tickets has no room. Three of 42 tokens have."""
+
+
+@pytest.fixture
+def narrow() -> Iterator[Engine]:
+    limited = {**os.environ, "KVSTORE__LIMITS__TICKET_BYTES_MAX": "128 KiB"}
+    with Sidecar("--capacity", "32 MiB", environment=limited) as own:
+        engine = Engine(own.address)
+        yield engine
+        engine.close()
+
+
+def rounds(engine: Engine, queue: Sequence[Any], at_once: int, limit: int = 400) -> dict[str, int]:
+    """Schedule as vLLM does, with blocks for so many requests in a step, whose loads land before the next step: all
+    are asked for in their order, until one finds no blocks. How many tokens each was given to load."""
+    left, given = list(queue), {}
+    for each in left:
+        engine.scheduler.new_request(each)
+    for _ in range(limit):
+        blocks = at_once
+        for each in list(left):
+            count, _ = engine.scheduler.matched(each, 0)
+            if count is None:
+                continue
+            if not blocks:
+                break
+            blocks -= 1
+            left.remove(each)
+            given[each.request_id] = count
+            engine.scheduler.allocated(each, blocks_of(42), count)
+        landed(engine)
+        if not left:
+            return given
+    raise AssertionError(f"{len(left)} requests wait for ever")
+
+
+def landed(engine: Engine) -> None:
+    step = engine.scheduler.step(scheduled("x", [], 0, 0))
+    engine.worker.begin(step)
+    names = set[str]()
+    while len(names) < len(step.loads):
+        names |= engine.landed()
+    engine.scheduler.received(SimpleNamespace(finished_recving=names, invalid_block_ids=set()))
+    assert engine.worker.failed_blocks() == set()
+
+
+def test_a_long_queue_behind_a_small_limit_loads_all_the_same(narrow: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody computes a stored prompt because those behind it hold theirs."""
+    for seed in range(30, 36):
+        narrow.keep(request(f"kept {seed}", tokens_of(42, seed)), blocks_of(42))
+    queue = [request(f"r{number}", tokens_of(42, 30 + number % 6)) for number in range(24)]
+    assert set(rounds(narrow, queue, at_once=1).values()) == {40}
+    assert "computed" not in caplog.text
+    for each in queue:
+        narrow.scheduler.finished(each.request_id)
+    eventually(lambda: narrow.clients[0].stats().sessions.ticket_count == 0)
+
+
+def test_a_prompt_that_no_limit_has_room_for_is_computed(narrow: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """It waits for those that hold something, and not for what will never be."""
+    for seed, count in ((40, 42), (41, 42), (42, LONG)):
+        narrow.keep(request(f"kept {seed}", tokens_of(count, seed)), blocks_of(count))
+    queue = [request("long", tokens_of(LONG, 42))]
+    queue += [request(f"r{number}", tokens_of(42, 40 + number % 2)) for number in range(6)]
+    given = rounds(narrow, queue, at_once=1)
+    assert given.pop("long") == 0
+    assert caplog.text.count("the prompt is computed") == 1
+    assert set(given.values()) == {40}
+
+
+def test_a_load_that_is_on_its_way_is_waited_for(narrow: Engine) -> None:
+    """It holds what the limit allows, and will not for long."""
+    for seed in (43, 44):
+        narrow.keep(request(f"kept {seed}", tokens_of(100, seed)), blocks_of(100))
+    first, second = (request(f"r{seed}", tokens_of(100, seed)) for seed in (43, 44))
+    assert narrow.admit(first, blocks_of(100)) == 96
+    real, refused = narrow.clients[0].lookup, []
+
+    def lookup(*args: Any, **how: Any) -> Any:
+        try:
+            return real(*args, **how)
+        except Exhausted as error:
+            refused.append(error)
+            raise
+
+    narrow.clients[0].lookup = lookup  # type: ignore[method-assign]  # it is looked at
+
+    def asked() -> bool:
+        assert narrow.scheduler.matched(second, 0) == (None, False)
+        return len(refused) > 2
+
+    eventually(asked)
+    landed(narrow)
+    eventually(lambda: narrow.scheduler.matched(second, 0) == (96, True))
+
+
+def test_few_requests_are_looked_up_ahead(sidecar: Sidecar) -> None:
+    """Also where each answer takes its time. The others are asked for once vLLM has blocks for those before them."""
+    engine, go, asked = Engine(sidecar.address), threading.Event(), []
+    engine.keep(request("kept", tokens_of(42, 50)), blocks_of(42))
+    real = engine.clients[0].lookup
+
+    def slow(*args: Any, **how: Any) -> Any:
+        asked.append(args)
+        assert go.wait(10.0)
+        return real(*args, **how)
+
+    engine.clients[0].lookup = slow  # type: ignore[method-assign]  # replaced
+    queue = [request(f"r{number}", tokens_of(42, 50)) for number in range(2 * AHEAD_COUNT_MAX)]
+    assert {engine.scheduler.matched(each, 0) for each in queue} == {(None, False)}
+    assert len(engine.scheduler._lookups._asked) == AHEAD_COUNT_MAX
+    go.set()
+    for each in queue[:AHEAD_COUNT_MAX]:
+        eventually(lambda each=each: engine.scheduler.matched(each, 0) == (40, True))
+    assert engine.scheduler.matched(queue[AHEAD_COUNT_MAX], 0) == (None, False)
+    assert len(asked) == AHEAD_COUNT_MAX
+    engine.scheduler.finished(queue[0].request_id)
+    eventually(lambda: engine.scheduler.matched(queue[AHEAD_COUNT_MAX], 0) == (40, True))
+    assert engine.scheduler.matched(request("cold", tokens_of(42, 51)), 0) == (None, False), "it is looked up later"
+    assert set(rounds(engine, queue[1:], at_once=5).values()) == {40}
+    engine.close()
