@@ -12,6 +12,7 @@ the sidecar ends, by whatever cause, this process ends: its standard input close
 - ``sending``   FetchBytes: from the arena into messages
 - ``receiving`` StoreBytes: from messages into staging
 - ``door``      the listener and its handlers; ``boundary``: tokens and statuses, common to all handlers
+- ``certificates``  the listener's own; ``renewal``: reads its files, and those of tokens, again when they change
 - ``inbox``     the memory that incoming messages may take
 
 A byte is copied once on its way out (from the arena to the message that gRPC takes) and once on its way in (from the

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.remote.door import Door, check_certificates, credentials
+from kvstore.remote.certificates import Certificates
+from kvstore.remote.door import Door
 from kvstore.remote.node import Node
-from kvstore.remote.tokens import AccessTokens, read_tokens
+from kvstore.remote.renewal import RenewedFiles, keep_renewing
+from kvstore.remote.tokens import AccessTokens, TokenFile
+from kvstore.seams import SystemClock
 from kvstore.seams.scheduler import start_thread
 from kvstore.telemetry import configure_logging
 
@@ -37,26 +40,30 @@ def main() -> int:
 
 
 async def _serve(orders: dict[str, Any]) -> None:
-    tokens, nodes = AccessTokens(), {}
-    for tenant in orders["tenants"]:
-        digests = read_tokens(Path(tenant["token_file"]), tenant["setting"])
-        tokens.add(tenant["name"], digests, tenant["setting"])
-        nodes[tenant["name"]] = Node(tenant["name"], Path(tenant["socket_directory"]))
-    files = [orders[name] for name in ("certificate_file", "key_file", "client_ca_file")]
+    files = [TokenFile(each["name"], Path(each["token_file"]), each["setting"]) for each in orders["tenants"]]
+    tokens = AccessTokens(files)
+    certificates = Certificates(*(orders[name] for name in ("certificate_file", "key_file", "client_ca_file")))
+    renewed = [
+        RenewedFiles("tokens", [each.path for each in files], tokens.read_again),
+        RenewedFiles("certificates", certificates.files, certificates.read_again),
+    ]
+    nodes = {each["name"]: Node(each["name"], Path(each["socket_directory"])) for each in orders["tenants"]}
     door = Door(
         tokens, nodes, message_bytes=orders["message_bytes"], stream_count_max=orders["stream_count_max"],
         stall_s=orders["stall_s"], connection_count_max=orders["connection_count_max"],
         call_count_max=orders["call_count_max"],
     )  # fmt: skip
     try:
-        port = door.listen(orders["address"], credentials(*files))
+        port = door.listen(orders["address"], certificates.credentials)
     except Unavailable:
-        check_certificates(*files)  # gRPC says the same of these as of an address that is taken
+        certificates.check()  # gRPC says the same of these as of an address that is taken
         raise
     await door.server.start()
     _say({"port": port})
     start_thread(_leave_with_the_sidecar, "stdin")
-    await door.server.wait_for_termination()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(keep_renewing(renewed, SystemClock()))
+        await door.server.wait_for_termination()
 
 
 def _leave_with_the_sidecar() -> None:

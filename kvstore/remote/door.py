@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -250,49 +248,3 @@ def _note_end(leaving: asyncio.Future[Any]) -> None:
     """Fetch the error of a failed write, so that asyncio does not report it when the stream has already ended."""
     if not leaving.cancelled():
         leaving.exception()
-
-
-def credentials(certificate_file: str, key_file: str, client_ca_file: str) -> Any:
-    """Return TLS credentials from PEM files; None without a certificate file. With a client CA only clients with its
-    certificates are let in. Raises InvalidRequest naming the file."""
-    if not certificate_file:
-        return None
-    chain = _read(certificate_file, "remote.certificate_file")
-    key = _read(key_file, "remote.key_file")
-    authority = _read(client_ca_file, "remote.client_ca_file") if client_ca_file else None
-    return grpc.ssl_server_credentials([(key, chain)], authority, require_client_auth=authority is not None)
-
-
-def check_certificates(certificate_file: str, key_file: str, client_ca_file: str) -> None:
-    """Check that the certificate and the key belong together, and that the CA's file has a certificate. Raises
-    InvalidRequest naming the setting. Does nothing without a certificate file."""
-    if not certificate_file:
-        return
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    chain, key, authority = (Path(name).expanduser() for name in (certificate_file, key_file, client_ca_file))
-    try:
-        context.load_cert_chain(chain, key, password=lambda: "")  # without one OpenSSL would ask the terminal
-    except (OSError, ValueError) as error:
-        raise InvalidRequest(
-            f"remote.certificate_file = {certificate_file}, remote.key_file = {key_file}: they must be a certificate "
-            f"and its own key, PEM, the key not encrypted ({error})",
-            setting="remote.certificate_file",
-        ) from error
-    try:
-        if client_ca_file:
-            context.load_verify_locations(authority)
-    except OSError as error:
-        raise InvalidRequest(
-            f"remote.client_ca_file = {client_ca_file}: it has no certificate ({error})",
-            setting="remote.client_ca_file",
-        ) from error
-
-
-def _read(name: str, setting: str) -> bytes:
-    try:
-        data = Path(name).expanduser().read_bytes()
-    except OSError as error:
-        raise InvalidRequest(f"{setting} = {name}: cannot be read: {error.strerror}") from error
-    if b"-----BEGIN" not in data:
-        raise InvalidRequest(f"{setting} = {name}: it is not PEM")
-    return data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import string
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,20 +66,25 @@ def _digest(text: str, place: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
+class TokenFile(NamedTuple):
+    """A tenant's file of tokens, and the setting that names it."""
+
+    tenant: str
+    path: Path
+    setting: str
+
+
 class AccessTokens:
-    """The tokens of all tenants."""
+    """The tokens of all tenants, from their files. Raises InvalidRequest as ``read_tokens``, and where a token is
+    another tenant's, too."""
 
-    def __init__(self) -> None:
-        self._known: list[tuple[Token, str]] = []
+    def __init__(self, files: Sequence[TokenFile]) -> None:
+        self._files = files
+        self._known = _known(files)
 
-    def add(self, tenant: str, tokens: list[Token], setting: str) -> None:
-        """Add a tenant's tokens; ``setting`` names their file's setting. Raises InvalidRequest when a token is another
-        tenant's already."""
-        for token in tokens:
-            for known, owner in self._known:
-                if owner != tenant and hmac.compare_digest(token.digest, known.digest):
-                    raise InvalidRequest(f"{setting}: one of its tokens is tenant {owner}'s, too: give each its own")
-            self._known.append((token, tenant))
+    def read_again(self) -> None:
+        """Know the tokens that the files have by now, and no others. Raises as the constructor: those before stay."""
+        self._known = _known(self._files)
 
     def tenant(self, authorization: str | bytes | None) -> str:
         """Return the token's tenant. Raises Unauthenticated."""
@@ -103,3 +109,14 @@ class AccessTokens:
                 "the token is not one of this server's: see remote.token_file, or its tenant's, there"
             )
         return found, is_admin
+
+
+def _known(files: Sequence[TokenFile]) -> list[tuple[Token, str]]:
+    known: list[tuple[Token, str]] = []
+    for tenant, path, setting in files:
+        for token in read_tokens(path, setting):
+            for other, owner in known:
+                if owner != tenant and hmac.compare_digest(token.digest, other.digest):
+                    raise InvalidRequest(f"{setting}: one of its tokens is tenant {owner}'s, too: give each its own")
+            known.append((token, tenant))
+    return known

@@ -9,6 +9,8 @@ LANDING = "clients/kvstore_client/planes/stream/prefix.py"
 STRIPS = "clients/kvstore_client/planes/stream/strips.py"
 DATA = "kvstore/wire/data.py"
 DOOR = "kvstore/remote/door.py"
+CERTIFICATES = "kvstore/remote/certificates.py"
+T_RENEWAL = "tests/e2e/remote/test_renewal.py"
 RECEIVING = "kvstore/remote/receiving.py"
 SENDING = "kvstore/remote/sending.py"
 SESSION = "kvstore/remote/session.py"
@@ -18,6 +20,32 @@ T_STRANGERS = "tests/e2e/remote/test_strangers.py"
 T_JOINS = "tests/e2e/test_joins.py"
 
 MUTANTS = [
+    Mutant(
+        "a-renewed-certificate-is-not-used",
+        CERTIFICATES,
+        "        self._fresh = self._configuration()\n",
+        "",
+        "a certificate that was renewed in time expires all the same",
+        (f"{T_RENEWAL}::test_renewed_certificates_are_in_use_with_the_next_handshake",),
+    ),
+    Mutant(
+        "a-certificate-without-its-key-is-used",
+        CERTIFICATES,
+        "        self.check()\n        self._fresh",
+        "        self._fresh",
+        "nobody gets in between the replacement of a certificate and that of its key",
+        (f"{T_RENEWAL}::test_renewed_certificates_are_in_use_with_the_next_handshake",),
+    ),
+    Mutant(
+        "a-token-that-was-removed-is-known",
+        "kvstore/remote/tokens.py",
+        'that the files have by now, and no others. Raises as the constructor: those before stay."""\n'
+        "        self._known = _known(self._files)\n",
+        'that the files have by now, and no others. Raises as the constructor: those before stay."""\n'
+        "        self._known += _known(self._files)\n",
+        "a token that leaked opens the door until the next restart",
+        (f"{T_RENEWAL}::test_tokens_come_and_go_with_their_file",),
+    ),
     Mutant(
         "received-and-unchecked",
         STRIPS,

@@ -14,7 +14,7 @@ BOUNDARY = "kvstore/remote/boundary.py"
 T_OPERATORS = "tests/e2e/test_operators.py"
 T_WEB = "tests/server/test_web.py"
 LISTENER = "kvstore/server/web/listener.py"
-DOOR = "kvstore/remote/door.py"
+CERTIFICATES = "kvstore/remote/certificates.py"
 TENANT_SETTINGS = "kvstore/config/tenants.py"
 DIRECTORY = "kvstore/tiers/nvme/directory.py"
 DESCRIPTORS = "kvstore/server/descriptors.py"
@@ -244,7 +244,7 @@ MUTANTS = [
     Mutant(
         "token-of-two-tenants",
         TOKENS,
-        "                if owner != tenant and hmac.compare_digest(token.digest, known.digest):\n",
+        "                if owner != tenant and hmac.compare_digest(token.digest, other.digest):\n",
         "                if False:\n",
         "a token of one tenant opens another's door",
         (f"{T_TENANTS}::test_a_start_that_would_mix_tenants_is_refused",),
@@ -262,9 +262,9 @@ MUTANTS = [
     ),
     Mutant(
         "clients-without-a-certificate",
-        DOOR,
-        "require_client_auth=authority is not None)",
-        "require_client_auth=False)",
+        CERTIFICATES,
+        "require_client_authentication=bool(client_ca_file)",
+        "require_client_authentication=False",
         "mutual TLS asks nobody for a certificate",
         (f"{T_TLS}::test_mutual_tls",),
     ),

@@ -147,6 +147,7 @@ MOVES_NO_BYTES = {
         for name in ("_there", "_claim", "_touch")
     },
     **{("kvstore/tiers/redis/embedded.py", f"EmbeddedServer.{name}"): "a process" for name in ("start", "_run_again")},
+    ("kvstore/remote/renewal.py", "keep_renewing"): "files that are looked at again some seconds later",
     ("kvstore/tiers/redis/errands.py", "Errands.begin"): "a task of the loop",
     ("kvstore/tiers/s3/connection.py", "S3Connection.__init__"): "a mover's own loop: without it its jobs fail",
     ("clients/kvstore_client/engines/transformers.py", "CachedModel._keep"): "a whole store: its receipt says so",

@@ -17,7 +17,7 @@ from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest, Unauthenticated
 from kvstore.remote import tokens
-from kvstore.remote.tokens import AccessTokens, read_tokens
+from kvstore.remote.tokens import AccessTokens, TokenFile, read_tokens
 from tests.security.tenancy import write_private
 from tests.server.confined import confined
 from tests.server.raw import eventually
@@ -117,9 +117,10 @@ def test_every_token_is_compared_in_constant_time_whatever_was_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
     """``==`` would tell by its time how many bytes were right."""
-    known = AccessTokens()
-    for tenant, text in (("a", "the-first-of-the-tokens"), ("b", "the-last-of-the-tokens")):
-        known.add(tenant, read_tokens(Path(write_private(tmp_path / tenant, text)), "t"), "t")
+    texts = {"a": "the-first-of-the-tokens", "b": "the-last-of-the-tokens"}
+    known = AccessTokens(
+        [TokenFile(who, Path(write_private(tmp_path / who, text)), "t") for who, text in texts.items()]
+    )
     compared: list[Any] = []
 
     def compare(one: bytes, other: bytes) -> bool:

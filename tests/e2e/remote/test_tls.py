@@ -14,39 +14,18 @@ from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest, Unauthenticated, Unavailable
 from kvstore.spec import Durability
+from tests.e2e.remote.certificates import make_certificates, needs_openssl, shown, tls_sidecar
 from tests.e2e.remote.peers import SPEC, left
 from tests.e2e.test_failures import until
 from tests.specs import bits, random_cache, tokens_of
-
-needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
 
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A CA, a server's and a client's certificate of it, and a stranger's."""
     place = tmp_path_factory.mktemp("tls")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=place, check=True, capture_output=True, timeout=60)
-
-    for name in ("ca", "stranger"):
-        openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1",
-                "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem")  # fmt: skip
-    (place / "extensions").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-    for name in ("server", "client"):
-        openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={name}",
-                "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
-        openssl("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
-                "-days", "1", "-extfile", "extensions", "-out", f"{name}.pem")  # fmt: skip
+    make_certificates(place)
     return place
-
-
-def tls_sidecar(place: Path, *, mutual: bool) -> Sidecar:
-    own = {"CERTIFICATE_FILE": str(place / "server.pem"), "KEY_FILE": str(place / "server.key")}
-    if mutual:
-        own["CLIENT_CA_FILE"] = str(place / "ca.pem")
-    settings = {f"KVSTORE__REMOTE__{name}": value for name, value in own.items()}
-    return Sidecar("--capacity", "16 MiB", environment={**os.environ, **settings}, plane="remote")
 
 
 @needs_openssl
@@ -100,14 +79,10 @@ def test_a_list_that_is_named_to_grpc_goes_before_the_systems(certificates: Path
 
 @needs_openssl
 def test_mutual_tls(certificates: Path) -> None:
-    def named(name: str) -> TLS:
-        own = {"certificate_file": certificates / f"{name}.pem", "key_file": certificates / f"{name}.key"}
-        return TLS(ca_file=certificates / "ca.pem", **own)
-
     with tls_sidecar(certificates, mutual=True) as sidecar:
-        with connect(sidecar.address, tls=named("client")) as client:
+        with connect(sidecar.address, tls=shown(certificates, "client")) as client:
             assert client.stats().sessions.session_count == 1
-        for tls in (TLS(ca_file=certificates / "ca.pem"), named("stranger")):
+        for tls in (TLS(ca_file=certificates / "ca.pem"), shown(certificates, "stranger")):
             with pytest.raises(Unavailable, match="tls="):
                 connect(sidecar.address, tls=tls, timeout_s=5.0)
         with pytest.raises(InvalidRequest, match="certificate_file"):

@@ -1,0 +1,89 @@
+"""Files that change while the plane runs: certificates and tokens. No restart, and nobody is disconnected."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from kvstore_client import TLS, connect
+from kvstore_ops.sidecar import TOKEN, Sidecar
+
+from kvstore.errors import Unauthenticated, Unavailable
+from kvstore.remote.renewal import LOOK_INTERVAL_S, RenewedFiles
+from kvstore.spec import Durability
+from tests.e2e.remote.certificates import make_certificates, needs_openssl, shown, tls_sidecar
+from tests.e2e.remote.peers import SPEC
+from tests.e2e.test_failures import until
+from tests.specs import random_cache, tokens_of
+
+OTHER = "another-token-of-this-sidecar"
+WAIT_S = 6 * LOOK_INTERVAL_S
+
+
+def is_let_in(sidecar: Sidecar, tls: TLS | None = None, token: str = TOKEN) -> bool:
+    try:
+        with connect(sidecar.address, tls=tls, token=token, timeout_s=5.0) as client:
+            return client.stats().sessions.session_count > 0
+    except (Unavailable, Unauthenticated):
+        return False
+
+
+@needs_openssl
+def test_renewed_certificates_are_in_use_with_the_next_handshake(tmp_path: Path) -> None:
+    """The authority, too. Who is connected stays so."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    for place in (before, after, tmp_path / "used"):
+        place.mkdir()
+    make_certificates(before)
+    make_certificates(after)
+    used = tmp_path / "used"
+    for name in ("ca.pem", "server.pem", "server.key"):
+        (used / name).write_bytes((before / name).read_bytes())
+    old, new = shown(before, "client"), shown(after, "client")
+    with tls_sidecar(used, mutual=True) as sidecar, connect(sidecar.address, tls=old) as stays:
+        assert is_let_in(sidecar, old)
+        assert not is_let_in(sidecar, new)
+        (used / "server.pem").write_bytes((after / "server.pem").read_bytes())
+        until(lambda: "changed files are not used" in (sidecar.directory / "log").read_text(), WAIT_S)
+        assert is_let_in(sidecar, old), "the new certificate without its key is not in use"
+        for name in ("server.key", "ca.pem"):  # replaced, as a tool would
+            (used / "next").write_bytes((after / name).read_bytes())
+            os.replace(used / "next", used / name)
+        until(lambda: is_let_in(sidecar, new), WAIT_S)
+        assert not is_let_in(sidecar, old)
+        assert stays.store(SPEC, tokens_of(40), random_cache(SPEC, 40)).wait(10.0) is Durability.MEMORY
+
+
+def test_tokens_come_and_go_with_their_file(own_remote: Sidecar) -> None:
+    file = own_remote.directory / "tokens"
+    with connect(own_remote.address) as client:
+        file.write_text(f"{TOKEN}\n{OTHER}\n")
+        until(lambda: is_let_in(own_remote, token=OTHER), WAIT_S)
+        file.write_text("short\n")
+        until(lambda: "changed files are not used" in (own_remote.directory / "log").read_text(), WAIT_S)
+        assert is_let_in(own_remote, token=OTHER), "those of a file that is wrong are not in use"
+        assert OTHER not in (own_remote.directory / "log").read_text()
+        file.write_text(f"{OTHER}\n")
+        until(lambda: not is_let_in(own_remote), WAIT_S)
+        assert is_let_in(own_remote, token=OTHER)
+        with pytest.raises(Unauthenticated):
+            client.stats()
+
+
+def test_files_are_read_again_when_they_change_and_only_then(tmp_path: Path) -> None:
+    file, read = tmp_path / "file", []
+    renewed = RenewedFiles("things", [file, tmp_path / "other"], lambda: read.append(file.exists()))
+    renewed.renew()
+    assert not read
+    file.write_text("a")
+    for _ in range(2):
+        renewed.renew()
+    assert read == [True]
+    (tmp_path / "next").write_text("b")
+    os.replace(tmp_path / "next", file)  # as long as before
+    renewed.renew()
+    assert len(read) == 2
+    file.unlink()
+    renewed.renew()
+    assert read[2:] == [False]
