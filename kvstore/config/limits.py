@@ -74,7 +74,10 @@ class LimitSettings:
             check_setting(value >= 0, f"limits.{name}", value, "use 0 or more")
         most = self.namespace_count_max
         check_setting(most <= 65536, "limits.namespace_count_max", most, "use at most 65536")
-        for name in ("connection_count_max", "connection_idle_s_max", "call_count_max"):
+        for name in (
+            "connection_count_max", "connection_idle_s_max", "call_count_max", "session_count_max", "token_count_max",
+            "model_count_max", "namespace_count_max",
+        ):  # fmt: skip
             check_setting(getattr(self, name) >= 1, f"limits.{name}", getattr(self, name), "use 1 or more")
         idle_s = self.connection_idle_s_max
         check_setting(idle_s <= IDLE_S_MAX, "limits.connection_idle_s_max", idle_s, "use 24 d or less")

@@ -115,6 +115,8 @@ def test_units() -> None:
         ("SERVER__SOCKET_DIRECTORY", "/" + "ü" * 45, ["server.socket_directory", "99 bytes"]),
         ("SERVER__STATE_DIRECTORY", "", ["server.state_directory", "a path"]),
         ("LIMITS__LEASE_COUNT_MAX", "-1", ["limits.lease_count_max", "0 or more"]),
+        ("LIMITS__SESSION_COUNT_MAX", "0", ["limits.session_count_max", "1 or more"]),
+        ("LIMITS__MODEL_COUNT_MAX", "0", ["limits.model_count_max", "1 or more"]),
         ("LIMITS__MESSAGE_BYTES_MAX", "4095", ["limits.message_bytes_max", "4 KiB"]),
     ],
 )
