@@ -106,6 +106,17 @@ def test_another_model_rank_or_weights_never_share(sidecar: Sidecar, other: dict
         assert another.batch_exists(keys) == 0
 
 
+def test_two_digests_of_weights_never_share(sidecar: Sidecar) -> None:
+    """Of one model's name, as behind a change of its files."""
+    pool, keys = HostPool(), keys_of(2, 2500)
+    one, two = ({"extra": {"weights_digest": digits * 32}} for digits in ("ab", "cd"))
+    with backend(sidecar, pool, **one) as before, backend(sidecar, HostPool(), **two) as after:
+        assert all(before.batch_set_v1(keys, pool.indices(0, 1), None))
+        assert after.batch_exists(keys) == 0
+    with backend(sidecar, HostPool(), **one) as again:
+        assert again.batch_exists(keys) == 2
+
+
 @pytest.mark.parametrize(
     "other",
     [

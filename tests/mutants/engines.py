@@ -119,7 +119,7 @@ MUTANTS = [
         '        self._identity["weights"] = extra.get("weights_digest") or f"unverified:{model}"\n',
         '        self._identity["weights"] = f"unverified:{model}"\n',
         "after a change of weights the old cache is served",
-        (f"{T_SGLANG}::test_another_model_rank_or_weights_never_share",),
+        (f"{T_SGLANG}::test_two_digests_of_weights_never_share",),
     ),
     Mutant(
         "values-of-another-size",

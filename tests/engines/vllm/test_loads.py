@@ -147,11 +147,12 @@ def test_after_a_reset_nothing_of_before_is_loaded_or_kept(sidecar: Sidecar) -> 
     waiting, running, blocks = request("waiting", tokens), request("running", tokens_of(60, 72)), blocks_of(60, 20)
     assert matched(engine.scheduler, waiting, 0) == (40, True)
     engine.admit(running, blocks)
-    assert engine.compute(running, blocks, 0, 20).saves
+    wait_stored(engine.clients[0], engine.compute(running, blocks, 0, 20).saves[0])
     engine.scheduler.new_request(unseen := request("unseen", later))
     engine.scheduler.reset()
     assert matched(engine.scheduler, waiting, 0) == (0, False)
     assert engine.compute(running, [], 20, 40, is_new=False).saves == []
+    assert matched(engine.scheduler, running, 0) == (0, False), "it was preempted: its own blocks are of before, too"
     wait_stored(engine.clients[0], engine.compute(unseen, blocks_of(42, 40), 0, 42).saves[0])
     assert matched(engine.scheduler, request("after", later), 0) == (40, True)
     assert matched(other.scheduler, request("after", later), 0) == (0, False)
