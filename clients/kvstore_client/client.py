@@ -296,9 +296,9 @@ class Client:
     def put_each(
         self, namespace: str, keys: Sequence[str | bytes], values: Sequence[Buffer], *, timeout_s: float = 30.0
     ) -> list[bool]:
-        """Keep values of keys whose value never changes: a stored value is not sent again. Each value is a buffer, or a
-        list of buffers that are one run. Returns when all are stored, or after ``timeout_s``: True for each that is
-        stored. ``values`` may be reused then. Raises: InvalidRequest."""
+        """Keep values of keys whose value never changes: a stored value is not sent again. Each is a buffer, or a list
+        of buffers that are one run. Returns when all are stored, after ``timeout_s``, or once a call was not answered
+        in time: True for each that is stored. ``values`` may be reused then. Raises: InvalidRequest."""
         return opaque.put_each(self._context, namespace, keys, values, timeout_s)
 
     def exists(self, namespace: str, keys: str | bytes | Sequence[str | bytes]) -> Any:

@@ -24,9 +24,11 @@ _log = logging.getLogger("kvstore.client")
 
 
 class Miss:
-    """The context manager of ``Connection.or_miss``. ``why``: the reason why the sidecar is gone, or empty."""
+    """The context manager of ``Connection.or_miss``. ``why``: the reason why the sidecar is gone, or empty.
+    ``is_late``: True when it may be there, but did not answer in time."""
 
     why = ""
+    is_late = False
 
     def __init__(self, lost: Callable[[KVStoreError], None]) -> None:
         self._lost = lost
@@ -37,7 +39,7 @@ class Miss:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
         if not isinstance(error, _GONE):
             return False
-        self.why = error.message
+        self.why, self.is_late = error.message, isinstance(error, DeadlineExceeded)
         self._lost(error)
         return True
 

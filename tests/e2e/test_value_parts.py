@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,18 @@ def test_more_than_memory_has_room_for_come_from_the_device(plane: str, size: in
         targets = [np.zeros(size, np.uint8) for _ in keys]
         assert client.get_each("n", [*keys, "none"], [*targets, np.zeros(size, np.uint8)]) == [True] * 10 + [False]
         assert all((each == noise(size, number)).all() for number, each in enumerate(targets))
+
+
+def test_values_for_a_sidecar_that_stands_still_wait_for_one_call(own_sidecar: Sidecar) -> None:
+    with connect(own_sidecar.address, timeout_s=1.0) as client:
+        assert client.put_each("n", ["first"], [b"x"]) == [True]
+        os.kill(own_sidecar.pid, signal.SIGSTOP)
+        began_s = time.monotonic()
+        try:
+            assert client.put_each("n", list("abcdefgh"), [b"x"] * 8) == [False] * 8
+        finally:
+            os.kill(own_sidecar.pid, signal.SIGCONT)
+        assert time.monotonic() - began_s < 4.0
 
 
 def test_so_many_large_chunks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,14 @@ def put(
     *, replace: bool,
 ) -> Receipt:  # fmt: skip
     """See ``Client.put_pieces``."""
+    return _begun_put(context, namespace, key, pieces, durability, replace=replace)[0]
+
+
+def _begun_put(
+    context: Context, namespace: str, key: str | bytes, pieces: Sequence[Buffer], durability: Durability | None,
+    *, replace: bool,
+) -> tuple[Receipt, bool]:  # fmt: skip
+    """Return (receipt, True when the sidecar did not answer in time)."""
     check_durability(durability)
     if durability is not None and durability > Durability.LOCAL:
         raise InvalidRequest(f"durability {durability.name}: values stay on their node: ask for LOCAL at most")
@@ -58,11 +66,11 @@ def put(
             store.stage(reserve_value(value, name, digests, names.whole + names.first if replace else b""))
             settle = settle_of(context, Prompt.known(spec, digests, EXACT), (), durability)
             commit = partial(_all_of, value, store)
-            return Receipt(commit_beside(context.committer, commit, store.abort, waits=False), settle)
+            return Receipt(commit_beside(context.committer, commit, store.abort, waits=False), settle), False
     except Exhausted as error:
         context.count("stores_refused")
-        return Receipt.nothing(error.message)
-    return Receipt.nothing(miss.why)
+        return Receipt.nothing(error.message), False
+    return Receipt.nothing(miss.why), miss.is_late
 
 
 def _all_of(value: Value, store: Store) -> Committed:
@@ -106,17 +114,19 @@ def put_each(
     monotonic = context.clock.monotonic
     until_s = monotonic() + timeout_s
     receipts: list[Receipt | None] = []
+    is_late = False  # a sidecar that stands still would keep each value waiting as long as the first
     for key, value in zip(keys, values, strict=True):
         if len(receipts) >= PUTS_AT_ONCE:
             _is_kept(receipts[-PUTS_AT_ONCE], until_s - monotonic())
         pieces = [flat(each) for each in (value if isinstance(value, list) else [value])]
         is_large = sum(piece.nbytes for piece in pieces) > CHUNK_BYTES - HEAD.size
-        if monotonic() > until_s:
+        if is_late or monotonic() > until_s:
             receipts.append(Receipt.nothing("the time for these values is over"))
         elif is_large and exists(context, namespace, [key])[0]:
             receipts.append(None)
         else:
-            receipts.append(put(context, namespace, key, pieces, Durability.MEMORY, replace=is_large))
+            receipt, is_late = _begun_put(context, namespace, key, pieces, Durability.MEMORY, replace=is_large)
+            receipts.append(receipt)
     return [_is_kept(each, until_s - monotonic()) for each in receipts]
 
 
