@@ -300,7 +300,7 @@ def test_a_long_prompt_of_small_pages_is_looked_up_at_once(sidecar: Sidecar, mon
     monkeypatch.setitem(sys.modules, "sglang.srt.mem_cache.hicache_storage", module)
     with backend(sidecar, HostPool()) as one:
         monkeypatch.setattr(one, "batch_exists", len)
-        monkeypatch.setattr(one, "_there", lambda _name, keys: [True] * (len(keys) - 1) + [False])
+        monkeypatch.setattr(one._calls, "has", lambda _namespace, keys: [True] * (len(keys) - 1) + [False])
         window = SimpleNamespace(name="swa", keys=["one"], hit_policy="trailing_pages")
         began_s = time.monotonic()
         found = one.batch_exists_v2(["key"] * 16_000, [window])

@@ -98,7 +98,7 @@ class Engine:
     def pages(self, indices: torch.Tensor) -> torch.Tensor:
         """Return the pages' bytes, [pages, bytes]."""
         found = [self.host.get_data_page(int(at)).clone().view(torch.uint8).flatten() for at in indices[::PAGE]]
-        return torch.stack(found)
+        return torch.stack(found) if found else torch.empty(0)
 
 
 def key_of(tokens: Sequence[int], salt: str | None = None) -> Any:

@@ -1,1 +1,2 @@
-"""Adapters of engines: ``vllm`` is a room, ``sglang`` a file; ``transformers`` has files beside it, named after it."""
+"""Adapters of engines: ``vllm`` is a room, ``sglang`` and ``transformers`` have files beside them, named after them.
+``patience`` pauses an engine's calls to a stalled sidecar."""

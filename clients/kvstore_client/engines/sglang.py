@@ -31,6 +31,7 @@ from kvstore.keys import token_array
 from kvstore.seams import SystemRandom
 from kvstore_client.arrays import Tensor
 from kvstore_client.begin import connect
+from kvstore_client.engines.sglang_calls import CALL_S_MAX, PageCalls, warn_missing
 
 _log = logging.getLogger("kvstore.sglang")
 _CONFIGURED = (
@@ -138,7 +139,8 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         self._drafts = {name: getattr(settings, name, None) for name in _OF_DRAFTS}
         self._private = ""
         self._thread = threading.local()
-        self._client = connect(extra.get("socket"), required=False)
+        self._client = connect(extra.get("socket"), required=False, timeout_s=CALL_S_MAX)
+        self._calls = PageCalls(self._client)
         self._pools: dict[str, HostPool] = {}
         self._namespaces: dict[tuple[str, str, str], str] = {}
 
@@ -200,8 +202,16 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
 
     # ------------------------------------------------------------ pages in the host pools
 
-    def _pages(self, name: str, keys: Sequence[str], host_indices: Tensor) -> list[list[NDArray[np.uint8]]]:
-        """Return, per key, the buffers of its page in a pool."""
+    def _pages(self, name: str, keys: Sequence[str], host_indices: Tensor) -> list[list[NDArray[np.uint8]]] | None:
+        """Return, per key, the buffers of its page in a pool; None where the indices are wrong."""
+        try:
+            return self._places(name, keys, host_indices)
+        except KVStoreError as error:
+            warn_missing(error)
+            return None
+
+    def _places(self, name: str, keys: Sequence[str], host_indices: Tensor) -> list[list[NDArray[np.uint8]]]:
+        """As ``_pages``. Raises: InvalidRequest."""
         pool = self._pools.get(name)
         if pool is None:
             raise InvalidRequest(f"no host pool {name!r}: call register_mem_pool_host first")
@@ -235,33 +245,21 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
             return [True] * len(keys)
         if not keys:
             return []
-        try:
-            return self._client.get_each(self._namespace(name), keys, self._pages(name, keys, host_indices))
-        except KVStoreError as error:
-            return self._none(keys, error)
+        targets = self._pages(name, keys, host_indices)
+        return [False] * len(keys) if targets is None else self._calls.load(self._namespace(name), keys, targets)
 
     def _set(self, name: str, keys: Sequence[str], host_indices: Tensor) -> list[bool]:
         if name == KV and self._is_logical:
             return [True] * len(keys)
         if not keys:
             return []
-        namespace = self._kept_under(name)
-        if namespace is None:
-            return [False] * len(keys)
-        try:
-            return self._client.put_each(namespace, keys, self._pages(name, keys, host_indices))
-        except KVStoreError as error:
-            return self._none(keys, error)
+        namespace, pages = self._kept_under(name), self._pages(name, keys, host_indices)
+        return [False] * len(keys) if namespace is None or pages is None else self._calls.store(namespace, keys, pages)
 
     @property
     def _is_logical(self) -> bool:
         """True where the model's pool of K and V only counts pages, whose bytes all lie in other pools."""
         return getattr(self._pools.get(KV), "kv_buffer", KV) is None
-
-    @staticmethod
-    def _none(keys: Sequence[str], error: KVStoreError) -> list[bool]:
-        _log.warning("kvstore: %s: these pages count as missing", error.message)
-        return [False] * len(keys)
 
     # ------------------------------------------------------------ what is there
 
@@ -273,11 +271,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         """Return the number of leading pages that are stored."""
         if self._is_logical:
             return len(keys)
-        try:
-            return self._client.count_leading(self._namespace(KV), keys)
-        except KVStoreError as error:
-            self._none(keys, error)
-            return 0
+        return self._calls.count_leading(self._namespace(KV), keys)
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Sequence[PoolTransfer] | None = None, extra_info: object = None
@@ -293,18 +287,11 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
             if each.hit_policy == BLOCK_GROUPS:
                 continue  # it limits nothing, and a pool without an answer is asked for all the same
             window = max(1, len(each.keys or ())) if each.hit_policy == TRAILING_PAGES else count
-            restorable = _restorable(self._there(str(each.name), keys[:count]), window)
+            restorable = _restorable(self._calls.has(self._namespace(str(each.name)), keys[:count]), window)
             if restorable:
                 hits[each.name] = restorable[-1]
             lengths = sorted(set(restorable).intersection(lengths))
         return sglang.PoolTransferResult(lengths[-1] if lengths else 0, hits, lengths)
-
-    def _there(self, name: str, keys: Sequence[str]) -> list[bool]:
-        """Return, per key, True when a pool's page is stored."""
-        try:
-            return list(self._client.exists(self._namespace(name), keys))
-        except KVStoreError as error:
-            return self._none(keys, error)
 
     # ------------------------------------------------------------ tensors
 
@@ -317,15 +304,12 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         self, keys: list[str], target_locations: Sequence[Tensor] | None = None, target_sizes: object = None
     ) -> list[Tensor]:
         """Return, per key, the tensor that was filled, or None."""
-        try:
-            if target_locations is not None:
-                targets = list(target_locations)
-                done = self._client.get_each(self._namespace(KV), keys, targets)
-                return [target if is_done else None for target, is_done in zip(targets, done, strict=True)]
-            return [_tensor(self._client.get_bytes(self._namespace(KV), key)) for key in keys]
-        except KVStoreError as error:
-            _log.warning("kvstore: %s: these pages count as missing", error.message)
-            return [None] * len(keys)
+        namespace = self._namespace(KV)
+        if target_locations is None:
+            return [_tensor(self._calls.read(namespace, key)) for key in keys]
+        targets = list(target_locations)
+        done = self._calls.load(namespace, keys, targets)
+        return [targets[number] if is_done else None for number, is_done in enumerate(done)]
 
     def set(self, key: str, value: Tensor = None, target_location: object = None, target_sizes: object = None) -> bool:
         """Keep a flat tensor as a page."""
@@ -340,12 +324,10 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
     ) -> bool:
         """Keep flat tensors as pages. Returns True when all of them are stored now."""
         given, namespace = target_locations if values is None else values, self._kept_under(KV)
-        try:
-            if given is None or not hasattr(given, "__len__") or len(given) != len(keys):
-                raise InvalidRequest(f"{len(keys)} keys need as many tensors")
-            return namespace is not None and all(self._client.put_each(namespace, keys, list(given)))
-        except KVStoreError as error:
-            return all(self._none(keys, error)) and not keys
+        if given is None or not hasattr(given, "__len__") or len(given) != len(keys):
+            warn_missing(InvalidRequest(f"{len(keys)} keys need as many tensors"))
+            return False
+        return namespace is not None and all(self._calls.store(namespace, keys, list(given)))
 
     def clear(self) -> None:
         """Have this engine find none of the pages that are stored now: it may have other weights. Its pages are its own

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from kvstore_client.engines.patience import CallPause
 from kvstore_client.engines.vllm import saves as room
-from kvstore_client.engines.vllm.patience import CallPause
 from kvstore_client.engines.vllm.saves import Saves
 from kvstore_client.engines.vllm.step import Save
 from kvstore_ops.sidecar import Sidecar

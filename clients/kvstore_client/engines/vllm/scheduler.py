@@ -10,11 +10,11 @@ from kvstore.errors import KVStoreError
 from kvstore.seams import Clock, SystemClock
 from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
+from kvstore_client.engines.patience import CallPause
 from kvstore_client.engines.vllm.identity import Adapters
 from kvstore_client.engines.vllm.lookups import PrefixLookups
 from kvstore_client.engines.vllm.naming import Naming
 from kvstore_client.engines.vllm.objects import EngineRequest, ScheduledStep, WorkersReport, scheduled_requests
-from kvstore_client.engines.vllm.patience import CallPause
 from kvstore_client.engines.vllm.planning import RequestPlanner
 from kvstore_client.engines.vllm.requests import TrackedRequest
 from kvstore_client.engines.vllm.settings import ConnectorSettings

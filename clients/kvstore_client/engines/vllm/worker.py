@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from kvstore.errors import Internal, KVStoreError
 from kvstore.seams import SystemClock
 from kvstore_client.client import Client
+from kvstore_client.engines.patience import CallPause
 from kvstore_client.engines.vllm.pages import LAYOUT, PagesOfModel
-from kvstore_client.engines.vllm.patience import CallPause
 from kvstore_client.engines.vllm.saves import Saves
 from kvstore_client.engines.vllm.step import Load, Save, Step
 from kvstore_client.fetch.paged import Paged
