@@ -100,15 +100,15 @@ MUTANTS = [
     Mutant(
         "states-of-another-rank",
         SGLANG,
-        "        if self._is_mla and name != MAMBA:",
-        "        if self._is_mla:",
+        "        if self._is_mla and name != MAMBA and not _has_heads(pool):",
+        "        if self._is_mla and not _has_heads(pool):",
         "a rank of a model with latents reads another rank's recurrent state",
         (f"{T_SGLANG}::test_states_of_an_mla_model_are_each_ranks_own",),
     ),
     Mutant(
         "pages-of-another-rank",
         SGLANG,
-        "        if self._is_mla and name != MAMBA:",
+        "        if self._is_mla and name != MAMBA and not _has_heads(pool):",
         "        if True:",
         "a rank reads another rank's heads",
         (f"{T_SGLANG}::test_another_model_rank_or_weights_never_share",),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvstore_client.engines.sglang import page_hashes
+from kvstore_client.engines.sglang import KVStoreHiCache, page_hashes
 from kvstore_ops.sidecar import Sidecar
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheFile,
@@ -156,6 +156,38 @@ def test_pools_of_hybrid_models_go_and_come_back(sidecar: Sidecar) -> None:
         assert other.backend.batch_set_v2([short]) == {PoolName.SWA: [False] * 3}
         unknown = PoolTransfer(PoolName.MAMBA, host_indices=places, keys=keys[1:])
         assert other.backend.batch_get_v2([unknown]) == {PoolName.MAMBA: [False] * 3}
+
+
+@pytest.mark.parametrize("name", [PoolName.DRAFT, PoolName.DRAFT_SWA])
+def test_a_draft_with_heads_of_an_mla_model_is_each_ranks_own(
+    sidecar: Sidecar, caplog: pytest.LogCaptureFixture, name: PoolName
+) -> None:
+    """Every rank has the same latents of the model, and its own heads of the draft."""
+    tokens = range(20_000, 20_000 + 3 * PAGE)
+    keys, pools = hashes(tokens), [(latent()[1], attention()[1]) for _ in range(2)]
+    ranks = [backend_of_rank(sidecar, rank, f"org/{name}") for rank in range(2)]
+    for each, (latents, draft) in zip(ranks, pools, strict=True):
+        each.register_mem_pool_host(latents)
+        each.register_mem_host_pool_v2(draft, name)
+    sent, places = pool_pages(pools[0][0], 3), pool_pages(pools[1][0], 3)
+    assert ranks[0].batch_set_v1(keys, sent) == ranks[1].batch_get_v1(keys, places) == [True] * 3
+    assert torch.equal(pools[1][0].get_data_page(int(places[0])), pools[0][0].get_data_page(int(sent[0])))
+    heads = PoolTransfer(name, keys=keys, host_indices=pool_pages(pools[0][1], 3))
+    assert ranks[0].batch_set_v2([heads]) == ranks[0].batch_get_v2([heads]) == {name: [True] * 3}
+    assert ranks[1].batch_get_v2([heads]) == {name: [False] * 3}
+    assert "the draft's pages of this rank" in caplog.text
+    for each in ranks:
+        each.close()
+
+
+def backend_of_rank(sidecar: Sidecar, rank: int, model: str) -> KVStoreHiCache:
+    """The backend of one of two ranks of a model with latents."""
+    others = {"pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1, "enable_storage_metrics": False}
+    config = HiCacheStorageConfig(
+        tp_rank=rank, tp_size=2, is_mla_model=True, is_page_first_layout=True, model_name=model,
+        extra_config={"socket": sidecar.address}, **others,
+    )  # fmt: skip
+    return KVStoreHiCache(config)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -169,7 +169,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
     def _facts(self, name: str, version: str, private: str) -> dict[str, object]:
         pool = self._pools.get(name)
         facts: dict[str, object] = {**self._identity, "pool": name, "version": version, "private": private}
-        if self._is_mla and name != MAMBA:  # every rank has the same latents
+        if self._is_mla and name != MAMBA and not _has_heads(pool):  # every rank has the same latents
             facts.update(tp_rank=None, tp_size=None)
         form = {each: str(getattr(pool, each, None)) for each in _OF_POOL}
         facts |= {"kind": type(pool).__name__, "form": form}
@@ -189,6 +189,11 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
             raise InvalidRequest(
                 "the pool keeps float8 numbers as plain bytes: name their dtype as 'kv_cache_dtype' in "
                 "--hicache-storage-backend-extra-config, so that pages of another one are never taken for them"
+            )
+        if self._is_mla and _has_heads(host_pool) and self._identity["tp_rank"]:
+            _log.warning(
+                "kvstore: SGLang keeps none of the draft's pages of this rank, and loads no prefix without them: use a "
+                "draft with latents, as the model has, or one rank"
             )
         self._pools[str(host_pool_name)] = host_pool
         self._namespaces = {}
@@ -339,6 +344,11 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
     def get_stats(self) -> None:
         """Return nothing: ``kvstore status`` and the sidecar's metrics page have the statistics."""
         return
+
+
+def _has_heads(pool: HostPool | None) -> bool:
+    """Return True for a pool of heads, of which each rank has its own; of latents all have the same."""
+    return hasattr(pool, "head_num")
 
 
 def _restorable(is_there: Sequence[bool], window: int) -> list[int]:
