@@ -251,6 +251,28 @@ def test_wrong_indices_and_an_unnamed_model_are_said(sidecar: Sidecar, caplog: p
 
 
 @pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"weight_digest": "ab" * 32}, "weight_digest is not a field"),
+        ({"weights_digest": 12345678}, "weights_digest cannot be 12345678"),
+        ({"weights_digest": "the new ones"}, "hex digits"),
+        ({"socket": 9500}, "socket cannot be 9500"),
+        ({"kv_cache_dtype": ["fp8_e5m2"]}, "kv_cache_dtype cannot be"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(sidecar: Sidecar, extra: dict[str, Any], said: str) -> None:
+    """Without the digest that its user thinks it has, a model would share pages with others of its name."""
+    with pytest.raises(InvalidRequest, match=said), backend(sidecar, HostPool(), extra=extra):
+        pass
+
+
+def test_fields_that_sglang_reads_itself_are_its_own(sidecar: Sidecar) -> None:
+    extra = {"prefetch_threshold": 64, "prefetch_timeout_base": 1, "weights_digest": "", "kv_cache_dtype": None}
+    with backend(sidecar, HostPool(), extra=extra) as one:
+        assert not one.exists("k")
+
+
+@pytest.mark.parametrize(
     ("indices", "said"),
     [
         ([-4, -3, -2, -1], "outside of the pool"),

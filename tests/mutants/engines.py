@@ -116,7 +116,7 @@ MUTANTS = [
     Mutant(
         "pages-of-other-weights",
         SGLANG,
-        '        self._identity["weights"] = extra.get("weights_digest") or f"unverified:{model}"\n',
+        '        self._identity["weights"] = given.weights_digest or f"unverified:{model}"\n',
         '        self._identity["weights"] = f"unverified:{model}"\n',
         "after a change of weights the old cache is served",
         (f"{T_SGLANG}::test_two_digests_of_weights_never_share",),

@@ -32,6 +32,7 @@ from kvstore.seams import SystemRandom
 from kvstore_client.arrays import Tensor
 from kvstore_client.begin import connect
 from kvstore_client.engines.sglang_calls import CALL_S_MAX, PageCalls, warn_missing
+from kvstore_client.engines.sglang_settings import BackendSettings
 
 _log = logging.getLogger("kvstore.sglang")
 _CONFIGURED = (
@@ -124,7 +125,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
     """
 
     def __init__(self, storage_config: object, options: object = None) -> None:
-        extra = dict(getattr(storage_config, "extra_config", None) or {})
+        given = BackendSettings.of(getattr(storage_config, "extra_config", None) or {})
         settings = _settings()
         model = getattr(storage_config, "model_name", None)
         if not model:
@@ -132,14 +133,14 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         self._is_mla = bool(getattr(storage_config, "is_mla_model", False))
         self._identity = {name: getattr(storage_config, name, None) for name in _CONFIGURED}
         self._identity["model"] = model
-        self._identity["weights"] = extra.get("weights_digest") or f"unverified:{model}"
-        names = _OF_ENGINE if extra.get("weights_digest") else (*_OF_ENGINE, *_OF_WEIGHTS)
+        self._identity["weights"] = given.weights_digest or f"unverified:{model}"
+        names = _OF_ENGINE if given.weights_digest else (*_OF_ENGINE, *_OF_WEIGHTS)
         self._identity |= {name: getattr(settings, name, None) for name in names}
-        self._identity["kv_cache_dtype"] = extra.get("kv_cache_dtype") or self._identity["kv_cache_dtype"]
+        self._identity["kv_cache_dtype"] = given.kv_cache_dtype or self._identity["kv_cache_dtype"]
         self._drafts = {name: getattr(settings, name, None) for name in _OF_DRAFTS}
         self._private = ""
         self._thread = threading.local()
-        self._client = connect(extra.get("socket"), required=False, timeout_s=CALL_S_MAX)
+        self._client = connect(given.socket, required=False, timeout_s=CALL_S_MAX)
         self._calls = PageCalls(self._client)
         self._pools: dict[str, HostPool] = {}
         self._namespaces: dict[tuple[str, str, str], str] = {}
