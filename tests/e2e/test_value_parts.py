@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from kvstore_client import Durability, connect
-from kvstore_client.opaque.reader import Reader
+from kvstore_client.opaque.reader import BATCH, Reader
+from kvstore_client.opaque.value import Key
 from kvstore_ops.operators.calls import Operator
 from kvstore_ops.sidecar import Sidecar
 
@@ -63,6 +64,22 @@ def test_values_for_a_sidecar_that_stands_still_wait_for_one_call(own_sidecar: S
         finally:
             os.kill(own_sidecar.pid, signal.SIGCONT)
         assert time.monotonic() - began_s < 4.0
+
+
+def test_a_prompt_of_which_nothing_is_there_is_not_digested_to_its_end(
+    own_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang asks for all pages of a prompt at once, and a page may be one token."""
+    keys = [f"page-{number}" for number in range(5000)]
+    digested, of = list[str | bytes](), Key.of
+    with connect(own_sidecar.address) as client:
+        assert client.put_each("n", keys[:1000], [b"x"] * 1000) == [True] * 1000
+        monkeypatch.setattr(Key, "of", lambda key: digested.append(key) or of(key))
+        assert client.count_leading("n", keys) == 1000
+        assert len(digested) <= 1000 + BATCH
+        digested.clear()
+        assert client.count_leading("n", keys[1000:]) == 0
+        assert len(digested) <= BATCH
 
 
 def test_so_many_large_chunks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,8 +148,7 @@ def exists(context: Context, namespace: str, keys: Sequence[str | bytes]) -> lis
 
 def count_leading(context: Context, namespace: str, keys: Sequence[str | bytes]) -> int:
     """See ``Client.count_leading``."""
-    names = [Key.of(key) for key in keys]
-    return _read(context, namespace, False, lambda reader: reader.count_leading(names), 0)
+    return _read(context, namespace, False, lambda reader: reader.count_leading(keys), 0)
 
 
 def _read(

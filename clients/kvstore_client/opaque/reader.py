@@ -257,10 +257,11 @@ class Reader:
                 start += 1  # the one after the last that came is not there
         return done
 
-    def count_leading(self, keys: Sequence[Key]) -> int:
-        """Return the number of leading keys whose value is stored, whole."""
+    def count_leading(self, keys: Sequence[str | bytes]) -> int:
+        """Return the number of leading keys whose value is stored, whole. Digests no more keys than it looks up: an
+        engine asks for all pages of a prompt, of which most often none is there. Raises as ``Key.of``."""
         for start in range(0, len(keys), BATCH):
-            found = self.exists(keys[start : start + BATCH])
+            found = self.exists([Key.of(key) for key in keys[start : start + BATCH]])
             if not all(found):
                 return start + found.index(False)
         return len(keys)
