@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from kvstore_client import Client
+from kvstore_client.derived import is_derived, mark_derived
 from kvstore_client.engines.transformers import PENDING_MAX, CachedModel, cache_of
 from kvstore_client.forks import _renewals
 from kvstore_client.store.receipt import Outcome, Receipt, Settle, Settling
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.generation import StoppingCriteriaList
 
 from kvstore.seams.jobs import begun
 from kvstore.spec import Durability
@@ -73,6 +75,55 @@ def test_a_cache_that_goes_on_otherwise_leaves_the_prompt_that_is_kept_alone(cli
     assert torch.allclose(answers[0], answers[1], atol=1e-4)
     assert found.report.wait_stored(10.0) is Durability.MEMORY
     assert is_kept_right(cached, ids, STEP * 3)
+
+
+def ended_early(cached: CachedModel, ids: torch.Tensor, *, within_inference: bool = False) -> tuple[Any, Any]:
+    """The caches of an answer that ended long before its limit, so that there is memory for more; and transformers'."""
+
+    def ends(tokens: torch.Tensor, _scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        return torch.tensor([tokens.shape[1] >= ids.shape[1] + 2])
+
+    options = {"max_new_tokens": 60, "do_sample": False, "stopping_criteria": StoppingCriteriaList([ends])}
+    options |= {"return_dict_in_generate": True}
+    with torch.inference_mode(within_inference):
+        found, plain = (each.generate(ids, **options) for each in (cached, cached.model))
+    found.report.wait_stored(10.0)
+    return found.sequences.past_key_values, plain.past_key_values
+
+
+@pytest.mark.parametrize("within_inference", [False, True])
+@pytest.mark.parametrize("trained", ["", "q_proj", "k_proj"])
+def test_a_models_own_pass_goes_on_from_an_answers_cache_and_is_trained_through_it(
+    client: Client, trained: str, within_inference: bool
+) -> None:
+    """As it does from transformers' own cache: outside of ``torch.no_grad``, pass after pass."""
+    model, ids = model_of(torch.float32, num_key_value_heads=4), prompt(STEP * 3 + 1, 98)
+    cached = CachedModel(model, client, chunk_tokens=STEP)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not trained or trained in name)
+    passes = [prompt(count, 99 + count) for count in (1, 4, 1)]
+    found = []
+    for cache in ended_early(cached, ids, within_inference=within_inference):
+        seen = [model(each, past_key_values=cache).logits for each in passes]
+        torch.stack([each.sum() for each in seen]).sum().backward()
+        with torch.no_grad():
+            seen.append(model(passes[0], past_key_values=cache).logits)
+        assert cache.get_seq_length() == ids.shape[1] + 1 + 7
+        found.append([*(each.detach() for each in seen), model.model.layers[0].self_attn.q_proj.weight.grad])
+        model.zero_grad()
+    for one, other in zip(*found, strict=True):
+        assert (one is other is None) or torch.allclose(one, other, rtol=1e-3, atol=1e-3)
+    assert is_kept_right(cached, ids, STEP * 3)
+
+
+def test_what_is_computed_over_a_derived_cache_is_derived_also_where_it_is_trained_on() -> None:
+    k, v = torch.ones(2, 8, 4), torch.ones(2, 8, 4)
+    mark_derived([k, v])
+    cache = cache_of([(k, v)])
+    for _ in range(2):
+        keys, values = cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+        assert is_derived([keys])
+        assert is_derived([values])
 
 
 def test_a_cache_over_the_callers_tensors_leaves_them_as_they_are_when_it_is_cut() -> None:

@@ -32,11 +32,11 @@ from tests.server.raw import eventually
 STEP = 32
 
 
-def model_of(dtype: torch.dtype, seed: int = 0) -> Any:
+def model_of(dtype: torch.dtype, seed: int = 0, num_key_value_heads: int = 2) -> Any:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
+        num_key_value_heads=num_key_value_heads, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
         initializer_range=0.2,
     )  # fmt: skip
     return LlamaForCausalLM(config).to(dtype).eval()

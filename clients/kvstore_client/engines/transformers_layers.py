@@ -37,8 +37,14 @@ class CacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no t
         self._arrive()
         start = int(self.get_seq_length())
         stop = start + int(key_states.shape[-2])
+        if torch.is_grad_enabled():  # a graph may need what the memory holds, also later: nothing is written there
+            self._join(start, key_states, value_states)
+            self.show(stop)
+            return self.keys, self.values
         # A cache that was cropped, repeated or reset goes on elsewhere: a store may still read what it had.
-        if stop > self._k.shape[-2] or self.keys is not self._shown:
+        # Memory of inference mode cannot be written to outside of it.
+        is_closed = self._k.is_inference() and not torch.is_inference_mode_enabled()
+        if stop > self._k.shape[-2] or self.keys is not self._shown or is_closed:
             self._move(start, stop, key_states, value_states)
         self._k[:, :, start:stop] = key_states
         self._v[:, :, start:stop] = value_states
@@ -53,13 +59,21 @@ class CacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no t
         """Take memory for ``stop`` tokens and more, of as many sequences as ``fresh`` has. Copy the first ``start``
         tokens there."""
         for name, shown, states in zip(("_k", "_v"), (self.keys, self.values), fresh, strict=True):
-            old = getattr(self, name)
-            new = old.new_empty((*states.shape[:2], stop + stop // 2, states.shape[-1]))
+            new = states.new_empty((*states.shape[:2], stop + stop // 2, states.shape[-1]))
             if start:
                 new[:, :, :start] = shown
-                if is_derived([old]):
-                    mark_derived([new])  # later tokens are computed over derived ones, so they are derived too
-            setattr(self, name, new)
+            self._take(name, new, is_over=start > 0)
+
+    def _join(self, start: int, *fresh: torch.Tensor) -> None:
+        """Take memory of the first ``start`` tokens and ``fresh``, by an operation that a graph may record."""
+        for name, shown, states in zip(("_k", "_v"), (self.keys, self.values), fresh, strict=True):
+            self._take(name, torch.cat([shown, states] if start else [states], dim=-2), is_over=start > 0)
+
+    def _take(self, name: str, new: torch.Tensor, *, is_over: bool) -> None:
+        """Go on in new memory; ``is_over``: with tokens of the old one before the new ones."""
+        if is_over and is_derived([getattr(self, name)]):
+            mark_derived([new])  # later tokens are computed over derived ones, so they are derived too
+        setattr(self, name, new)
 
     def first(self, token_count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (K, V) of the first tokens, [kv_heads, tokens, head_dim]. They do not change any more."""
