@@ -14,6 +14,7 @@ from kvstore_client.recompute import recompute
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
+from kvstore.spec import Durability, ModelSpec
 from tests.engines.hicache import HostPool
 from tests.engines.test_sglang import backend, keys_of
 from tests.recompute.models import LAYERS, model_of, prompt
@@ -91,6 +92,59 @@ def test_prompts_of_any_form_are_transformers_own_or_served_with_its_result(side
             assert (report.bypassed, report.token_count) == ("", 40), name
         assert model.generate(None, max_new_tokens=1, bos_token_id=5).report.bypassed
         model.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": -1000}, {"max_new_tokens": [5]}, {"max_new_tokens": "5"}, {"max_new_tokens": 2.0},
+        {"max_new_tokens": np.int64(2)}, {"max_length": "ab", "max_new_tokens": None},
+        {"max_length": -4000, "max_new_tokens": None}, {"pad_token_id": "ab"}, {"pad_token_id": [1, 2]},
+        {"pad_token_id": torch.tensor([1, 2])}, {"pad_token_id": torch.tensor(95)}, {"pad_token_id": 95.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_limits_and_padding_of_any_type_are_transformers_own_or_refused_in_its_words(
+    sidecar: Sidecar, options: dict[str, Any]
+) -> None:
+    def said(generate: Any) -> Any:
+        try:
+            found = generate(IDS, **{"max_new_tokens": 2, "do_sample": False, **options})
+        except Exception as error:
+            return type(error), str(error)
+        return getattr(found, "sequences", found).tolist()
+
+    with connect(sidecar.address) as client:
+        assert said(CachedModel(MODEL, client, chunk_tokens=16).generate) == said(MODEL.generate)
+
+
+def spec_of(chunk_tokens: int) -> ModelSpec:
+    return ModelSpec.from_transformers(MODEL.config, MODEL, chunk_tokens)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"step_tokens": 24}, "step_tokens 24 .*multiple of chunk_tokens 16"),
+        ({"step_tokens": -16}, "step_tokens -16 .*multiple of chunk_tokens 16"),
+        ({"step_tokens": 0}, "step_tokens 0 .*multiple of chunk_tokens 16"),
+        ({"step_tokens": 32.0}, r"step_tokens 32\.0 .*multiple"), ({"step_tokens": "32"}, "step_tokens '32' .*multiple"),
+        ({"durability": "LOCAL"}, "durability 'LOCAL'.*LOCAL"), ({"durability": Durability.NONE}, "durability.*LOCAL"),
+        ({"spec": spec_of(16), "chunk_tokens": 64}, r"chunk_tokens 64 .*spec\.chunk_tokens 16"),
+        ({"spec": "qwen3"}, "spec is a str.*from_transformers"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_model_in_front_of_a_sidecar_is_made_of_what_fits_or_refused(
+    sidecar: Sidecar, given: dict[str, Any], words: str
+) -> None:
+    """At once, not in a warning for each prompt that is then not kept."""
+    with connect(sidecar.address) as client:
+        with pytest.raises(InvalidRequest, match=words):
+            CachedModel(MODEL, client, **{"chunk_tokens": 16, **given})
+        assert CachedModel(MODEL, client, spec=spec_of(16), chunk_tokens=16).step_tokens == 16
+        assert CachedModel(MODEL, client, spec=spec_of(16)).step_tokens == 16
+        assert CachedModel(MODEL, client).step_tokens == 256
 
 
 @pytest.mark.parametrize(

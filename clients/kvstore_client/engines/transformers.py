@@ -34,23 +34,21 @@ from kvstore_client.engines.transformers_hidden import PromptE
 from kvstore_client.engines.transformers_layers import CacheLayer, LayerArrivals, cache_of
 from kvstore_client.engines.transformers_mended import Documents, documents_in, mended
 from kvstore_client.engines.transformers_model import CausalModel
-from kvstore_client.engines.transformers_options import why_left, why_rotation
+from kvstore_client.engines.transformers_options import room_tokens, why_left, why_rotation
 from kvstore_client.engines.transformers_planning import PromptPlan, Stopwatch
 from kvstore_client.engines.transformers_report import Generated, Report
 from kvstore_client.engines.transformers_runner import TransformersRunner
-from kvstore_client.engines.transformers_spec import check_spec, followed, is_of
+from kvstore_client.engines.transformers_spec import followed, is_of, spec_and_steps
 from kvstore_client.forks import in_children
 from kvstore_client.loading.patience import Patience, prior_s, with_budget
 from kvstore_client.prompt import GivenTokens
 from kvstore_client.recompute import dense_planes
+from kvstore_client.store.calls import check_durability
 from kvstore_client.store.receipt import Receipt, Settle, Settling
 
 __all__ = ["CachedModel", "Generated", "Report", "TransformersRunner", "cache_of", "chat_frame"]
 
 _log = logging.getLogger("kvstore.client")
-ROOM_TOKENS_MAX = 4096
-"""The most new tokens that a generation reserves memory for at the start: many callers set a limit that no answer
-reaches. Beyond it the cache's memory grows by halves."""
 PENDING_MAX = 8
 """The most prompts that are still to be kept: each has a cache in the engine's memory until the sidecar took it."""
 
@@ -90,13 +88,14 @@ def _length(input_ids: Tensor) -> int:
 class CachedModel:
     """A causal language model in front of a sidecar.
 
-    ``step_tokens``: rows per prefill step, a multiple of ``chunk_tokens`` (default: one chunk). Models that are to
-    share caches to the bit use the same. ``spec``: with ``keeps_e`` the prompt's E is captured, stored and fetched in
-    the place of KV, which is projected layer by layer. The spec is compared with the model, and follows it: each call
-    looks at a sample of the weights, and digests them again when they changed. A spec 'unverified:<name>' vouches for
-    the weights, also while they change. ``durability``: the level to ask ``Client.store`` for, of each prompt.
+    ``chunk_tokens``: the spec's, or 256 without a ``spec``. ``step_tokens``: rows per prefill step, a multiple of it
+    (default: one chunk). Models that are to share caches to the bit use the same. ``spec``: with ``keeps_e`` the
+    prompt's E is captured, stored and fetched in the place of KV, which is projected layer by layer. The spec is
+    compared with the model, and follows it: each call looks at a sample of the weights, and digests them again when
+    they changed. A spec 'unverified:<name>' vouches for the weights, also while they change. ``durability``: the level
+    to ask ``Client.store`` for, of each prompt.
     Raises: InvalidRequest for a model family without a spec, a model that its configuration and weights do not
-    describe, and a spec that is another model's.
+    describe, a spec that is another model's, and arguments that do not fit.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class CachedModel:
         model: CausalModel,
         client: Client,
         *,
-        chunk_tokens: int = 256,
+        chunk_tokens: int | None = None,
         spec: ModelSpec | None = None,
         step_tokens: int | None = None,
         durability: Durability | None = None,
@@ -112,15 +111,10 @@ class CachedModel:
     ) -> None:
         self.model = model
         self.client = client
+        check_durability(durability)
         self._durability = durability
-        if spec is not None:
-            check_spec(spec, model)
-        self._whose = _Whose.of(model, spec or ModelSpec.from_transformers(model.config, model, chunk_tokens))
-        self.step_tokens = step_tokens or self.spec.chunk_tokens
-        if self.step_tokens % self.spec.chunk_tokens:
-            raise InvalidRequest(
-                f"step_tokens {self.step_tokens} must be a multiple of chunk_tokens {self.spec.chunk_tokens}"
-            )
+        spec, self.step_tokens = spec_and_steps(model, spec, chunk_tokens, step_tokens)
+        self._whose = _Whose.of(model, spec)
         self._clock = clock or SystemClock()
         self._begin()
         in_children(self._begin)  # a child has no thread of its parent's, and would queue its prompts for ever
@@ -234,7 +228,7 @@ class CachedModel:
         count = int(input_ids.shape[1])
         last_step = (count - 1) // self.step_tokens * self.step_tokens
         arrivals = LayerArrivals(self._clock)
-        layers = self._layers(whose.spec, count + self._new_token_count(options, count), arrivals)
+        layers = self._layers(whose.spec, count + room_tokens(self.model, options, count), arrivals)
         report = Report(token_count=count)
         prompt_e = PromptE(whose.runner, self._whole(count)) if whose.runner else None
         reused, planned = 0, None
@@ -290,15 +284,6 @@ class CachedModel:
     def _whole(self, count: int) -> int:
         """Return how many of ``count`` tokens are in whole steps: these are kept."""
         return count // self.step_tokens * self.step_tokens
-
-    def _new_token_count(self, options: dict[str, Any], count: int) -> int:
-        limit = options.get("max_new_tokens")
-        if limit is None:
-            config = options.get("generation_config") or self.model.generation_config
-            limit = getattr(config, "max_new_tokens", None)
-        if limit is None:
-            limit = max(0, (options.get("max_length") or 0) - count)
-        return min(int(limit), ROOM_TOKENS_MAX) + 1
 
     def _layers(self, spec: ModelSpec, capacity: int, arrivals: LayerArrivals) -> list[CacheLayer]:
         """Return layers with memory for the prompt and the tokens likely to follow."""

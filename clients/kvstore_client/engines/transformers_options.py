@@ -7,6 +7,7 @@ answer is transformers' own. An unlisted option is left to transformers; the rep
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from numbers import Integral
 
 import torch
 from kvstore_kernels.rotary import KINDS
@@ -39,6 +40,20 @@ ARGUMENTS = frozenset({
     "streamer", "tokenizer",
 })  # fmt: skip
 """``generate``'s other arguments that see logits and tokens alone. A mask is served if it hides nothing."""
+ROOM_TOKENS_MAX = 4096
+"""The most new tokens that a generation reserves memory for at the start: many callers set a limit that no answer
+reaches. Beyond it the cache's memory grows by halves."""
+
+
+def room_tokens(model: CausalModel, options: Mapping[str, object], token_count: int) -> int:
+    """Return for how many tokens behind a prompt a generation reserves memory. A limit that is no number is
+    transformers' to refuse."""
+    config = options.get("generation_config") or model.generation_config
+    limit = options.get("max_new_tokens") or getattr(config, "max_new_tokens", None)
+    behind = 0
+    if limit is None:
+        limit, behind = options.get("max_length"), token_count
+    return max(0, min(int(limit) - behind, ROOM_TOKENS_MAX)) + 1 if isinstance(limit, Integral) else 1
 
 
 def why_left(model: CausalModel, input_ids: Tensor, options: Mapping[str, object], rope_kind: str) -> str:
@@ -118,6 +133,8 @@ def _why_prompt(model: CausalModel, input_ids: torch.Tensor, options: Mapping[st
         return "attention_mask hides tokens" if hides else ""
     found = dict(_asked(model, options))
     pad: Tensor = found.get("pad_token_id")
+    if not isinstance(pad, int | None) and not (isinstance(pad, torch.Tensor) and pad.numel() == 1):
+        return f"pad_token_id is {pad!r:.60}"
     stops = found.get("eos_token_id")
     if isinstance(stops, torch.Tensor):
         stops = stops.tolist()

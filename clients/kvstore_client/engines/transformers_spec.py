@@ -12,7 +12,28 @@ from kvstore.spec.from_transformers import spec_from_transformers
 from kvstore.spec.live import identity_of
 from kvstore_client.engines.transformers_model import CausalModel
 
+CHUNK_TOKENS = 256
 _log = logging.getLogger("kvstore.client")
+
+
+def spec_and_steps(
+    model: CausalModel, spec: ModelSpec | None, chunk_tokens: int | None, step_tokens: int | None
+) -> tuple[ModelSpec, int]:
+    """Return the model's spec, the given one where there is one, and the rows per prefill step, by default those of a
+    chunk. Raises: InvalidRequest naming what does not fit the model, or the rest."""
+    if spec is None:
+        chunk_tokens = CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
+        spec = ModelSpec.from_transformers(model.config, model, chunk_tokens)
+    elif not isinstance(spec, ModelSpec):
+        raise InvalidRequest(f"spec is a {type(spec).__name__}: give ModelSpec.from_transformers(model.config, model)")
+    else:
+        check_spec(spec, model)
+    if chunk_tokens not in (None, spec.chunk_tokens):
+        raise InvalidRequest(f"chunk_tokens {chunk_tokens} is not spec.chunk_tokens {spec.chunk_tokens}: give one")
+    rows = spec.chunk_tokens if step_tokens is None else step_tokens
+    if not isinstance(rows, int) or rows < 1 or rows % spec.chunk_tokens:
+        raise InvalidRequest(f"step_tokens {rows!r:.40} must be a multiple of chunk_tokens {spec.chunk_tokens}")
+    return spec, rows
 
 
 def own_spec(model: CausalModel, like: ModelSpec) -> ModelSpec:
