@@ -131,7 +131,9 @@ def spec_of(chunk_tokens: int) -> ModelSpec:
         ({"step_tokens": 32.0}, r"step_tokens 32\.0 .*multiple"), ({"step_tokens": "32"}, "step_tokens '32' .*multiple"),
         ({"durability": "LOCAL"}, "durability 'LOCAL'.*LOCAL"), ({"durability": Durability.NONE}, "durability.*LOCAL"),
         ({"spec": spec_of(16), "chunk_tokens": 64}, r"chunk_tokens 64 .*spec\.chunk_tokens 16"),
-        ({"spec": "qwen3"}, "spec is a str.*from_transformers"),
+        ({"spec": "qwen3"}, "spec is a str.*from_transformers"), ({"client": None}, "client is a NoneType.*connect"),
+        ({"client": "unix:///run/kvstore.sock"}, "client is a str.*connect"),
+        ({"model": MODEL.model}, "Qwen3Model.* cannot generate.*AutoModelForCausalLM"),
     ],
     ids=str,
 )  # fmt: skip
@@ -141,7 +143,7 @@ def test_a_model_in_front_of_a_sidecar_is_made_of_what_fits_or_refused(
     """At once, not in a warning for each prompt that is then not kept."""
     with connect(sidecar.address) as client:
         with pytest.raises(InvalidRequest, match=words):
-            CachedModel(MODEL, client, **{"chunk_tokens": 16, **given})
+            CachedModel(**{"model": MODEL, "client": client, "chunk_tokens": 16, **given})
         assert CachedModel(MODEL, client, spec=spec_of(16), chunk_tokens=16).step_tokens == 16
         assert CachedModel(MODEL, client, spec=spec_of(16)).step_tokens == 16
         assert CachedModel(MODEL, client).step_tokens == 256

@@ -257,6 +257,27 @@ def test_a_limit_that_no_answer_reaches_takes_no_memory(client: Client) -> None:
     assert torch.equal(found.sequences, model.generate(ids, **options))
 
 
+@pytest.mark.parametrize("planning", ["off", "observe"])
+def test_an_answer_that_fails_leaves_nothing_held_while_its_error_is_kept(client: Client, planning: str) -> None:
+    """A future, a log or an interactive session may keep the error, and with it all that the call had."""
+    client.planner.mode = planning
+    model, ids = model_of(torch.float32), prompt(STEP * 4 + 7, 93)
+    cached = CachedModel(model, client, chunk_tokens=STEP)
+    expected, report = logits(cached, ids)
+    report.wait_stored(10.0)
+
+    def fails(_tokens: torch.Tensor, _scores: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as kept:
+        cached.generate(ids, max_new_tokens=2, logits_processor=[fails])
+    assert kept.value.__traceback__ is not None
+    eventually(lambda: client.stats().sessions.lease_count == 0)
+    again, report = logits(cached, ids)
+    assert report.reused_token_count == STEP * 4
+    assert torch.equal(again, expected)
+
+
 def test_another_node_reuses_what_this_one_computed(tmp_path: Path) -> None:
     """To the bit; and where a shared tier turns out wrong on the way, it is computed."""
     shared, ids = Shared(tmp_path), prompt(STEP * 4 + 7, 92)

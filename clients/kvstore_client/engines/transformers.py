@@ -109,6 +109,8 @@ class CachedModel:
         durability: Durability | None = None,
         clock: Clock | None = None,
     ) -> None:
+        if not isinstance(client, Client):
+            raise InvalidRequest(f"client is a {type(client).__name__}: give what kvstore_client.connect() returns")
         self.model = model
         self.client = client
         check_durability(durability)
@@ -265,6 +267,7 @@ class CachedModel:
         )  # fmt: skip
         with (
             closing(planned) if planned else nullcontext(),
+            closing(arrivals),  # who keeps the error of a call that fails keeps what it had, too
             patience,
             prompt_e.captured(cache) if prompt_e else nullcontext(),
         ):

@@ -119,6 +119,7 @@ class LayerArrivals:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self._source: LayerStream | None = None
         self._stream: Iterator[tuple[int, Layer]] | None = None
         self._next = 0
         self.on_layer: Callable[[int], None] = lambda _: None
@@ -131,7 +132,13 @@ class LayerArrivals:
         """Seconds for which it has waited so far."""
 
     def attach(self, stream: LayerStream) -> None:
-        self._stream = iter(stream)
+        self._source, self._stream = stream, iter(stream)
+
+    def close(self) -> None:
+        """Ask for no more layers, and give back what those on their way hold at the sidecar. Idempotent."""
+        source, self._source, self._stream = self._source, None, None
+        if source is not None:
+            source.close()
 
     @property
     def is_waiting(self) -> bool:

@@ -21,6 +21,8 @@ def spec_and_steps(
 ) -> tuple[ModelSpec, int]:
     """Return the model's spec, the given one where there is one, and the rows per prefill step, by default those of a
     chunk. Raises: InvalidRequest naming what does not fit the model, or the rest."""
+    if not hasattr(model, "generation_config"):
+        raise InvalidRequest(f"a {type(model).__name__} cannot generate: load one by AutoModelForCausalLM")
     if spec is None:
         chunk_tokens = CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
         spec = ModelSpec.from_transformers(model.config, model, chunk_tokens)
