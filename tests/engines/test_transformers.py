@@ -21,7 +21,7 @@ from kvstore_ops.sidecar import Sidecar
 from transformers import DynamicCache, GPT2Config, LlamaConfig, LlamaForCausalLM
 from transformers.generation import StoppingCriteriaList
 
-from kvstore.errors import InvalidRequest
+from kvstore.errors import DataLoss, DeadlineExceeded, InvalidRequest, KVStoreError
 from kvstore.spec import Durability, MissReason, ModelSpec, Tier
 from tests.e2e.shared_tiers import Shared, SharingSidecar
 from tests.fakes import Switch
@@ -147,9 +147,14 @@ def test_generation_goes_on_without_the_sidecar(own_sidecar: Sidecar) -> None:
     client.close()
 
 
-def test_a_chunk_lost_under_the_copy_is_recomputed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvstore.errors import DataLoss
-
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(DataLoss, MissReason.CORRUPT), (DeadlineExceeded, MissReason.UNAVAILABLE)],
+)
+def test_a_chunk_lost_under_the_copy_is_recomputed(
+    client: Client, monkeypatch: pytest.MonkeyPatch, error: type[KVStoreError], reason: MissReason
+) -> None:
+    """And the report says that it is a miss, and why."""
     monkeypatch.setattr(landing, "JOB_BYTES", 1)  # each layer is copied by itself, as large ones are
     model, ids = model_of(torch.float32), prompt(STEP * 3 + 1, 82)
     cached = CachedModel(model, client, chunk_tokens=STEP)
@@ -160,13 +165,13 @@ def test_a_chunk_lost_under_the_copy_is_recomputed(client: Client, monkeypatch: 
     def lose() -> None:
         calls.append(1)
         if len(calls) == 2:
-            raise DataLoss("lost, says the test")
+            raise error("lost, says the test")
 
     client.faults.arm("fetch.copy.middle", lose)
     output = cached.generate(ids, max_new_tokens=3, do_sample=False)
     client.faults.arm("fetch.copy.middle", lambda: None)
     assert torch.equal(output.sequences, first.sequences)
-    assert output.report.reused_token_count == 0
+    assert (output.report.reused_token_count, output.report.reason) == (0, reason)
 
 
 def test_an_unknown_family_is_named() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import DataLoss, InvalidRequest, KVStoreError
 from kvstore.planning import RequestClass, Terms
 from kvstore.seams import Clock, SystemClock, WorkerThreads
 from kvstore.seams.jobs import begun, failure_of
@@ -210,7 +210,9 @@ class CachedModel:
         except KVStoreError as error:
             # Announced bytes did not come: the cache is incomplete, so compute all of it.
             _log.warning("kvstore: %s; recomputing the prompt", error.message)
-            return self._attempt(whose, input_ids, tokens, options, started_s, None)
+            report, sequences = self._attempt(whose, input_ids, tokens, options, started_s, None)
+            report.reason = MissReason.CORRUPT if isinstance(error, DataLoss) else MissReason.UNAVAILABLE
+            return report, sequences
 
     def _mended(
         self, whose: _Whose, input_ids: torch.Tensor, tokens: Tensor, options: dict[str, Any], started_s: float,
