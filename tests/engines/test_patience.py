@@ -11,19 +11,23 @@ from queue import SimpleQueue
 import pytest
 import torch
 from kvstore_client import Client, connect
+from kvstore_client.engines import pause
 from kvstore_client.engines.transformers import CachedModel, TransformersRunner
 from kvstore_client.loading.patience import Patience, prior_s, result_in_time
+from kvstore_ops.sidecar import Sidecar
 
 from kvstore.planning import Recompute
 from kvstore.planning.loading import LoadPlan, Prefill, Way
-from kvstore.spec import MissReason
+from kvstore.spec import Durability, MissReason
 from tests.e2e.prefills import RECEIVER, SENDER, in_full, keep
 from tests.e2e.third_tier import KIND, ThirdTierSidecar
 from tests.engines.stalling import Cold, cold_prompts, is_free, is_tier, patient_sidecar
 from tests.engines.test_planned_loads import COUNT, is_engine, is_link
 from tests.engines.test_transformers import STEP, logits, model_of
+from tests.engines.test_transformers import prompt as tokens
 from tests.fakes import Switch
 from tests.recompute.models import prompt
+from tests.server.raw import eventually
 
 OWN = {
     "test_a_generation_computes_what_a_stalled_tier_does_not_bring": 0,
@@ -251,3 +255,49 @@ def test_a_sidecar_that_stands_still_is_not_waited_for(
     assert client.statistics()["loads_given_up"] == 1
     cached.close()
     is_free(client)
+
+
+@pytest.mark.parametrize("mode", ["off", "observe"])
+def test_a_sidecar_that_stands_still_costs_one_wait_and_is_left_alone_for_a_while(
+    own_sidecar: Sidecar, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Where plans are not carried out a call's deadline is waited for: once, not by each prompt, nor by its store."""
+    with connect(own_sidecar.address, planning=mode, timeout_s=1.0) as client:
+        cached, prompts = CachedModel(model, client, chunk_tokens=STEP), [tokens(COUNT, 81 + each) for each in range(2)]
+        expected = [logits(cached, ids) for ids in prompts]
+        assert [report.wait_stored(10.0) for _, report in expected] == [Durability.MEMORY] * 2
+        monkeypatch.setattr(pause, "SLOW_S", 0.5)
+        os.kill(own_sidecar.pid, signal.SIGSTOP)
+        try:
+            logits(cached, prompts[0])
+            waited = client.statistics()["unavailable"]
+            for ids, (right, _) in zip(prompts, expected, strict=True):
+                found, report = logits(cached, ids)
+                assert torch.equal(found, right)
+                assert (report.reused_token_count, report.reason) == (0, MissReason.UNAVAILABLE)
+                assert report.wait_stored(10.0) is Durability.NONE
+            cached.close()
+            assert client.statistics()["unavailable"] == waited, "it was asked again"
+        finally:
+            os.kill(own_sidecar.pid, signal.SIGCONT)
+        monkeypatch.setattr(pause, "PAUSE_S", 0.0)
+        cached._pause.end()
+        eventually(lambda: logits(cached, prompts[0])[1].reused_token_count > 0)
+
+
+def test_stores_do_not_each_wait_for_a_sidecar_that_stands_still(
+    own_sidecar: Sidecar, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that nobody has are not looked up by a call: their stores meet it first."""
+    with connect(own_sidecar.address, timeout_s=1.0) as client:
+        cached = CachedModel(model, client, chunk_tokens=STEP)
+        logits(cached, tokens(COUNT, 84))[1].wait_stored(10.0)
+        monkeypatch.setattr(pause, "SLOW_S", 0.5)
+        os.kill(own_sidecar.pid, signal.SIGSTOP)
+        try:
+            reports = [logits(cached, tokens(COUNT, 85 + each))[1] for each in range(4)]
+            cached.close()
+        finally:
+            os.kill(own_sidecar.pid, signal.SIGCONT)
+        assert [report.wait_stored(10.0) for report in reports] == [Durability.NONE] * 4
+        assert sum("left alone" in report.receipt.reason for report in reports) == 3

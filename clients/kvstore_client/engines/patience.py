@@ -38,8 +38,12 @@ class CallPause:
         try:
             yield watched
         finally:
-            if self._clock.monotonic() - started_s > SLOW_S + watched.more_s:
-                self.end()
+            self.took(self._clock.monotonic() - started_s - watched.more_s)
+
+    def took(self, seconds: float) -> None:
+        """Begin a pause when a call took longer than ``SLOW_S``."""
+        if seconds > SLOW_S:
+            self.end()
 
     def end(self) -> None:
         """Begin a pause: a call took too long, or still does."""

@@ -13,29 +13,30 @@ their way. The store happens in the background once the first token is out, and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache, LogitsProcessorList
 
-from kvstore.errors import DataLoss, InvalidRequest, KVStoreError
+from kvstore.errors import DataLoss, DeadlineExceeded, InvalidRequest, KVStoreError
 from kvstore.planning import RequestClass, Terms
 from kvstore.seams import Clock, SystemClock, WorkerThreads
 from kvstore.seams.jobs import begun, failure_of
 from kvstore.spec import Durability, MissReason, ModelSpec, Tier
 from kvstore_client.arrays import Layer, Tensor
 from kvstore_client.client import Client
+from kvstore_client.engines.patience import CallPause
 from kvstore_client.engines.transformers_documents import chat_frame, remember
 from kvstore_client.engines.transformers_hidden import PromptE
 from kvstore_client.engines.transformers_layers import CacheLayer, LayerArrivals, cache_of
 from kvstore_client.engines.transformers_mended import Documents, documents_in, mended
 from kvstore_client.engines.transformers_model import CausalModel
 from kvstore_client.engines.transformers_options import room_tokens, why_left, why_rotation
-from kvstore_client.engines.transformers_planning import PromptPlan, Stopwatch
+from kvstore_client.engines.transformers_planning import FirstToken, PromptPlan, Stopwatch
 from kvstore_client.engines.transformers_report import Generated, Report
 from kvstore_client.engines.transformers_runner import TransformersRunner
 from kvstore_client.engines.transformers_spec import followed, is_of, spec_and_steps
@@ -64,19 +65,6 @@ class _Whose:
     @staticmethod
     def of(model: CausalModel, spec: ModelSpec) -> _Whose:
         return _Whose(spec, TransformersRunner(model, spec=spec) if spec.keeps_e else None)
-
-
-class _FirstToken(LogitsProcessor):  # type: ignore[misc]  # transformers ships no types
-    """Calls ``action`` once, when the first token's logits are ready."""
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action: Callable[[], None] | None = action
-
-    def __call__(self, _input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        action, self._action = self._action, None
-        if action is not None:
-            action()
-        return scores
 
 
 def _length(input_ids: Tensor) -> int:
@@ -118,6 +106,7 @@ class CachedModel:
         spec, self.step_tokens = spec_and_steps(model, spec, chunk_tokens, step_tokens)
         self._whose = _Whose.of(model, spec)
         self._clock = clock or SystemClock()
+        self._pause = CallPause(self._clock)
         self._begin()
         in_children(self._begin)  # a child has no thread of its parent's, and would queue its prompts for ever
 
@@ -170,7 +159,7 @@ class CachedModel:
         bypassed = self._why_not(input_ids, options)
         if bypassed:
             report = Report(token_count=_length(input_ids), bypassed=bypassed)
-            first = _FirstToken(lambda: self._stamp(report, started_s))
+            first = FirstToken(lambda: self._stamp(report, started_s))
             sequences = self._generate(input_ids, options, first)
         else:
             report, sequences = self._cached(input_ids, options, started_s, terms, preamble)
@@ -189,7 +178,7 @@ class CachedModel:
             return error.message
         return why_rotation(self.spec.rope.kind)  # the model may have another one than at its last call
 
-    def _generate(self, input_ids: torch.Tensor, options: dict[str, Any], first: _FirstToken, **more: Any) -> Any:
+    def _generate(self, input_ids: torch.Tensor, options: dict[str, Any], first: FirstToken, **more: Any) -> Any:
         processors = LogitsProcessorList([*(options.get("logits_processor") or ()), first])
         return self.model.generate(input_ids, **{**options, **more, "logits_processor": processors})
 
@@ -203,16 +192,22 @@ class CachedModel:
         # a copy: the caller may change its tensor before the store in the background has named the prompt by it
         tokens, whose = input_ids[0].cpu().numpy().copy(), self._whose
         documents = documents_in(self.client, whose.spec, tokens, terms, preamble)
-        try:
-            if documents:
-                return self._mended(whose, input_ids, tokens, options, started_s, documents, preamble)
-            return self._attempt(whose, input_ids, tokens, options, started_s, terms)
-        except KVStoreError as error:
-            # Announced bytes did not come: the cache is incomplete, so compute all of it.
-            _log.warning("kvstore: %s; recomputing the prompt", error.message)
-            report, sequences = self._attempt(whose, input_ids, tokens, options, started_s, None)
-            report.reason = MissReason.CORRUPT if isinstance(error, DataLoss) else MissReason.UNAVAILABLE
-            return report, sequences
+        reason = MissReason.UNAVAILABLE
+        if not self._pause.is_spent:
+            try:
+                if documents:
+                    return self._mended(whose, input_ids, tokens, options, started_s, documents, preamble)
+                return self._attempt(whose, input_ids, tokens, options, started_s, terms)
+            except KVStoreError as error:
+                # Announced bytes did not come: the cache is incomplete, so compute all of it.
+                _log.warning("kvstore: %s; recomputing the prompt", error.message)
+                if isinstance(error, DeadlineExceeded):
+                    self._pause.end()
+                elif isinstance(error, DataLoss):
+                    reason = MissReason.CORRUPT
+        report, sequences = self._attempt(whose, input_ids, tokens, options, started_s, None)
+        report.reason = reason
+        return report, sequences
 
     def _mended(
         self, whose: _Whose, input_ids: torch.Tensor, tokens: Tensor, options: dict[str, Any], started_s: float,
@@ -221,7 +216,8 @@ class CachedModel:
         """Generate over documents that were stored. What is computed behind them is not kept."""
         runner = whose.runner or TransformersRunner(self.model, spec=whose.spec)
         report, cache = mended(self.client, runner, tokens, documents, preamble)
-        first = _FirstToken(lambda: self._stamp(report, started_s))
+        self._pause.took(report.lookup_s)
+        first = FirstToken(lambda: self._stamp(report, started_s))
         return report, self._generate(input_ids, options, first, past_key_values=cache)
 
     def _attempt(
@@ -243,11 +239,12 @@ class CachedModel:
             late_s = started_s + with_budget(prefill_s)
             left_s = late_s - self._clock.monotonic()
             terms = terms.after(self._clock.monotonic() - started_s)
-            planned = PromptPlan(self.client, whose.spec, tokens, last_step, self.step_tokens, terms, left_s)
-            report.reason = planned.reason
-            report.plan, wanted = planned.plan, tokens[: planned.token_count]
-            with planned.unless_it_fails():
-                reused = self._reuse(planned, wanted, layers, prompt_e, arrivals, report, started_s, late_s)
+            with self._pause.watch():
+                planned = PromptPlan(self.client, whose.spec, tokens, last_step, self.step_tokens, terms, left_s)
+                report.reason = planned.reason
+                report.plan, wanted = planned.plan, tokens[: planned.token_count]
+                with planned.unless_it_fails():
+                    reused = self._reuse(planned, wanted, layers, prompt_e, arrivals, report, started_s, late_s)
         cache = DynamicCache(config=self.model.config)
         cache.layers = layers
 
@@ -275,15 +272,12 @@ class CachedModel:
         ):
             for start in range(reused, last_step, self.step_tokens):
                 watch.computes(start, waits=arrivals.is_waiting)
-                self.model.base_model(
-                    input_ids=input_ids[:, start : start + self.step_tokens],
-                    past_key_values=cache,
-                    use_cache=True,
-                )
+                rows = input_ids[:, start : start + self.step_tokens]
+                self.model.base_model(input_ids=rows, past_key_values=cache, use_cache=True)
             watch.computes(max(reused, last_step), waits=arrivals.is_waiting)
             if options.get("streamer") is not None:
                 arrivals.finish()  # a later failure would begin again, and a streamer cannot take tokens back
-            sequences = self._generate(input_ids, options, _FirstToken(first_token), past_key_values=cache)
+            sequences = self._generate(input_ids, options, FirstToken(first_token), past_key_values=cache)
         return report, sequences
 
     def _whole(self, count: int) -> int:
@@ -361,17 +355,6 @@ class CachedModel:
 
         made: list[Receipt] = []
 
-        def store() -> tuple[Durability, int, str]:
-            try:
-                if not is_of(spec, self.model):
-                    raise InvalidRequest("the model changed while it computed the prompt")
-                receipt = self.client.store(spec, tokens[:whole], kv, durability=self._durability)
-                made.append(receipt)
-                return max(receipt.reached, default=Durability.NONE), receipt.stored_token_count, receipt.reason
-            except Exception as error:  # noqa: BLE001 - a store never fails a generation
-                _log.warning("kvstore: the prompt was not kept: %s", error)
-                return Durability.NONE, 0, str(error)
-
         def ask(token_count: int, wait_s: float) -> Settling:
             settle = made[0].settle
             assert settle is not None, "a level below memory is asked for"
@@ -380,9 +363,30 @@ class CachedModel:
         self._pending = [each for each in self._pending if not each.done()]
         if len(self._pending) >= PENDING_MAX:
             return Receipt.nothing(f"{PENDING_MAX} prompts before it are still to be kept")
-        outcome = begun(self._background, store)
+        outcome = begun(self._background, lambda: self._store(spec, tokens[:whole], kv, made))
         if outcome.done() and (refusal := failure_of(outcome)) is not None:
             return Receipt.nothing(refusal.message)
         self._pending.append(outcome)
         # No store waits for the device of the one before it: who wants to know of the level asks.
         return Receipt(outcome, Settle(self._durability or Durability.LOCAL, ask))
+
+    def _store(
+        self, spec: ModelSpec, tokens: Tensor, kv: list[Layer], made: list[Receipt]
+    ) -> tuple[Durability, int, str]:  # fmt: skip
+        """Store a prompt, unless the sidecar is left alone for a while; add the receipt to ``made``. Never raises: a
+        store does not fail a generation."""
+        if self._pause.is_spent:
+            return Durability.NONE, 0, "the sidecar did not answer in time, and is left alone for a while"
+        started_s = self._clock.monotonic()
+        try:
+            if not is_of(spec, self.model):
+                raise InvalidRequest("the model changed while it computed the prompt")
+            receipt = self.client.store(spec, tokens, kv, durability=self._durability)
+            made.append(receipt)
+            level = max(receipt.reached, default=Durability.NONE)
+            if level is Durability.NONE:
+                self._pause.took(self._clock.monotonic() - started_s)
+            return level, receipt.stored_token_count, receipt.reason
+        except Exception as error:  # noqa: BLE001 - as the docstring says
+            _log.warning("kvstore: the prompt was not kept: %s", error)
+            return Durability.NONE, 0, str(error)

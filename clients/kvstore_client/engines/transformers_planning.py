@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+
+import torch
+from transformers import LogitsProcessor
 
 from kvstore.errors import Exhausted
 from kvstore.keys import Tokens
@@ -194,3 +197,16 @@ class Stopwatch:
         prefill = Prefill(new, token, self._clock.monotonic() - since_s, passes)
         self._client.planner.computed(self._spec, self._step_tokens, prefill, is_told=is_told)
         return prefill
+
+
+class FirstToken(LogitsProcessor):  # type: ignore[misc]  # transformers ships no types
+    """Calls ``action`` once, when the first token's logits are ready."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action: Callable[[], None] | None = action
+
+    def __call__(self, _input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        action, self._action = self._action, None
+        if action is not None:
+            action()
+        return scores
