@@ -98,7 +98,7 @@ SITES = {
     ("clients/kvstore_client/store/writer.py", "StoreWriter._copy"): STORE,
     ("clients/kvstore_client/store/writer.py", "StoreWriter.commit"): STORE,
     ("clients/kvstore_client/planes/stream/store.py", "StreamUpload._outgoing"): STORE,
-    ("clients/kvstore_client/opaque/calls.py", "put"): VALUES,
+    ("clients/kvstore_client/opaque/calls.py", "_begun_put"): VALUES,
     ("clients/kvstore_client/opaque/reader.py", "Reader._copy"): VALUES,
     ("clients/kvstore_client/planes/shared_memory/mapped.py", "MappedMemory.__init__"): NO_THREAD,
     ("clients/kvstore_client/planes/stream/session.py", "StreamSession.__init__"): NO_THREAD,

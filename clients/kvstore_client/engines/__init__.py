@@ -1,2 +1,2 @@
 """Adapters of engines: ``vllm`` is a room, ``sglang`` and ``transformers`` have files beside them, named after them.
-``patience`` pauses an engine's calls to a stalled sidecar."""
+``pause`` keeps an engine from calling a stalled sidecar on and on."""

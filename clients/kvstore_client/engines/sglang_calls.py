@@ -18,7 +18,7 @@ from kvstore.errors import KVStoreError
 from kvstore.seams import SystemClock
 from kvstore_client.arrays import Buffer
 from kvstore_client.client import Client
-from kvstore_client.engines.patience import CallPause
+from kvstore_client.engines.pause import CallPause
 
 CALL_S_MAX = 5.0
 """The client's timeout. SGLang's engine ends where a thread takes more than 10 s to stop for a flush of the cache."""

@@ -29,7 +29,7 @@ from kvstore.seams.jobs import begun, failure_of
 from kvstore.spec import Durability, MissReason, ModelSpec, Tier
 from kvstore_client.arrays import Layer, Tensor
 from kvstore_client.client import Client
-from kvstore_client.engines.patience import CallPause
+from kvstore_client.engines.pause import CallPause
 from kvstore_client.engines.transformers_documents import chat_frame, remember
 from kvstore_client.engines.transformers_hidden import PromptE
 from kvstore_client.engines.transformers_layers import CacheLayer, LayerArrivals, cache_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvstore_client.engines.patience import CallPause
+from kvstore_client.engines.pause import CallPause
 from kvstore_client.engines.vllm import saves as room
 from kvstore_client.engines.vllm.saves import Saves
 from kvstore_client.engines.vllm.step import Save

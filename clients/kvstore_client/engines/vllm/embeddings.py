@@ -19,7 +19,7 @@ from kvstore.seams.jobs import begun, failure_of
 from kvstore.spec import ModelSpec
 from kvstore_client.arrays import Tensor
 from kvstore_client.client import Client
-from kvstore_client.engines.patience import CallPause
+from kvstore_client.engines.pause import CallPause
 
 WAIT_S_MAX = 2.0
 """The most seconds that a request waits for an item. After that the item is encoded."""

@@ -10,7 +10,7 @@ from kvstore.keys import Extra, Tokens
 from kvstore.seams import Clock, WorkerThreads
 from kvstore.seams.jobs import NotBegun, begun
 from kvstore_client.client import Client
-from kvstore_client.engines.patience import SLOW_S, CallPause
+from kvstore_client.engines.pause import SLOW_S, CallPause
 from kvstore_client.engines.vllm.naming import Naming
 from kvstore_client.engines.vllm.objects import EngineRequest
 from kvstore_client.engines.vllm.planning import RequestPlanner

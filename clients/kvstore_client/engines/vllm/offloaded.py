@@ -16,7 +16,7 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.seams import SystemClock
 from kvstore.seams.memory import Bytes
 from kvstore_client.client import Client
-from kvstore_client.engines.patience import CallPause
+from kvstore_client.engines.pause import CallPause
 
 KEY_BYTES = 32 + 4
 """Length of a key: a SHA-256 of a block and the number of its group."""

@@ -16,7 +16,7 @@ from kvstore.errors import Internal, KVStoreError
 from kvstore.seams import WorkerThreads
 from kvstore.seams.jobs import begun, failure_of
 from kvstore_client.client import Client
-from kvstore_client.engines.patience import SLOW_S, CallPause
+from kvstore_client.engines.pause import SLOW_S, CallPause
 from kvstore_client.engines.vllm.pages import LAYOUT, PagesOfModel
 from kvstore_client.engines.vllm.step import Save, slots_of
 from kvstore_client.fetch.paged import Paged

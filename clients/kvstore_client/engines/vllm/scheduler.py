@@ -10,7 +10,7 @@ from kvstore.errors import KVStoreError
 from kvstore.seams import Clock, SystemClock
 from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
-from kvstore_client.engines.patience import CallPause
+from kvstore_client.engines.pause import CallPause
 from kvstore_client.engines.vllm.identity import Adapters
 from kvstore_client.engines.vllm.lookups import PrefixLookups
 from kvstore_client.engines.vllm.naming import Naming

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvstore.errors import Internal, KVStoreError
 from kvstore.seams import SystemClock
 from kvstore_client.client import Client
-from kvstore_client.engines.patience import CallPause
+from kvstore_client.engines.pause import CallPause
 from kvstore_client.engines.vllm.pages import LAYOUT, PagesOfModel
 from kvstore_client.engines.vllm.saves import Saves
 from kvstore_client.engines.vllm.step import Load, Save, Step
