@@ -8,6 +8,7 @@ import ctypes
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ async def _serve(orders: dict[str, Any]) -> None:
     tokens = AccessTokens(files)
     certificates = Certificates(*(orders[name] for name in ("certificate_file", "key_file", "client_ca_file")))
     renewed = [
-        RenewedFiles("tokens", [each.path for each in files], tokens.read_again),
+        *(RenewedFiles(each.setting, [each.path], partial(tokens.read_again, each)) for each in files),
         RenewedFiles("certificates", certificates.files, certificates.read_again),
     ]
     nodes = {each["name"]: Node(each["name"], Path(each["socket_directory"])) for each in orders["tenants"]}

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from kvstore.errors import KVStoreError
 from kvstore.seams import Clock
 
 LOOK_INTERVAL_S = 5.0
@@ -18,14 +17,15 @@ _log = logging.getLogger("kvstore.remote")
 
 class RenewedFiles:
     """Files that are read again together when one of them has changed. ``read`` takes what they have by now. Where it
-    raises, as for a file that is half written, what was in use stays in use, and the log says why; they are read
-    again with their next change."""
+    raises, as for a file that is half written, what was in use stays in use, the log says why, and they are read again
+    at the next look."""
 
     def __init__(self, what: str, files: Iterable[Path], read: Callable[[], None]) -> None:
         self._what = what
         self._files = tuple(files)
         self._read = read
-        self._stamps = self._look()
+        self._stamps: list[Stamp | None] | None = self._look()
+        self._reason = ""
 
     def _look(self) -> list[Stamp | None]:
         return [_stamp(each) for each in self._files]
@@ -38,9 +38,13 @@ class RenewedFiles:
         self._stamps = stamps  # before they are read: what changes meanwhile is read once more
         try:
             self._read()
-        except (KVStoreError, OSError) as error:
-            _log.error("changed files are not used", extra={"what": self._what, "reason": str(error)})
+        except Exception as error:  # noqa: BLE001 - the boundary: what a file does to a look ends no service
+            self._stamps = None
+            if str(error) != self._reason:
+                self._reason = str(error)
+                _log.error("changed files are not used", extra={"what": self._what, "reason": self._reason})
         else:
+            self._reason = ""
             _log.info("changed files are in use", extra={"what": self._what})
 
 

@@ -79,12 +79,22 @@ class AccessTokens:
     another tenant's, too."""
 
     def __init__(self, files: Sequence[TokenFile]) -> None:
-        self._files = files
-        self._known = _known(files)
+        self._known: list[tuple[Token, str]] = []
+        for each in files:
+            self.read_again(each)
 
-    def read_again(self) -> None:
-        """Know the tokens that the files have by now, and no others. Raises as the constructor: those before stay."""
-        self._known = _known(self._files)
+    def read_again(self, file: TokenFile) -> None:
+        """Know the tokens that a tenant's file has by now, and no others of this tenant. Raises as the constructor:
+        those before stay."""
+        others = [each for each in self._known if each[1] != file.tenant]
+        tokens = read_tokens(file.path, file.setting)
+        for token in tokens:
+            for other, owner in others:
+                if hmac.compare_digest(token.digest, other.digest):
+                    raise InvalidRequest(
+                        f"{file.setting}: one of its tokens is tenant {owner}'s, too: give each its own"
+                    )
+        self._known = [*others, *((token, file.tenant) for token in tokens)]
 
     def tenant(self, authorization: str | bytes | None) -> str:
         """Return the token's tenant. Raises Unauthenticated."""
@@ -109,14 +119,3 @@ class AccessTokens:
                 "the token is not one of this server's: see remote.token_file, or its tenant's, there"
             )
         return found, is_admin
-
-
-def _known(files: Sequence[TokenFile]) -> list[tuple[Token, str]]:
-    known: list[tuple[Token, str]] = []
-    for tenant, path, setting in files:
-        for token in read_tokens(path, setting):
-            for other, owner in known:
-                if owner != tenant and hmac.compare_digest(token.digest, other.digest):
-                    raise InvalidRequest(f"{setting}: one of its tokens is tenant {owner}'s, too: give each its own")
-            known.append((token, tenant))
-    return known

@@ -39,10 +39,8 @@ MUTANTS = [
     Mutant(
         "a-token-that-was-removed-is-known",
         "kvstore/remote/tokens.py",
-        'that the files have by now, and no others. Raises as the constructor: those before stay."""\n'
-        "        self._known = _known(self._files)\n",
-        'that the files have by now, and no others. Raises as the constructor: those before stay."""\n'
-        "        self._known += _known(self._files)\n",
+        "        self._known = [*others,",
+        "        self._known = [*self._known,",
         "a token that leaked opens the door until the next restart",
         (f"{T_RENEWAL}::test_tokens_come_and_go_with_their_file",),
     ),

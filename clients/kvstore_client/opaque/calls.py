@@ -120,9 +120,13 @@ def put_each(
             _is_kept(receipts[-PUTS_AT_ONCE], until_s - monotonic())
         pieces = [flat(each) for each in (value if isinstance(value, list) else [value])]
         is_large = sum(piece.nbytes for piece in pieces) > CHUNK_BYTES - HEAD.size
+        is_there, begun_s = False, monotonic()
+        if is_large and not is_late and begun_s <= until_s:
+            is_there = exists(context, namespace, [key])[0]
+            is_late = not is_there and monotonic() - begun_s >= context.timeout_s
         if is_late or monotonic() > until_s:
             receipts.append(Receipt.nothing("the time for these values is over"))
-        elif is_large and exists(context, namespace, [key])[0]:
+        elif is_there:
             receipts.append(None)
         else:
             receipt, is_late = _begun_put(context, namespace, key, pieces, Durability.MEMORY, replace=is_large)

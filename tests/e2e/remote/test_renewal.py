@@ -87,3 +87,22 @@ def test_files_are_read_again_when_they_change_and_only_then(tmp_path: Path) -> 
     file.unlink()
     renewed.renew()
     assert read[2:] == [False]
+
+
+def test_files_that_could_not_be_read_are_read_again_although_they_do_not_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their mode was wrong, or the disk was."""
+    tries = []
+
+    def read() -> None:
+        tries.append(None)
+        if len(tries) < 3:
+            raise OSError("it cannot be read now")
+
+    renewed = RenewedFiles("things", [tmp_path / "file"], read)
+    (tmp_path / "file").write_text("a")
+    for _ in range(5):
+        renewed.renew()
+    assert len(tries) == 3
+    assert caplog.text.count("changed files are not used") == 1

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvstore_client.engines.vllm import lookups
 from kvstore_client.engines.vllm.lookups import AHEAD_COUNT_MAX
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Exhausted
-from tests.engines.vllm.engine import Engine, blocks_of, request, scheduled
+from tests.engines.vllm.engine import Engine, blocks_of, matched, request, scheduled
 from tests.server.raw import eventually
 from tests.specs import tokens_of
 
@@ -86,6 +88,44 @@ def test_a_prompt_that_no_limit_has_room_for_is_computed(narrow: Engine, caplog:
     assert given.pop("long") == 0
     assert caplog.text.count("the prompt is computed") == 1
     assert set(given.values()) == {40}
+
+
+def test_a_prompt_that_is_refused_for_long_is_computed_however_many_come_behind_it(
+    narrow: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others hold something at each time, and always will."""
+    monkeypatch.setattr(lookups, "REFUSED_S_MAX", 0.5)
+    for seed, count in ((45, 42), (46, LONG)):
+        narrow.keep(request(f"kept {seed}", tokens_of(count, seed)), blocks_of(count))
+    long, until_s, number = request("long", tokens_of(LONG, 46)), time.monotonic() + 20.0, 0
+    narrow.scheduler.new_request(long)
+    while narrow.scheduler.matched(long, 0)[0] is None:
+        assert time.monotonic() < until_s
+        number += 1
+        small = request(f"r{number}", tokens_of(42, 45))
+        narrow.scheduler.matched(small, 0)
+        narrow.scheduler.step(scheduled("x", [], 0, 0))
+    assert narrow.scheduler.matched(long, 0) == (0, False)
+    for each in range(number + 1):
+        narrow.scheduler.finished(f"r{each}")
+
+
+def test_the_first_of_the_queue_is_looked_up_although_those_behind_it_hold_all(sidecar: Sidecar) -> None:
+    """One that was preempted, or goes before others: what is found for those would take its blocks."""
+    engine = Engine(sidecar.address)
+    engine.keep(request("kept", tokens_of(42, 52)), blocks_of(42))
+    for number in range(AHEAD_COUNT_MAX):
+        assert matched(engine.scheduler, request(f"r{number}", tokens_of(42, 52)), 0) == (40, True)
+    first = request("first", tokens_of(42, 52))
+    assert engine.scheduler.matched(first, 0) == (None, False)
+
+    def is_found() -> bool:
+        engine.scheduler.step(scheduled("x", [], 0, 0))
+        return engine.scheduler.matched(first, 0) == (40, True)
+
+    eventually(is_found)
+    assert len(engine.scheduler._lookups._found) <= AHEAD_COUNT_MAX
+    engine.close()
 
 
 def test_a_load_that_is_on_its_way_is_waited_for(narrow: Engine) -> None:

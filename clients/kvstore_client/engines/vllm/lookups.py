@@ -27,6 +27,8 @@ LOOKUP_THREADS = 2
 AHEAD_COUNT_MAX = 32
 """Requests for which something is held, or looked up to be held, before vLLM has blocks for them. Those behind them are
 looked up in a later step: what a long queue holds is memory that those whose turn it is have no room in."""
+REFUSED_S_MAX, REFUSED_PAUSE_S = 5.0, 0.02
+"""Seconds for which a request that could hold nothing is looked up again, and from one time to the next."""
 _log = logging.getLogger("kvstore.vllm")
 
 
@@ -49,8 +51,10 @@ class PrefixLookups:
         self._wait_s = WAIT_S
         self._asked: dict[str, PrefixLookup] = {}
         self._found: dict[str, FoundPrefix] = {}
-        self._ahead: set[str] = set()
-        """Requests for which something is held, or may be about to be, and that vLLM has no blocks for."""
+        self._ahead: dict[str, None] = {}
+        """Requests for which something is held, or may be about to be, and that vLLM has no blocks for, in the order in
+        which they were asked for."""
+        self._is_first = True
         self._ahead_max = AHEAD_COUNT_MAX
         self._loading: set[str] = set()
         """Requests whose loads are on their way: they still hold what they load."""
@@ -61,6 +65,7 @@ class PrefixLookups:
         """Return what is stored, and held, of the first ``useful`` tokens of a request. None: ask again at the next
         step."""
         name, now_s = str(request.request_id), self._clock.monotonic()
+        is_first, self._is_first = self._is_first, False
         found = self._found.get(name)
         if found is not None and found.useful == useful and now_s - found.at_s < FOUND_AGE_S_MAX:
             return found
@@ -74,25 +79,35 @@ class PrefixLookups:
             return FoundPrefix(NOTHING.match, useful, 0, now_s)
         if asked is None:
             self.forget(name)
+            if now_s < tracked.refused_until_s:
+                return None
             if len(self._ahead) >= self._ahead_max:
+                if is_first:  # what those behind it hold would take its blocks
+                    self.forget(next(reversed(self._ahead)))
                 return None
             asked = self._ask(name, request, tracked, useful, computed)
         answer = self._answer(name, asked)
-        if answer is None or (answer.refusal and self._may_wait(name, answer.refusal)):
+        if answer is None or (answer.refusal and self._may_wait(name, tracked, answer.refusal, is_first=is_first)):
             return None
         if answer.match.ticket is None:
-            self._ahead.discard(name)
+            self._ahead.pop(name, None)
         tracked.kept = max(tracked.kept, self._whole(answer.stored))
         stop = min(self._whole(answer.match.prefix_token_count), useful)
         found = self._found[name] = FoundPrefix(answer.match, useful, stop, asked.since_s, answer.decision)
         return found
 
-    def _may_wait(self, name: str, refusal: str) -> bool:
+    def _may_wait(self, name: str, tracked: TrackedRequest, refusal: str, *, is_first: bool) -> bool:
         """Return True where a request that could hold nothing is looked up again: others of ours hold what will be
-        free soon. As many as now may hold something from now on, and one more with each that vLLM has blocks for."""
-        self._ahead.discard(name)
-        if self._ahead or self._loading:
+        free soon. As many as now may hold something from now on, and one more with each that vLLM has blocks for. One
+        that is refused for long may be larger than what is ever free."""
+        self._ahead.pop(name, None)
+        now_s = self._clock.monotonic()
+        tracked.refused_s = now_s if tracked.refused_s is None else tracked.refused_s
+        if (self._ahead or self._loading) and now_s - tracked.refused_s < REFUSED_S_MAX:
             self._ahead_max = max(1, len(self._ahead))
+            tracked.refused_until_s = now_s + REFUSED_PAUSE_S
+            if is_first and self._ahead:
+                self.forget(next(reversed(self._ahead)))
             return True
         _log.warning("kvstore: %s; the prompt is computed", refusal)
         return False
@@ -113,7 +128,7 @@ class PrefixLookups:
         if match is not None:
             asked.answer.set_result(PrefixAnswer(match, match.prefix_token_count))
         else:
-            self._ahead.add(name)
+            self._ahead[name] = None
             others = len(self.waiting - {name})
             asked.answer = begun(self._workers, self._hold, asked, tracked, prompt, extras, computed, others)
         return asked
@@ -176,7 +191,7 @@ class PrefixLookups:
         if found is None:
             self.forget(name)
         elif name in self._ahead:
-            self._ahead.remove(name)
+            del self._ahead[name]
             self._ahead_max = min(self._ahead_max + 1, AHEAD_COUNT_MAX)
         return found
 
@@ -190,7 +205,7 @@ class PrefixLookups:
 
     def step_begins(self) -> None:
         """Let go of what is held for requests that vLLM has not come back for: they are looked up again then."""
-        self._wait_s = WAIT_S
+        self._wait_s, self._is_first = WAIT_S, True
         until_s = self._clock.monotonic() - FOUND_AGE_S_MAX
         old = [name for name, _ in takewhile(lambda each: each[1].at_s < until_s, self._found.items())]
         old += [
@@ -203,7 +218,7 @@ class PrefixLookups:
     def forget(self, name: str) -> None:
         """Give up a request's lookup, and let go of what it holds."""
         found, asked = self._found.pop(name, None), self._asked.pop(name, None)
-        self._ahead.discard(name)
+        self._ahead.pop(name, None)
         if found is not None:
             self.release(found.match)
         if asked is not None and not asked.answer.cancel():

@@ -50,7 +50,8 @@ class FoundPrefix:
 @dataclass
 class TrackedRequest:
     """A request with blocks worth keeping, now or later. ``kept``: leading tokens known to be stored. ``held``: the
-    chunks that it was given to load. ``was_cut``: a worker could not load some of its blocks."""
+    chunks that it was given to load. ``was_cut``: a worker could not load some of its blocks. ``refused_s``: when it
+    could first hold nothing, for want of room; it is not looked up again before ``refused_until_s``."""
 
     request: EngineRequest
     spec: ModelSpec
@@ -60,3 +61,5 @@ class TrackedRequest:
     has_failed: bool = False
     is_doubtful: bool = False
     was_cut: bool = False
+    refused_s: float | None = None
+    refused_until_s: float = float("-inf")
