@@ -13,6 +13,7 @@ their way. The store happens in the background once the first token is out, and 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import closing, nullcontext
@@ -216,7 +217,8 @@ class CachedModel:
         """Generate over documents that were stored. What is computed behind them is not kept."""
         runner = whose.runner or TransformersRunner(self.model, spec=whose.spec)
         report, cache = mended(self.client, runner, tokens, documents, preamble)
-        self._pause.took(report.lookup_s)
+        if not report.reused_token_count:  # where something came, the service is slow, and worth it
+            self._pause.took(report.lookup_s)
         first = FirstToken(lambda: self._stamp(report, started_s))
         return report, self._generate(input_ids, options, first, past_key_values=cache)
 
@@ -239,12 +241,13 @@ class CachedModel:
             late_s = started_s + with_budget(prefill_s)
             left_s = late_s - self._clock.monotonic()
             terms = terms.after(self._clock.monotonic() - started_s)
-            with self._pause.watch():
+            with self._pause.watch() as watched:
                 planned = PromptPlan(self.client, whose.spec, tokens, last_step, self.step_tokens, terms, left_s)
                 report.reason = planned.reason
                 report.plan, wanted = planned.plan, tokens[: planned.token_count]
                 with planned.unless_it_fails():
                     reused = self._reuse(planned, wanted, layers, prompt_e, arrivals, report, started_s, late_s)
+                watched.more_s = math.inf if reused else 0.0  # as above
         cache = DynamicCache(config=self.model.config)
         cache.layers = layers
 
