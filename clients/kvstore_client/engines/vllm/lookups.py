@@ -82,9 +82,9 @@ class PrefixLookups:
             if now_s < tracked.refused_until_s:
                 return None
             if len(self._ahead) >= self._ahead_max:
-                if is_first:  # what those behind it hold would take its blocks
-                    self.forget(next(reversed(self._ahead)))
-                return None
+                if not is_first:
+                    return None
+                self.forget(next(reversed(self._ahead)))  # what those behind it hold would take its blocks
             asked = self._ask(name, request, tracked, useful, computed)
         answer = self._answer(name, asked)
         if answer is None or (answer.refusal and self._may_wait(name, tracked, answer.refusal, is_first=is_first)):
