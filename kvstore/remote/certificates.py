@@ -22,7 +22,7 @@ class Certificates:
         self._key_file = key_file
         self._client_ca_file = client_ca_file
         self._fresh: Any = None
-        """What handshakes do not have yet; None: they have the newest."""
+        """The files' content that handshakes do not have yet; None: they have the newest."""
         self.files: Sequence[Path] = [
             Path(each).expanduser() for each in (certificate_file, key_file, client_ca_file) if each
         ]

@@ -261,7 +261,7 @@ def test_a_sidecar_that_stands_still_is_not_waited_for(
 def test_a_sidecar_that_stands_still_costs_one_wait_and_is_left_alone_for_a_while(
     own_sidecar: Sidecar, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """Where plans are not carried out a call's deadline is waited for: once, not by each prompt, nor by its store."""
+    """A prompt waits for a call's deadline where plans are not carried out: once, not each prompt, nor its store."""
     with connect(own_sidecar.address, planning=mode, timeout_s=1.0) as client:
         cached, prompts = CachedModel(model, client, chunk_tokens=STEP), [tokens(COUNT, 81 + each) for each in range(2)]
         expected = [logits(cached, ids) for ids in prompts]

@@ -154,7 +154,7 @@ def test_generation_goes_on_without_the_sidecar(own_sidecar: Sidecar) -> None:
 def test_a_chunk_lost_under_the_copy_is_recomputed(
     client: Client, monkeypatch: pytest.MonkeyPatch, error: type[KVStoreError], reason: MissReason
 ) -> None:
-    """And the report says that it is a miss, and why."""
+    """The report says that it is a miss, and why."""
     monkeypatch.setattr(landing, "JOB_BYTES", 1)  # each layer is copied by itself, as large ones are
     model, ids = model_of(torch.float32), prompt(STEP * 3 + 1, 82)
     cached = CachedModel(model, client, chunk_tokens=STEP)

@@ -40,6 +40,6 @@ def tls_sidecar(place: Path, *, mutual: bool) -> Sidecar:
 
 
 def shown(place: Path, name: str) -> TLS:
-    """What a client shows that has the certificate of this name."""
+    """Return the TLS settings of a client that has the certificate of this name."""
     own = {"certificate_file": place / f"{name}.pem", "key_file": place / f"{name}.key"}
     return TLS(ca_file=place / "ca.pem", **own)

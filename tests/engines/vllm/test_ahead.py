@@ -152,6 +152,7 @@ def test_a_load_that_is_on_its_way_is_waited_for(narrow: Engine) -> None:
     eventually(asked)
     landed(narrow)
     eventually(lambda: narrow.scheduler.matched(second, 0) == (96, True))
+    assert narrow.scheduler._tracked["r44"].refused_s is None, "another refusal, after a preemption, begins anew"
 
 
 def test_few_requests_are_looked_up_ahead(sidecar: Sidecar) -> None:

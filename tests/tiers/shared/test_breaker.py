@@ -1,4 +1,4 @@
-"""How long a tier that failed is left alone, and what it is said to be meanwhile."""
+"""A tier that failed is left alone for a while, and said to be failing until it has answered."""
 
 from __future__ import annotations
 

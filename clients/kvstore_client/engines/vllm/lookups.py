@@ -91,6 +91,8 @@ class PrefixLookups:
             return None
         if answer.match.ticket is None:
             self._ahead.pop(name, None)
+        else:
+            tracked.refused_s = None
         tracked.kept = max(tracked.kept, self._whole(answer.stored))
         stop = min(self._whole(answer.match.prefix_token_count), useful)
         found = self._found[name] = FoundPrefix(answer.match, useful, stop, asked.since_s, answer.decision)
@@ -104,10 +106,10 @@ class PrefixLookups:
         now_s = self._clock.monotonic()
         tracked.refused_s = now_s if tracked.refused_s is None else tracked.refused_s
         if (self._ahead or self._loading) and now_s - tracked.refused_s < REFUSED_S_MAX:
-            self._ahead_max = max(1, len(self._ahead))
             tracked.refused_until_s = now_s + REFUSED_PAUSE_S
             if is_first and self._ahead:
                 self.forget(next(reversed(self._ahead)))
+            self._ahead_max = max(1, len(self._ahead))
             return True
         _log.warning("kvstore: %s; the prompt is computed", refusal)
         return False
