@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache, partial
-from importlib.util import find_spec
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvstore_copies.compiled import library
 
 AXES_MAX = 3
 """The most axes of rows, as the compiled code has them."""
@@ -67,15 +67,10 @@ def address_of(items: NDArray[Any]) -> int:
 
 @cache
 def _copy() -> Any:
-    """Return the compiled function; None where there is none, or ``KVSTORE_COPIES=plain`` is set."""
-    found = find_spec("kvstore_copies._compiled")
-    if found is None or found.origin is None or os.environ.get("KVSTORE_COPIES") == "plain":
-        return None
-    try:
-        function = ctypes.CDLL(found.origin).kvstore_copy_1
-    except (OSError, AttributeError):  # built for another machine, or of another release
-        return None
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_uint64], None
+    """Return the compiled function; None where there is none."""
+    function = getattr(library(), "kvstore_copy_1", None)  # None: of another release
+    if function is not None:
+        function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_uint64], None
     return function
 
 

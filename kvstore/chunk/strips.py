@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from kvstore_copies import copy_checked
 from numpy.typing import NDArray
 
 from kvstore.chunk.checksum import CHECKSUM_BYTES, seeds_of, strip_key
@@ -56,16 +57,24 @@ class StripRun:
         return b"".join([xxhash.xxh3_128_digest(data[start:stop].data, seed) for start, stop, seed in strips])
 
     def copy(self, source: Bytes, target: Bytes) -> bytes:
-        """Copy the run, and checksum each part of the copy while it is in the processor's cache. ``source`` may end
-        with the last strip. Returns 16 bytes per strip. Bytes that no strip covers become zero."""
+        """Copy the run, and checksum the copy in the same pass, or part by part while each is in the processor's
+        cache. ``source`` may end with the last strip. Returns 16 bytes per strip. Bytes that no strip covers become
+        zero."""
+        seeds = seeds_of(self.key, self.layers, self.heads)
+        rows = copy_checked(target, source, self.starts, self.stops, seeds)
+        if rows is None:
+            rows = self._copy_parts(source, target, seeds)
+        self.zero_gaps(target)
+        return rows
+
+    def _copy_parts(self, source: Bytes, target: Bytes, seeds: Sequence[int]) -> bytes:
         rows: list[bytes] = []
         done = 0
-        for strips in self._parts(seeds_of(self.key, self.layers, self.heads)):
+        for strips in self._parts(seeds):
             end = strips[-1][1]
             np.copyto(target[done:end], source[done:end])
             rows += [xxhash.xxh3_128_digest(target[start:stop].data, seed) for start, stop, seed in strips]
             done = end
-        self.zero_gaps(target)
         return b"".join(rows)
 
     def _parts(self, seeds: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:

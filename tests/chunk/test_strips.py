@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvstore.chunk import are_right, checksum_strips, slab_runs, strip_run, strip_seeds
+from kvstore.chunk import are_right, checksum_strips, layout_of, slab_runs, strip_run, strip_seeds, strips
 from kvstore.seams.movers.crossing import pack_answer, unpack
+from kvstore.spec import CacheKind, LayerSpec
 from tests.chunk.test_chunk import filled_body, layouts
+from tests.specs import small_spec
 
 POISON = 0xDB
 KEY, WRITE = b"s" * 32, b"w" * 16
@@ -34,6 +36,24 @@ def test_a_copy_is_checked_by_what_was_copied(monkeypatch: pytest.MonkeyPatch) -
     seeds = strip_seeds(KEY, layout, WRITE)
     slabs = [target[slab.offset : slab.offset + slab.byte_count] for slab in layout.slabs]
     assert rows == b"".join(checksum_strips(slab, layout, index, seeds) for index, slab in enumerate(slabs))
+
+
+@pytest.mark.parametrize("dims", [64, 24])
+def test_copies_that_are_checked_in_one_pass_are_the_same(dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code copies strips of whole cache lines, parts of the run the others; the source ends with the last
+    strip, before its gap."""
+    layout = layout_of(small_spec(layers=(LayerSpec(kv_heads=3, k_dim=dims, v_dim=dims),) * 3), CacheKind.KV, 9)
+    run = strip_run(layout, KEY, WRITE, 0, layout.strip_count)
+    source = filled_body(layout)[: int(run.stops[-1])]
+    made = []
+    for how in ("as it is", "in parts"):
+        if how == "in parts":
+            monkeypatch.setattr(strips, "copy_checked", lambda *_: None)
+        target = np.full(layout.body_bytes, POISON, np.uint8)
+        made.append((run.copy(source, target), target.tobytes()))
+    assert made[0] == made[1]
+    for start, stop in zip(run.starts.tolist(), run.stops.tolist(), strict=True):
+        assert made[0][1][start:stop] == source[start:stop].tobytes()
 
 
 @pytest.mark.parametrize("name", sorted(layouts()))

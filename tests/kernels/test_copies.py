@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvstore_copies import Blocks, batch, batch_of, is_compiled
+from kvstore_copies import Blocks, batch, batch_of, compiled, is_compiled
 from numpy.typing import NDArray
 
 from tests.conftest import ROOT
@@ -150,7 +150,9 @@ def test_ends_that_do_not_fit_each_other_are_refused() -> None:
 
 def test_a_library_of_another_release_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its function has another number in its name."""
-    monkeypatch.setattr(batch, "find_spec", lambda _: SimpleNamespace(origin=np.random.mtrand.__file__))
+    monkeypatch.setattr(compiled, "find_spec", lambda _: SimpleNamespace(origin=np.random.mtrand.__file__))
+    other = compiled.library.__wrapped__()
+    monkeypatch.setattr(batch, "library", lambda: other)
     assert batch._copy.__wrapped__() is None
 
 

@@ -6,7 +6,9 @@ from tests.mutants.mutant import Mutant
 
 BATCH = "kernels/kvstore_copies/batch.py"
 FUSED = "clients/kvstore_client/fetch/fused.py"
+CHECKED = "kernels/kvstore_copies/checked.py"
 T_COPIES = "tests/kernels/test_copies.py"
+T_CHECKED = "tests/kernels/test_checked.py"
 T_PLAIN = "tests/e2e/test_plain_copies.py"
 
 MUTANTS = [
@@ -81,5 +83,37 @@ MUTANTS = [
         "    begins = addresses\n",
         "every run of chunks is written to the beginning of its plane",
         (f"{T_PLAIN}::test_runs_of_chunks_that_lie_apart",),
+    ),
+    Mutant(
+        "odd-lengths-digested-in-one-pass",
+        CHECKED,
+        "    return bool(lengths.min() >= PIECE_BYTES_MIN) and not (lengths % STRIPE_BYTES).any()",
+        "    return bool(lengths.min() >= PIECE_BYTES_MIN)",
+        "the end of a strip is neither copied nor checksummed",
+        (f"{T_CHECKED}::test_other_lengths_are_left_to_others",),
+    ),
+    Mutant(
+        "short-strips-digested-in-one-pass",
+        CHECKED,
+        "    return bool(lengths.min() >= PIECE_BYTES_MIN) and not (lengths % STRIPE_BYTES).any()",
+        "    return not (lengths % STRIPE_BYTES).any()",
+        "short strips have another digest than the library's, and every reader calls them damaged",
+        (f"{T_CHECKED}::test_other_lengths_are_left_to_others",),
+    ),
+    Mutant(
+        "pieces-beyond-the-source",
+        CHECKED,
+        "end > min(target.size, source.size)",
+        "end > target.size",
+        "what lies behind a client's staging is stored",
+        (f"{T_CHECKED}::test_pieces_outside_the_memory_are_refused",),
+    ),
+    Mutant(
+        "pieces-of-memory-that-lies-apart",
+        CHECKED,
+        "    if not target.flags.c_contiguous or not source.flags.c_contiguous:\n",
+        "    if not target.flags.c_contiguous:\n",
+        "what lies between the items is copied",
+        (f"{T_CHECKED}::test_memory_that_does_not_lie_in_one_piece_is_left_to_others",),
     ),
 ]

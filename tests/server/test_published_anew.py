@@ -9,7 +9,7 @@ from kvstore.config import EventSettings
 from kvstore.seams import SystemClock
 from kvstore.server.publishing import open_publisher
 from tests.controller.service import Service
-from tests.server.test_publishing import Router
+from tests.server.router import Router
 
 
 async def test_a_router_that_listened_before_a_restart_sees_a_gap_and_begins_anew(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ async def test_a_router_that_listened_before_a_restart_sees_a_gap_and_begins_ane
         for path in paths:
             await service.store(service.controller.open_session(), *path)
         digests = {digest for path in paths for digest in service.query(*path).digests}
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(20.0):
             while set(router.known) != digests:
                 await asyncio.to_thread(router.catch_up)
         running.cancel()

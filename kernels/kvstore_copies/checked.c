@@ -1,0 +1,137 @@
+/* Copies pieces of memory, and digests what it writes in the same pass: the memory is read once, and the digest is of
+ * the copy, whoever writes the source meanwhile.
+ *
+ * The digest is XXH3-128 with a seed, as xxHash 0.8 has it (Yann Collet, BSD 2-Clause; https://xxhash.com), for lengths
+ * that are whole stripes and above 240 bytes. A digest of the same bytes by that library is the same to the bit. */
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+
+#define AVX2 __attribute__((target("avx2")))
+
+enum { STRIPE = 64, STRIPES = 16, SECRET_WORDS = 24 }; /* STRIPES: as many bytes between two mixings, in stripes */
+
+static const uint64_t SECRET[SECRET_WORDS] = {
+    0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072, 0x78e5c0cc4ee679cb,
+    0x2172ffcc7dd05a82, 0x8e2443f7744608b8, 0x4c263a81e69035e0, 0xcb00c391bb52283c, 0xa32e531b8b65d088,
+    0x4ef90da297486471, 0xd8acdea946ef1938, 0x3f349ce33f76faa8, 0x1d4f0bc7c7bbdcf9, 0x3159b4cd4be0518a,
+    0x647378d9c97e9fc8, 0xc3ebd33483acc5ea, 0xeb6313faffa081c5, 0x49daf0b751dd0d17, 0x9e68d429265516d3,
+    0xfca1477d58be162b, 0xce31d07ad1b8f88f, 0x280416958f3acb45, 0x7e404bbbcafbd7af,
+};
+static const uint32_t PRIME32_1 = 0x9E3779B1, PRIME32_2 = 0x85EBCA77, PRIME32_3 = 0xC2B2AE3D;
+static const uint64_t PRIME64_1 = 0x9E3779B185EBCA87, PRIME64_2 = 0xC2B2AE3D27D4EB4F, PRIME64_3 = 0x165667B19E3779F9;
+static const uint64_t PRIME64_4 = 0x85EBCA77C2B2AE63, PRIME64_5 = 0x27D4EB2F165667C5, PRIME_MX1 = 0x165667919E3779F9;
+
+static uint64_t word_at(const char *bytes)
+{
+    uint64_t word;
+    memcpy(&word, bytes, 8);
+    return word;
+}
+
+static uint64_t folded(uint64_t a, uint64_t b)
+{
+    unsigned __int128 product = (unsigned __int128)a * b;
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+static uint64_t merged(const uint64_t *sums, const char *secret, uint64_t start)
+{
+    for (int i = 0; i < 4; i++)
+        start += folded(sums[2 * i] ^ word_at(secret + 16 * i), sums[2 * i + 1] ^ word_at(secret + 16 * i + 8));
+    start = (start ^ start >> 37) * PRIME_MX1;
+    return start ^ start >> 32;
+}
+
+AVX2 static inline __m256i added(__m256i sum, __m256i data, __m256i secret)
+{
+    __m256i key = _mm256_xor_si256(data, secret);
+    __m256i product = _mm256_mul_epu32(key, _mm256_srli_epi64(key, 32));
+    return _mm256_add_epi64(product, _mm256_add_epi64(sum, _mm256_shuffle_epi32(data, _MM_SHUFFLE(1, 0, 3, 2))));
+}
+
+AVX2 static inline __m256i mixed(__m256i sum, __m256i secret)
+{
+    __m256i value = _mm256_xor_si256(_mm256_xor_si256(sum, _mm256_srli_epi64(sum, 47)), secret);
+    __m256i prime = _mm256_set1_epi32((int)PRIME32_1), high = _mm256_mul_epu32(_mm256_srli_epi64(value, 32), prime);
+    return _mm256_add_epi64(_mm256_mul_epu32(value, prime), _mm256_slli_epi64(high, 32));
+}
+
+AVX2 static inline void copy_stripe(
+    char *target, const char *source, const char *secret, __m256i *low, __m256i *high, int streams)
+{
+    __m256i first = _mm256_loadu_si256((const __m256i *)source), second = _mm256_loadu_si256((const __m256i *)source + 1);
+    if (streams) { /* see copy_row in copies.c */
+        _mm256_stream_si256((__m256i *)target, first);
+        _mm256_stream_si256((__m256i *)target + 1, second);
+    } else {
+        _mm256_storeu_si256((__m256i *)target, first);
+        _mm256_storeu_si256((__m256i *)target + 1, second);
+    }
+    *low = added(*low, first, _mm256_loadu_si256((const __m256i *)secret));
+    *high = added(*high, second, _mm256_loadu_si256((const __m256i *)secret + 1));
+}
+
+AVX2 static inline __attribute__((always_inline)) void copy_piece(
+    char *target, const char *source, uint64_t count, uint64_t seed, unsigned char *digest, int streams)
+{
+    uint64_t words[SECRET_WORDS];
+    uint64_t sums[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
+    const char *secret = (const char *)words, *last = secret + sizeof words - STRIPE;
+    for (int i = 0; i < SECRET_WORDS; i += 2)
+        words[i] = SECRET[i] + seed, words[i + 1] = SECRET[i + 1] - seed;
+    __m256i low = _mm256_loadu_si256((const __m256i *)sums), high = _mm256_loadu_si256((const __m256i *)sums + 1);
+    uint64_t left = count / STRIPE;
+    for (; left > STRIPES; left -= STRIPES) {
+        for (int i = 0; i < STRIPES; i++, target += STRIPE, source += STRIPE)
+            copy_stripe(target, source, secret + 8 * i, &low, &high, streams);
+        low = mixed(low, _mm256_loadu_si256((const __m256i *)last));
+        high = mixed(high, _mm256_loadu_si256((const __m256i *)last + 1));
+    }
+    for (; left > 1; left--, target += STRIPE, source += STRIPE, secret += 8)
+        copy_stripe(target, source, secret, &low, &high, streams);
+    copy_stripe(target, source, last - 7, &low, &high, streams);
+    _mm256_storeu_si256((__m256i *)sums, low);
+    _mm256_storeu_si256((__m256i *)sums + 1, high);
+    secret = (const char *)words;
+    uint64_t low_half = __builtin_bswap64(merged(sums, secret + 11, count * PRIME64_1));
+    uint64_t high_half = __builtin_bswap64(merged(sums, last - 11, ~(count * PRIME64_2)));
+    memcpy(digest, &high_half, 8);
+    memcpy(digest + 8, &low_half, 8);
+}
+
+/* Return 1 where this processor can do it. */
+int kvstore_checks_1(void)
+{
+    return __builtin_cpu_supports("avx2") != 0;
+}
+
+/* Copy ``piece_count`` pieces from ``starts[i]`` to ``stops[i]`` of the source to the same place of the target, and write
+ * their digests, 16 bytes each. All lengths are whole stripes above 240 bytes. Where all targets are at addresses of
+ * whole stripes, ``streams`` may be 1. */
+AVX2 void kvstore_copy_checked_1(
+    char *target, const char *source, uint64_t piece_count, const int64_t *starts, const int64_t *stops,
+    const uint64_t *seeds, unsigned char *digests, uint64_t streams)
+{
+    for (uint64_t i = 0; i < piece_count; i++) {
+        char *to = target + starts[i];
+        const char *from = source + starts[i];
+        uint64_t count = (uint64_t)(stops[i] - starts[i]);
+        if (streams)
+            copy_piece(to, from, count, seeds[i], digests + 16 * i, 1);
+        else
+            copy_piece(to, from, count, seeds[i], digests + 16 * i, 0);
+    }
+    _mm_sfence(); /* streaming stores are not ordered with what this thread does next */
+}
+
+#else
+
+int kvstore_checks_1(void)
+{
+    return 0;
+}
+
+#endif
