@@ -1,17 +1,53 @@
 /* Copies pieces of memory, and digests what it writes in the same pass: the memory is read once, and the digest is of
- * the copy, whoever writes the source meanwhile.
+ * the copy, whoever writes the source meanwhile. Or digests pieces where they lie.
  *
  * The digest is XXH3-128 with a seed, as xxHash 0.8 has it (Yann Collet, BSD 2-Clause; https://xxhash.com), for lengths
- * that are whole stripes and above 240 bytes. A digest of the same bytes by that library is the same to the bit. */
+ * that are whole stripes and above 240 bytes. Seeds are BLAKE3's, keyed, of eight bytes each (J. O'Connor, J.-P. Aumasson,
+ * S. Neves, Z. Wilcox-O'Hearn; https://github.com/BLAKE3-team/BLAKE3-specs). Those libraries' digests of the same bytes
+ * are the same to the bit; they take a call, and another thread's turn, for each of thousands of pieces. */
 #include <stdint.h>
 #include <string.h>
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 
+enum { KEY_WORDS = 8, KEYED_WHOLE = 1 | 2 | 8 | 16 }; /* the first and last block of the one chunk, with a key */
+
+static uint32_t turned(uint32_t word, int count)
+{
+    return word >> count | word << (32 - count);
+}
+
+static inline __attribute__((always_inline)) void mix(uint32_t *v, int a, int b, int c, int d, uint32_t x, uint32_t y)
+{
+    v[a] += v[b] + x, v[d] = turned(v[d] ^ v[a], 16), v[c] += v[d], v[b] = turned(v[b] ^ v[c], 12);
+    v[a] += v[b] + y, v[d] = turned(v[d] ^ v[a], 8), v[c] += v[d], v[b] = turned(v[b] ^ v[c], 7);
+}
+
+/* Write the first eight bytes of BLAKE3 of each message of eight bytes, keyed. */
+void kvstore_keyed_words_1(const uint32_t *key, uint64_t count, const uint64_t *messages, uint64_t *words)
+{
+    static const uint8_t next[16] = {2, 6, 3, 10, 7, 0, 4, 13, 1, 11, 12, 5, 9, 14, 15, 8};
+    for (uint64_t i = 0; i < count; i++) {
+        uint32_t block[16] = {(uint32_t)messages[i], (uint32_t)(messages[i] >> 32)}, moved[16];
+        uint32_t v[16] = {0, 0, 0, 0, 0, 0, 0, 0, 0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A, 0, 0, 8, KEYED_WHOLE};
+        memcpy(v, key, KEY_WORDS * sizeof *v);
+        for (int round = 0; round < 7; round++) {
+            mix(v, 0, 4, 8, 12, block[0], block[1]), mix(v, 1, 5, 9, 13, block[2], block[3]);
+            mix(v, 2, 6, 10, 14, block[4], block[5]), mix(v, 3, 7, 11, 15, block[6], block[7]);
+            mix(v, 0, 5, 10, 15, block[8], block[9]), mix(v, 1, 6, 11, 12, block[10], block[11]);
+            mix(v, 2, 7, 8, 13, block[12], block[13]), mix(v, 3, 4, 9, 14, block[14], block[15]);
+            for (int j = 0; j < 16; j++)
+                moved[j] = block[next[j]];
+            memcpy(block, moved, sizeof block);
+        }
+        words[i] = (uint64_t)(v[1] ^ v[9]) << 32 | (v[0] ^ v[8]);
+    }
+}
+
 #define AVX2 __attribute__((target("avx2")))
 
-enum { STRIPE = 64, STRIPES = 16, SECRET_WORDS = 24 }; /* STRIPES: as many bytes between two mixings, in stripes */
+enum { STRIPE = 64, STRIPES = 16, SECRET_WORDS = 24, AHEAD = 512 }; /* STRIPES: as many bytes between two mixings, in stripes */
 
 static const uint64_t SECRET[SECRET_WORDS] = {
     0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072, 0x78e5c0cc4ee679cb,
@@ -49,7 +85,7 @@ AVX2 static inline __m256i added(__m256i sum, __m256i data, __m256i secret)
 {
     __m256i key = _mm256_xor_si256(data, secret);
     __m256i product = _mm256_mul_epu32(key, _mm256_srli_epi64(key, 32));
-    return _mm256_add_epi64(product, _mm256_add_epi64(sum, _mm256_shuffle_epi32(data, _MM_SHUFFLE(1, 0, 3, 2))));
+    return _mm256_add_epi64(sum, _mm256_add_epi64(product, _mm256_shuffle_epi32(data, _MM_SHUFFLE(1, 0, 3, 2))));
 }
 
 AVX2 static inline __m256i mixed(__m256i sum, __m256i secret)
@@ -59,14 +95,18 @@ AVX2 static inline __m256i mixed(__m256i sum, __m256i secret)
     return _mm256_add_epi64(_mm256_mul_epu32(value, prime), _mm256_slli_epi64(high, 32));
 }
 
-AVX2 static inline void copy_stripe(
-    char *target, const char *source, const char *secret, __m256i *low, __m256i *high, int streams)
+enum { STAYS, COPIED, STREAMED }; /* STREAMED: see copy_row in copies.c */
+
+AVX2 static inline void take_stripe(
+    char *target, const char *source, const char *secret, __m256i *low, __m256i *high, int how)
 {
     __m256i first = _mm256_loadu_si256((const __m256i *)source), second = _mm256_loadu_si256((const __m256i *)source + 1);
-    if (streams) { /* see copy_row in copies.c */
+    if (how == STAYS)
+        _mm_prefetch(source + AHEAD, _MM_HINT_T0);
+    if (how == STREAMED) {
         _mm256_stream_si256((__m256i *)target, first);
         _mm256_stream_si256((__m256i *)target + 1, second);
-    } else {
+    } else if (how == COPIED) {
         _mm256_storeu_si256((__m256i *)target, first);
         _mm256_storeu_si256((__m256i *)target + 1, second);
     }
@@ -74,8 +114,8 @@ AVX2 static inline void copy_stripe(
     *high = added(*high, second, _mm256_loadu_si256((const __m256i *)secret + 1));
 }
 
-AVX2 static inline __attribute__((always_inline)) void copy_piece(
-    char *target, const char *source, uint64_t count, uint64_t seed, unsigned char *digest, int streams)
+AVX2 static inline __attribute__((always_inline)) void take_piece(
+    char *target, const char *source, uint64_t count, uint64_t seed, unsigned char *digest, int how)
 {
     uint64_t words[SECRET_WORDS];
     uint64_t sums[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
@@ -86,13 +126,13 @@ AVX2 static inline __attribute__((always_inline)) void copy_piece(
     uint64_t left = count / STRIPE;
     for (; left > STRIPES; left -= STRIPES) {
         for (int i = 0; i < STRIPES; i++, target += STRIPE, source += STRIPE)
-            copy_stripe(target, source, secret + 8 * i, &low, &high, streams);
+            take_stripe(target, source, secret + 8 * i, &low, &high, how);
         low = mixed(low, _mm256_loadu_si256((const __m256i *)last));
         high = mixed(high, _mm256_loadu_si256((const __m256i *)last + 1));
     }
     for (; left > 1; left--, target += STRIPE, source += STRIPE, secret += 8)
-        copy_stripe(target, source, secret, &low, &high, streams);
-    copy_stripe(target, source, last - 7, &low, &high, streams);
+        take_stripe(target, source, secret, &low, &high, how);
+    take_stripe(target, source, last - 7, &low, &high, how);
     _mm256_storeu_si256((__m256i *)sums, low);
     _mm256_storeu_si256((__m256i *)sums + 1, high);
     secret = (const char *)words;
@@ -120,11 +160,22 @@ AVX2 void kvstore_copy_checked_1(
         const char *from = source + starts[i];
         uint64_t count = (uint64_t)(stops[i] - starts[i]);
         if (streams)
-            copy_piece(to, from, count, seeds[i], digests + 16 * i, 1);
+            take_piece(to, from, count, seeds[i], digests + 16 * i, STREAMED);
         else
-            copy_piece(to, from, count, seeds[i], digests + 16 * i, 0);
+            take_piece(to, from, count, seeds[i], digests + 16 * i, COPIED);
     }
     _mm_sfence(); /* streaming stores are not ordered with what this thread does next */
+}
+
+/* Write the digests of pieces of the source, which stay where they are. */
+AVX2 void kvstore_digest_1(
+    const char *source, uint64_t piece_count, const int64_t *starts, const int64_t *stops, const uint64_t *seeds,
+    unsigned char *digests)
+{
+    for (uint64_t i = 0; i < piece_count; i++) { /* nothing is written: the target is any address */
+        char *nowhere = (char *)digests;
+        take_piece(nowhere, source + starts[i], (uint64_t)(stops[i] - starts[i]), seeds[i], digests + 16 * i, STAYS);
+    }
 }
 
 #else

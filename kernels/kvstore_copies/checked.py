@@ -1,4 +1,4 @@
-"""Copies memory and digests the copy in the same pass."""
+"""Copies memory and digests the copy in the same pass, or digests memory where it lies."""
 
 from __future__ import annotations
 
@@ -14,48 +14,84 @@ from kvstore_copies.batch import address_of
 from kvstore_copies.compiled import library
 
 Bytes = NDArray[np.uint8]
+Offsets = NDArray[np.int64]
 STRIPE_BYTES, PIECE_BYTES_MIN = 64, 256
 """Pieces are whole stripes of the digest; shorter ones are digested otherwise, and come from the library."""
 STREAM_BYTES = 1 << 20
 """From so many bytes on, stores pass the processor's caches by: the copy is not read soon."""
-DIGEST_BYTES = 16
+DIGEST_BYTES, KEY_BYTES = 16, 32
 
 
-def copy_checked(
-    target: Bytes, source: Bytes, starts: NDArray[np.int64], stops: NDArray[np.int64], seeds: Sequence[int]
-) -> bytes | None:
+def copy_checked(target: Bytes, source: Bytes, starts: Offsets, stops: Offsets, seeds: Sequence[int]) -> bytes | None:
     """Copy pieces of a source to the same places of a target, and return XXH3-128 of each copy with its seed, 16 bytes
     each: of what was written, whoever writes the source meanwhile. The source is read once.
 
     ``starts``, ``stops`` [pieces]: byte offsets. None, and nothing is copied, where there is no compiled code, the
     processor has no AVX2, or a piece is not whole stripes."""
-    copy = _copy_checked()
-    if copy is None or not starts.size or not _is_regular(starts, stops):
+    copy = _compiled("kvstore_copy_checked_1")
+    if copy is None or not _are_regular((target, source), starts, stops, seeds):
         return None
-    if not target.flags.c_contiguous or not source.flags.c_contiguous:
-        return None
-    count, end = starts.size, int(stops.max())
-    if int(starts.min()) < 0 or end > min(target.size, source.size) or len(seeds) != count:  # also under ``python -O``
-        raise AssertionError("pieces lie in both memories, and have a seed each")
-    starts, stops = np.ascontiguousarray(starts, np.int64), np.ascontiguousarray(stops, np.int64)
-    numbers, digests = np.array(seeds, np.uint64), np.empty(count * DIGEST_BYTES, np.uint8)
     at = address_of(target)
-    streams = end >= STREAM_BYTES and not (at % STRIPE_BYTES or (starts % STRIPE_BYTES).any())
-    copy(at, address_of(source), count, *(address_of(each) for each in (starts, stops, numbers, digests)), streams)
-    return digests.tobytes()
+    streams = int(stops.max()) >= STREAM_BYTES and not (at % STRIPE_BYTES or (starts % STRIPE_BYTES).any())
+    words = _words(starts, stops, seeds)
+    copy(at, address_of(source), len(seeds), *map(address_of, words), streams)
+    return words[-1].tobytes()
 
 
-def _is_regular(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> bool:
+def digests(source: Bytes, starts: Offsets, stops: Offsets, seeds: Sequence[int]) -> bytes | None:
+    """Return XXH3-128 of pieces of a source, 16 bytes each. None as ``copy_checked``."""
+    digest = _compiled("kvstore_digest_1")
+    if digest is None or not _are_regular((source,), starts, stops, seeds):
+        return None
+    words = _words(starts, stops, seeds)
+    digest(address_of(source), len(seeds), *map(address_of, words))
+    return words[-1].tobytes()
+
+
+def keyed_words(key: bytes, messages: NDArray[Any]) -> list[int] | None:
+    """Return the first eight bytes of BLAKE3 of each message, keyed, as numbers. ``messages``: eight bytes per row.
+    None where there is no compiled code."""
+    make = _compiled("kvstore_keyed_words_1")
+    if make is None:
+        return None
+    if messages.nbytes != 8 * len(messages) or len(key) != KEY_BYTES:  # also under ``python -O``
+        raise AssertionError("messages have eight bytes, and keys 32")
+    words = np.empty(len(messages), np.uint64)
+    make(key, len(messages), address_of(np.ascontiguousarray(messages)), address_of(words))
+    return words.tolist()
+
+
+def _are_regular(memory: Sequence[Bytes], starts: Offsets, stops: Offsets, seeds: Sequence[int]) -> bool:
+    """Return True for pieces that the compiled code takes. Raises AssertionError where they are not in the memory."""
+    if not starts.size or not all(each.flags.c_contiguous for each in memory):
+        return False
     lengths = stops - starts
-    return bool(lengths.min() >= PIECE_BYTES_MIN) and not (lengths % STRIPE_BYTES).any()
+    if int(lengths.min()) < PIECE_BYTES_MIN or (lengths % STRIPE_BYTES).any():
+        return False
+    end = int(stops.max())
+    if int(starts.min()) < 0 or end > min(each.size for each in memory) or len(seeds) != starts.size:
+        raise AssertionError("pieces lie in the memory, and have a seed each")  # also under ``python -O``
+    return True
+
+
+def _words(starts: Offsets, stops: Offsets, seeds: Sequence[int]) -> tuple[NDArray[Any], ...]:
+    """Return what the compiled code reads of pieces, and last the room for their digests."""
+    room = np.empty(len(seeds) * DIGEST_BYTES, np.uint8)
+    offsets = np.ascontiguousarray(starts, np.int64), np.ascontiguousarray(stops, np.int64)
+    return *offsets, np.array(seeds, np.uint64), room
 
 
 @cache
-def _copy_checked() -> Any:
-    """Return the compiled function; None where there is none, or this processor cannot run it."""
-    function = getattr(library(), "kvstore_copy_checked_1", None)  # None: of another release, or another processor's
+def _compiled(name: str) -> Any:
+    """Return a compiled function; None where there is none, or this processor cannot run it."""
+    function = getattr(library(), name, None)  # None: of another release, or another processor's
     if function is None or not library().kvstore_checks_1():  # type: ignore[union-attr]  # it has the function
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_uint64
-    function.argtypes, function.restype = [pointer, pointer, number, *[pointer] * 4, number], None
+    function.restype = None
+    function.argtypes = {
+        "kvstore_copy_checked_1": [pointer, pointer, number, *[pointer] * 4, number],
+        "kvstore_digest_1": [pointer, number, *[pointer] * 4],
+        "kvstore_keyed_words_1": [ctypes.c_char_p, number, pointer, pointer],
+    }[name]
     return function

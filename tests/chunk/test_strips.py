@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvstore.chunk import are_right, checksum_strips, layout_of, slab_runs, strip_run, strip_seeds, strips
+from kvstore.chunk import are_right, checksum, checksum_strips, layout_of, slab_runs, strip_run, strip_seeds, strips
 from kvstore.seams.movers.crossing import pack_answer, unpack
 from kvstore.spec import CacheKind, LayerSpec
 from tests.chunk.test_chunk import filled_body, layouts
@@ -54,6 +54,21 @@ def test_copies_that_are_checked_in_one_pass_are_the_same(dims: int, monkeypatch
     assert made[0] == made[1]
     for start, stop in zip(run.starts.tolist(), run.stops.tolist(), strict=True):
         assert made[0][1][start:stop] == source[start:stop].tobytes()
+
+
+@pytest.mark.parametrize("dims", [64, 24])
+def test_checksums_without_compiled_code_are_the_same(dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = layout_of(small_spec(layers=(LayerSpec(kv_heads=3, k_dim=dims, v_dim=dims),) * 3), CacheKind.KV, 9)
+    slab = filled_body(layout)[: layout.slabs[0].byte_count]
+    found = []
+    for how in ("as it is", "plain"):
+        if how == "plain":
+            for name in ("digests", "keyed_words"):
+                monkeypatch.setattr(checksum, name, lambda *_: None)
+        seeds = strip_seeds(KEY, layout, WRITE)
+        found.append((seeds, checksum_strips(slab, layout, 0, seeds), checksum_strips(slab, layout, 0, seeds, 1, 2)))
+    assert found[0] == found[1]
+    assert found[0][1][16:48] == found[0][2]
 
 
 @pytest.mark.parametrize("name", sorted(layouts()))

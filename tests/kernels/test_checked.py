@@ -11,15 +11,16 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import xxhash
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvstore_copies import checked, copy_checked, is_compiled
+from kvstore_copies import checked, copy_checked, digests, is_compiled, keyed_words
 from numpy.typing import NDArray
 
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.skipif(
-    not is_compiled() or checked._copy_checked() is None,
+    not is_compiled() or checked._compiled("kvstore_digest_1") is None,
     reason="kvstore was installed without a C compiler, or the processor has no AVX2",
 )
 GUARD = 0xA5
@@ -59,6 +60,22 @@ def test_digests_are_the_librarys_and_no_byte_beside_is_touched(
     ]
     assert found == b"".join(wanted)
     assert (memory == expected).all()
+    assert digests(memory[begin:], starts, stops, seeds[: len(stripes)]) == found, "of what was written"
+    assert (memory == expected).all(), "a digest writes nothing"
+
+
+@given(key=st.binary(min_size=32, max_size=32), messages=st.lists(st.binary(min_size=8, max_size=8), max_size=9))
+def test_seeds_are_the_librarys(key: bytes, messages: list[bytes]) -> None:
+    rows = np.frombuffer(b"".join(messages), np.uint8).reshape(-1, 8)
+    wanted = [int.from_bytes(blake3(each, key=key).digest(8), "little") for each in messages]
+    assert keyed_words(key, rows) == wanted
+    assert keyed_words(key, np.repeat(rows, 2, axis=0)[::2]) == wanted, "rows that lie apart"
+
+
+@pytest.mark.parametrize(("key", "shape"), [(31, (2, 8)), (33, (2, 8)), (32, (2, 7)), (32, (2, 9))])
+def test_other_keys_and_messages_are_refused(key: int, shape: tuple[int, int]) -> None:
+    with pytest.raises(AssertionError):
+        keyed_words(bytes(key), np.zeros(shape, np.uint8))
 
 
 def test_what_is_digested_is_what_was_written() -> None:
@@ -88,6 +105,7 @@ def test_other_lengths_are_left_to_others(length: int) -> None:
     source, target = np.ones(8192, np.uint8), np.zeros(8192, np.uint8)
     starts, stops = np.array([0, 1024]), np.array([1024, 1024 + length])
     assert copy_checked(target, source, starts, stops, [1, 2]) is None
+    assert digests(source, starts, stops, [1, 2]) is None
     assert not target.any()
 
 
@@ -95,6 +113,7 @@ def test_memory_that_does_not_lie_in_one_piece_is_left_to_others() -> None:
     apart = np.zeros(2048, np.uint8)[::2]
     assert copy_checked(apart, np.ones(1024, np.uint8), np.array([0]), np.array([1024]), [1]) is None
     assert copy_checked(np.ones(1024, np.uint8), apart, np.array([0]), np.array([1024]), [1]) is None
+    assert digests(apart, np.array([0]), np.array([1024]), [1]) is None
     assert not apart.any()
 
 
@@ -107,15 +126,18 @@ def test_pieces_outside_the_memory_are_refused(starts: list[int], stops: list[in
     for one, other in ((target, source), (source, target)):
         with pytest.raises(AssertionError):
             copy_checked(one, other, np.array(starts), np.array(stops), seeds)
+    with pytest.raises(AssertionError):
+        digests(target, np.array(starts), np.array(stops), seeds)
 
 
 def test_without_compiled_code_nothing_is_copied() -> None:
     program = (
-        "import numpy as np; from kvstore_copies import copy_checked; a = np.zeros(1024, np.uint8); "
-        "print(copy_checked(a, a + 1, np.array([0]), np.array([1024]), [1]), a.any())"
+        "import numpy as np; from kvstore_copies import copy_checked, digests, keyed_words; "
+        "a = np.zeros(1024, np.uint8); where = np.array([0]), np.array([1024]), [1]; "
+        "print(copy_checked(a, a + 1, *where), a.any(), digests(a, *where), keyed_words(bytes(32), a.reshape(-1, 8)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "KVSTORE_COPIES": "plain"},
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
-    assert done.stdout.split() == ["None", "False"]
+    assert done.stdout.split() == ["None", "False", "None", "None"]
