@@ -6,6 +6,6 @@ copy by torch or numpy. ``KVSTORE_COPIES=plain`` in the environment does the sam
 """
 
 from kvstore_copies.batch import Batch, Blocks, address_of, batch_of, is_compiled
-from kvstore_copies.checked import copy_checked, digests, keyed_words
+from kvstore_copies.checked import copy_checked, keyed_words
 
-__all__ = ["Batch", "Blocks", "address_of", "batch_of", "copy_checked", "digests", "is_compiled", "keyed_words"]
+__all__ = ["Batch", "Blocks", "address_of", "batch_of", "copy_checked", "is_compiled", "keyed_words"]

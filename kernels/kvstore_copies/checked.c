@@ -1,10 +1,10 @@
 /* Copies pieces of memory, and digests what it writes in the same pass: the memory is read once, and the digest is of
- * the copy, whoever writes the source meanwhile. Or digests pieces where they lie.
+ * the copy, whoever writes the source meanwhile.
  *
  * The digest is XXH3-128 with a seed, as xxHash 0.8 has it (Yann Collet, BSD 2-Clause; https://xxhash.com), for lengths
  * that are whole stripes and above 240 bytes. Seeds are BLAKE3's, keyed, of eight bytes each (J. O'Connor, J.-P. Aumasson,
  * S. Neves, Z. Wilcox-O'Hearn; https://github.com/BLAKE3-team/BLAKE3-specs). Those libraries' digests of the same bytes
- * are the same to the bit; they take a call, and another thread's turn, for each of thousands of pieces. */
+ * are the same to the bit. */
 #include <stdint.h>
 #include <string.h>
 
@@ -95,18 +95,15 @@ AVX2 static inline __m256i mixed(__m256i sum, __m256i secret)
     return _mm256_add_epi64(_mm256_mul_epu32(value, prime), _mm256_slli_epi64(high, 32));
 }
 
-enum { STAYS, COPIED, STREAMED }; /* STREAMED: see copy_row in copies.c */
-
-AVX2 static inline void take_stripe(
-    char *target, const char *source, const char *secret, __m256i *low, __m256i *high, int how)
+AVX2 static inline void copy_stripe(
+    char *target, const char *source, const char *secret, __m256i *low, __m256i *high, int streams)
 {
     __m256i first = _mm256_loadu_si256((const __m256i *)source), second = _mm256_loadu_si256((const __m256i *)source + 1);
-    if (how == STAYS)
-        _mm_prefetch(source + AHEAD, _MM_HINT_T0);
-    if (how == STREAMED) {
+    if (streams) { /* see copy_row in copies.c */
+        _mm_prefetch(source + AHEAD, _MM_HINT_NTA);
         _mm256_stream_si256((__m256i *)target, first);
         _mm256_stream_si256((__m256i *)target + 1, second);
-    } else if (how == COPIED) {
+    } else {
         _mm256_storeu_si256((__m256i *)target, first);
         _mm256_storeu_si256((__m256i *)target + 1, second);
     }
@@ -114,8 +111,8 @@ AVX2 static inline void take_stripe(
     *high = added(*high, second, _mm256_loadu_si256((const __m256i *)secret + 1));
 }
 
-AVX2 static inline __attribute__((always_inline)) void take_piece(
-    char *target, const char *source, uint64_t count, uint64_t seed, unsigned char *digest, int how)
+AVX2 static inline __attribute__((always_inline)) void copy_piece(
+    char *target, const char *source, uint64_t count, uint64_t seed, unsigned char *digest, int streams)
 {
     uint64_t words[SECRET_WORDS];
     uint64_t sums[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
@@ -126,13 +123,13 @@ AVX2 static inline __attribute__((always_inline)) void take_piece(
     uint64_t left = count / STRIPE;
     for (; left > STRIPES; left -= STRIPES) {
         for (int i = 0; i < STRIPES; i++, target += STRIPE, source += STRIPE)
-            take_stripe(target, source, secret + 8 * i, &low, &high, how);
+            copy_stripe(target, source, secret + 8 * i, &low, &high, streams);
         low = mixed(low, _mm256_loadu_si256((const __m256i *)last));
         high = mixed(high, _mm256_loadu_si256((const __m256i *)last + 1));
     }
     for (; left > 1; left--, target += STRIPE, source += STRIPE, secret += 8)
-        take_stripe(target, source, secret, &low, &high, how);
-    take_stripe(target, source, last - 7, &low, &high, how);
+        copy_stripe(target, source, secret, &low, &high, streams);
+    copy_stripe(target, source, last - 7, &low, &high, streams);
     _mm256_storeu_si256((__m256i *)sums, low);
     _mm256_storeu_si256((__m256i *)sums + 1, high);
     secret = (const char *)words;
@@ -160,22 +157,11 @@ AVX2 void kvstore_copy_checked_1(
         const char *from = source + starts[i];
         uint64_t count = (uint64_t)(stops[i] - starts[i]);
         if (streams)
-            take_piece(to, from, count, seeds[i], digests + 16 * i, STREAMED);
+            copy_piece(to, from, count, seeds[i], digests + 16 * i, 1);
         else
-            take_piece(to, from, count, seeds[i], digests + 16 * i, COPIED);
+            copy_piece(to, from, count, seeds[i], digests + 16 * i, 0);
     }
     _mm_sfence(); /* streaming stores are not ordered with what this thread does next */
-}
-
-/* Write the digests of pieces of the source, which stay where they are. */
-AVX2 void kvstore_digest_1(
-    const char *source, uint64_t piece_count, const int64_t *starts, const int64_t *stops, const uint64_t *seeds,
-    unsigned char *digests)
-{
-    for (uint64_t i = 0; i < piece_count; i++) { /* nothing is written: the target is any address */
-        char *nowhere = (char *)digests;
-        take_piece(nowhere, source + starts[i], (uint64_t)(stops[i] - starts[i]), seeds[i], digests + 16 * i, STAYS);
-    }
 }
 
 #else

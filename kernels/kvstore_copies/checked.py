@@ -1,4 +1,4 @@
-"""Copies memory and digests the copy in the same pass, or digests memory where it lies."""
+"""Copies memory and digests the copy in the same pass; and makes many seeds at once."""
 
 from __future__ import annotations
 
@@ -33,19 +33,11 @@ def copy_checked(target: Bytes, source: Bytes, starts: Offsets, stops: Offsets, 
         return None
     at = address_of(target)
     streams = int(stops.max()) >= STREAM_BYTES and not (at % STRIPE_BYTES or (starts % STRIPE_BYTES).any())
-    words = _words(starts, stops, seeds)
-    copy(at, address_of(source), len(seeds), *map(address_of, words), streams)
-    return words[-1].tobytes()
-
-
-def digests(source: Bytes, starts: Offsets, stops: Offsets, seeds: Sequence[int]) -> bytes | None:
-    """Return XXH3-128 of pieces of a source, 16 bytes each. None as ``copy_checked``."""
-    digest = _compiled("kvstore_digest_1")
-    if digest is None or not _are_regular((source,), starts, stops, seeds):
-        return None
-    words = _words(starts, stops, seeds)
-    digest(address_of(source), len(seeds), *map(address_of, words))
-    return words[-1].tobytes()
+    digests = np.empty(len(seeds) * DIGEST_BYTES, np.uint8)
+    offsets = np.ascontiguousarray(starts, np.int64), np.ascontiguousarray(stops, np.int64)
+    kept = *offsets, np.array(seeds, np.uint64), digests
+    copy(at, address_of(source), len(seeds), *map(address_of, kept), streams)
+    return digests.tobytes()
 
 
 def keyed_words(key: bytes, messages: NDArray[Any]) -> list[int] | None:
@@ -56,8 +48,8 @@ def keyed_words(key: bytes, messages: NDArray[Any]) -> list[int] | None:
         return None
     if messages.nbytes != 8 * len(messages) or len(key) != KEY_BYTES:  # also under ``python -O``
         raise AssertionError("messages have eight bytes, and keys 32")
-    words = np.empty(len(messages), np.uint64)
-    make(key, len(messages), address_of(np.ascontiguousarray(messages)), address_of(words))
+    rows, words = np.ascontiguousarray(messages), np.empty(len(messages), np.uint64)
+    make(key, len(rows), address_of(rows), address_of(words))
     return words.tolist()
 
 
@@ -74,13 +66,6 @@ def _are_regular(memory: Sequence[Bytes], starts: Offsets, stops: Offsets, seeds
     return True
 
 
-def _words(starts: Offsets, stops: Offsets, seeds: Sequence[int]) -> tuple[NDArray[Any], ...]:
-    """Return what the compiled code reads of pieces, and last the room for their digests."""
-    room = np.empty(len(seeds) * DIGEST_BYTES, np.uint8)
-    offsets = np.ascontiguousarray(starts, np.int64), np.ascontiguousarray(stops, np.int64)
-    return *offsets, np.array(seeds, np.uint64), room
-
-
 @cache
 def _compiled(name: str) -> Any:
     """Return a compiled function; None where there is none, or this processor cannot run it."""
@@ -91,7 +76,6 @@ def _compiled(name: str) -> Any:
     function.restype = None
     function.argtypes = {
         "kvstore_copy_checked_1": [pointer, pointer, number, *[pointer] * 4, number],
-        "kvstore_digest_1": [pointer, number, *[pointer] * 4],
         "kvstore_keyed_words_1": [ctypes.c_char_p, number, pointer, pointer],
     }[name]
     return function

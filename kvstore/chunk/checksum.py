@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 import xxhash
 from blake3 import blake3
-from kvstore_copies import digests, keyed_words
+from kvstore_copies import keyed_words
 from numpy.typing import NDArray
 
 from kvstore.chunk.layout import ChunkLayout
@@ -54,29 +54,23 @@ def checksum_strips(
 ) -> bytes:
     """Return the checksums of strips ``first .. first+count`` of a slab (numbered within it), 16 bytes each.
 
-    ``slab`` holds the slab's bytes.
+    ``slab`` holds the slab's bytes. The GIL is released while a strip is hashed.
     """
-    (starts, stops), base = _spans(layout, slab_index), layout.slabs[slab_index].strip_first
-    strips = slice(first, len(starts) if count is None else first + count)
-    return checksums_at(slab, starts[strips], stops[strips], seeds[base + strips.start : base + strips.stop])
-
-
-def checksums_at(data: Bytes, starts: NDArray[np.int64], stops: NDArray[np.int64], seeds: list[int]) -> bytes:
-    """Return the checksums of strips that lie at these offsets, 16 bytes each. The GIL is released meanwhile."""
-    rows = digests(data, starts, stops, seeds)
-    if rows is not None:
-        return rows
-    strips = zip(starts.tolist(), stops.tolist(), seeds, strict=True)
-    return b"".join([xxhash.xxh3_128_digest(data[start:stop].data, seed) for start, stop, seed in strips])
+    spans, base = _spans(layout, slab_index), layout.slabs[slab_index].strip_first
+    stop = len(spans) if count is None else first + count
+    data, wanted = slab.data, zip(spans[first:stop], seeds[base + first : base + stop], strict=True)
+    return b"".join([xxhash.xxh3_128_digest(data[start:end], seed) for (start, end), seed in wanted])
 
 
 @lru_cache(maxsize=4096)
-def _spans(layout: ChunkLayout, slab_index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the offsets in a slab at which its strips start and stop."""
+def _spans(layout: ChunkLayout, slab_index: int) -> tuple[tuple[int, int], ...]:
+    """Return (start, end) of each strip in its slab."""
     entry = layout.slabs[slab_index]
     numbers = slice(entry.strip_first, entry.strip_first + entry.strip_count)
-    starts = layout.strip_offsets[numbers].astype(np.int64) - entry.offset
-    return starts, starts + layout.strip_lengths[numbers]
+    starts = (layout.strip_offsets[numbers] - np.uint64(entry.offset)).tolist()
+    return tuple(
+        (start, start + size) for start, size in zip(starts, layout.strip_lengths[numbers].tolist(), strict=True)
+    )
 
 
 def verify_slab(

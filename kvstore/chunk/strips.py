@@ -11,7 +11,7 @@ import xxhash
 from kvstore_copies import copy_checked
 from numpy.typing import NDArray
 
-from kvstore.chunk.checksum import CHECKSUM_BYTES, checksums_at, seeds_of, strip_key
+from kvstore.chunk.checksum import CHECKSUM_BYTES, seeds_of, strip_key
 from kvstore.chunk.layout import ChunkLayout
 from kvstore.chunk.seal import StripSeal
 from kvstore.seams.memory import Bytes, joined
@@ -52,7 +52,9 @@ class StripRun:
 
     def checksums(self, data: Bytes) -> bytes:
         """Return the checksums of the strips, 16 bytes each. ``data`` begins with the run."""
-        return checksums_at(data, self.starts, self.stops, seeds_of(self.key, self.layers, self.heads))
+        seeds = seeds_of(self.key, self.layers, self.heads)
+        strips = zip(self.starts.tolist(), self.stops.tolist(), seeds, strict=True)
+        return b"".join([xxhash.xxh3_128_digest(data[start:stop].data, seed) for start, stop, seed in strips])
 
     def copy(self, source: Bytes, target: Bytes) -> bytes:
         """Copy the run, and checksum the copy in the same pass, or part by part while each is in the processor's

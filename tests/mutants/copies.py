@@ -119,8 +119,8 @@ MUTANTS = [
     Mutant(
         "seeds-of-rows-that-lie-apart",
         CHECKED,
-        "address_of(np.ascontiguousarray(messages))",
-        "address_of(messages)",
+        "rows, words = np.ascontiguousarray(messages), np",
+        "rows, words = messages, np",
         "strips have the seeds of other layers and heads",
         (f"{T_CHECKED}::test_seeds_are_the_librarys",),
     ),

@@ -14,7 +14,7 @@ from kvstore.chunk.checksum import CHECKSUM_BYTES
 from kvstore.errors import Internal, KVStoreError
 from kvstore.seams.memory import Bytes
 
-JOB_BYTES_MIN, JOB_BYTES_MAX, JOBS = 8 << 20, 32 << 20, 8
+JOB_BYTES_MIN, JOB_BYTES_MAX, JOBS = 8 << 20, 32 << 20, 16
 """Handing a job over costs the service's loop as much as a mover needs for a MB: the bytes that came together are cut
 into about JOBS jobs. None is so small that the handing over counts, or so large that a mover is busy for long."""
 MoveJob = tuple[StripRun, Bytes, Bytes]

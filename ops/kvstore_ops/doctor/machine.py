@@ -61,11 +61,11 @@ def kernel(release: str) -> Finding:
 
 
 def compiled_copies(are_there: bool) -> Finding:
-    """Check if clients of this installation copy by compiled code."""
+    """Check if clients and the sidecar of this installation copy by compiled code."""
     if are_there:
-        return Finding("copies", Health.GOOD, "clients of this installation copy by compiled code")
+        return Finding("copies", Health.GOOD, "this installation copies by compiled code")
     return Finding(
-        "copies", Health.WEAK, "clients of this installation copy by torch or numpy",
+        "copies", Health.WEAK, "this installation copies by torch or numpy",
         "stores and fetches take about half as long again",
         "install a C compiler (gcc), then kvstore again; and unset KVSTORE_COPIES where it says plain",
     )  # fmt: skip
