@@ -35,7 +35,7 @@ def copy_checked(target: Bytes, source: Bytes, starts: Offsets, stops: Offsets, 
     streams = int(stops.max()) >= STREAM_BYTES and not (at % STRIPE_BYTES or (starts % STRIPE_BYTES).any())
     digests = np.empty(len(seeds) * DIGEST_BYTES, np.uint8)
     offsets = np.ascontiguousarray(starts, np.int64), np.ascontiguousarray(stops, np.int64)
-    kept = *offsets, np.array(seeds, np.uint64), digests
+    kept: tuple[NDArray[Any], ...] = *offsets, np.array(seeds, np.uint64), digests
     copy(at, address_of(source), len(seeds), *map(address_of, kept), streams)
     return digests.tobytes()
 
