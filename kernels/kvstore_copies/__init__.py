@@ -2,10 +2,20 @@
 
 torch and numpy copy one tensor at a time: a view of each costs more than 100 KB of bytes, and rows of 32 KiB come at
 half of what memcpy moves. Needs a C compiler when it is installed; without one ``batch_of`` returns None, and callers
-copy by torch or numpy. ``KVSTORE_COPIES=plain`` in the environment does the same.
+copy by torch or numpy. ``copy_checked`` also digests what it writes; it and its seeds take a processor with AVX2, and
+return None elsewhere. ``KVSTORE_COPIES=plain`` in the environment does the same.
 """
 
 from kvstore_copies.batch import Batch, Blocks, address_of, batch_of, is_compiled
-from kvstore_copies.checked import copy_checked, keyed_words
+from kvstore_copies.checked import copy_checked, is_checked_compiled, keyed_words
 
-__all__ = ["Batch", "Blocks", "address_of", "batch_of", "copy_checked", "is_compiled", "keyed_words"]
+__all__ = [
+    "Batch",
+    "Blocks",
+    "address_of",
+    "batch_of",
+    "copy_checked",
+    "is_checked_compiled",
+    "is_compiled",
+    "keyed_words",
+]

@@ -11,7 +11,7 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 
-enum { KEY_WORDS = 8, KEYED_WHOLE = 1 | 2 | 8 | 16 }; /* the first and last block of the one chunk, with a key */
+enum { KEY_BYTES = 32, KEYED_WHOLE = 1 | 2 | 8 | 16 }; /* the first and last block of the one chunk, with a key */
 
 static uint32_t turned(uint32_t word, int count)
 {
@@ -25,13 +25,14 @@ static inline __attribute__((always_inline)) void mix(uint32_t *v, int a, int b,
 }
 
 /* Write the first eight bytes of BLAKE3 of each message of eight bytes, keyed. */
-void kvstore_keyed_words_1(const uint32_t *key, uint64_t count, const uint64_t *messages, uint64_t *words)
+void kvstore_keyed_words_1(const char *key, uint64_t count, const char *messages, uint64_t *words)
 {
     static const uint8_t next[16] = {2, 6, 3, 10, 7, 0, 4, 13, 1, 11, 12, 5, 9, 14, 15, 8};
     for (uint64_t i = 0; i < count; i++) {
-        uint32_t block[16] = {(uint32_t)messages[i], (uint32_t)(messages[i] >> 32)}, moved[16];
+        uint32_t block[16] = {0}, moved[16];
         uint32_t v[16] = {0, 0, 0, 0, 0, 0, 0, 0, 0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A, 0, 0, 8, KEYED_WHOLE};
-        memcpy(v, key, KEY_WORDS * sizeof *v);
+        memcpy(block, messages + 8 * i, 8);
+        memcpy(v, key, KEY_BYTES);
         for (int round = 0; round < 7; round++) {
             mix(v, 0, 4, 8, 12, block[0], block[1]), mix(v, 1, 5, 9, 13, block[2], block[3]);
             mix(v, 2, 6, 10, 14, block[4], block[5]), mix(v, 3, 7, 11, 15, block[6], block[7]);
@@ -47,7 +48,7 @@ void kvstore_keyed_words_1(const uint32_t *key, uint64_t count, const uint64_t *
 
 #define AVX2 __attribute__((target("avx2")))
 
-enum { STRIPE = 64, STRIPES = 16, SECRET_WORDS = 24, AHEAD = 512 }; /* STRIPES: as many bytes between two mixings, in stripes */
+enum { STRIPE = 64, STRIPES = 16, SECRET_WORDS = 24, AHEAD = 512 }; /* STRIPES: those between two mixings */
 
 static const uint64_t SECRET[SECRET_WORDS] = {
     0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072, 0x78e5c0cc4ee679cb,
@@ -99,6 +100,7 @@ AVX2 static inline void copy_stripe(
     char *target, const char *source, const char *secret, __m256i *low, __m256i *high, int streams)
 {
     __m256i first = _mm256_loadu_si256((const __m256i *)source), second = _mm256_loadu_si256((const __m256i *)source + 1);
+    __asm__ volatile("" : "+x"(first), "+x"(second)); /* no compiler may read the source again: it may be another's */
     if (streams) { /* see copy_row in copies.c */
         _mm_prefetch(source + AHEAD, _MM_HINT_NTA);
         _mm256_stream_si256((__m256i *)target, first);

@@ -26,10 +26,10 @@ def copy_checked(target: Bytes, source: Bytes, starts: Offsets, stops: Offsets, 
     """Copy pieces of a source to the same places of a target, and return XXH3-128 of each copy with its seed, 16 bytes
     each: of what was written, whoever writes the source meanwhile. The source is read once.
 
-    ``starts``, ``stops`` [pieces]: byte offsets. None, and nothing is copied, where there is no compiled code, the
-    processor has no AVX2, or a piece is not whole stripes."""
+    ``starts``, ``stops`` [pieces]: byte offsets. None, and nothing is copied, where there is no compiled code, no
+    AVX2, or a piece or the memory is not as that code needs it."""
     copy = _compiled("kvstore_copy_checked_1")
-    if copy is None or not _are_regular((target, source), starts, stops, seeds):
+    if copy is None or not _are_regular(target, source, starts, stops, seeds):
         return None
     at = address_of(target)
     streams = int(stops.max()) >= STREAM_BYTES and not (at % STRIPE_BYTES or (starts % STRIPE_BYTES).any())
@@ -40,9 +40,14 @@ def copy_checked(target: Bytes, source: Bytes, starts: Offsets, stops: Offsets, 
     return digests.tobytes()
 
 
+def is_checked_compiled() -> bool:
+    """Return True when ``copy_checked`` copies."""
+    return _compiled("kvstore_copy_checked_1") is not None
+
+
 def keyed_words(key: bytes, messages: NDArray[Any]) -> list[int] | None:
     """Return the first eight bytes of BLAKE3 of each message, keyed, as numbers. ``messages``: eight bytes per row.
-    None where there is no compiled code."""
+    None where there is no compiled code, or no AVX2."""
     make = _compiled("kvstore_keyed_words_1")
     if make is None:
         return None
@@ -53,16 +58,18 @@ def keyed_words(key: bytes, messages: NDArray[Any]) -> list[int] | None:
     return words.tolist()
 
 
-def _are_regular(memory: Sequence[Bytes], starts: Offsets, stops: Offsets, seeds: Sequence[int]) -> bool:
-    """Return True for pieces that the compiled code takes. Raises AssertionError where they are not in the memory."""
-    if not starts.size or not all(each.flags.c_contiguous for each in memory):
+def _are_regular(target: Bytes, source: Bytes, starts: Offsets, stops: Offsets, seeds: Sequence[int]) -> bool:
+    """Return True for pieces that the compiled code takes. Raises AssertionError for what no caller may give."""
+    if not starts.size or not all(each.flags.c_contiguous for each in (target, source)):
         return False
+    if starts.shape != stops.shape or not target.flags.writeable:  # also under ``python -O``
+        raise AssertionError("a piece starts and stops, and the target may be written")
     lengths = stops - starts
     if int(lengths.min()) < PIECE_BYTES_MIN or (lengths % STRIPE_BYTES).any():
         return False
     end = int(stops.max())
-    if int(starts.min()) < 0 or end > min(each.size for each in memory) or len(seeds) != starts.size:
-        raise AssertionError("pieces lie in the memory, and have a seed each")  # also under ``python -O``
+    if int(starts.min()) < 0 or end > min(target.size, source.size) or len(seeds) != starts.size:
+        raise AssertionError("pieces lie in both memories, and have a seed each")
     return True
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import xxhash
+from kvstore_copies import copy_checked, is_checked_compiled
 
 from kvstore.chunk import are_right, checksum, checksum_strips, layout_of, slab_runs, strip_run, strip_seeds, strips
 from kvstore.seams.movers.crossing import pack_answer, unpack
@@ -45,13 +48,21 @@ def test_copies_that_are_checked_in_one_pass_are_the_same(dims: int, monkeypatch
     layout = layout_of(small_spec(layers=(LayerSpec(kv_heads=3, k_dim=dims, v_dim=dims),) * 3), CacheKind.KV, 9)
     run = strip_run(layout, KEY, WRITE, 0, layout.strip_count)
     source = filled_body(layout)[: int(run.stops[-1])]
-    made = []
+    made, in_one_pass = [], []
+
+    def watched(*args: Any) -> bytes | None:
+        rows = copy_checked(*args)
+        in_one_pass.append(rows is not None)
+        return rows
+
+    monkeypatch.setattr(strips, "copy_checked", watched)
     for how in ("as it is", "in parts"):
         if how == "in parts":
             monkeypatch.setattr(strips, "copy_checked", lambda *_: None)
         target = np.full(layout.body_bytes, POISON, np.uint8)
         made.append((run.copy(source, target), target.tobytes()))
     assert made[0] == made[1]
+    assert in_one_pass == [dims == 64 and is_checked_compiled()]
     for start, stop in zip(run.starts.tolist(), run.stops.tolist(), strict=True):
         assert made[0][1][start:stop] == source[start:stop].tobytes()
 
@@ -65,6 +76,7 @@ def test_checksums_without_compiled_code_are_the_same(dims: int, monkeypatch: py
         if how == "plain":
             monkeypatch.setattr(checksum, "keyed_words", lambda *_: None)
         seeds = strip_seeds(KEY, layout, WRITE)
+        assert len(seeds) >= checksum.FEW_STRIPS
         found.append((seeds, checksum_strips(slab, layout, 0, seeds), checksum_strips(slab, layout, 0, seeds, 1, 2)))
     assert found[0] == found[1]
     assert found[0][1][16:48] == found[0][2]

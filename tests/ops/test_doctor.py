@@ -117,7 +117,10 @@ def test_kernels(release: str, health: Health) -> None:
 
 
 def test_how_clients_copy() -> None:
-    assert [compiled_copies(there).health for there in (True, False)] == [Health.GOOD, Health.WEAK]
+    ways = [(True, True), (True, False), (False, False)]
+    found = [compiled_copies(*way) for way in ways]
+    assert [each.health for each in found] == [Health.GOOD, Health.GOOD, Health.WEAK]
+    assert ["AVX2" in str(each) for each in found] == [False, True, False]
 
 
 def test_what_the_settings_ask_for_and_the_machine_lacks() -> None:

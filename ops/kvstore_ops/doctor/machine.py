@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from kvstore_copies import is_compiled
+from kvstore_copies import is_checked_compiled, is_compiled
 
 from kvstore.config import LoadedSettings, Settings
 from kvstore.config.machine import memory_limit_bytes
@@ -35,7 +35,7 @@ def look_at_machine(loaded: LoadedSettings) -> Iterator[Finding]:
     yield memory(loaded)
     yield huge_pages()
     yield locked_memory(loaded.settings.arena.capacity_bytes, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
-    yield compiled_copies(is_compiled())
+    yield compiled_copies(is_compiled(), is_checked_compiled())
     yield clock(time.time())
     yield time_source(is_synchronized())
     yield from accelerators(Path("/"))
@@ -60,10 +60,16 @@ def kernel(release: str) -> Finding:
     return Finding("kernel", Health.GOOD, f"Linux {release}")
 
 
-def compiled_copies(are_there: bool) -> Finding:
-    """Check if clients and the sidecar of this installation copy by compiled code."""
+def compiled_copies(are_there: bool, are_checked: bool) -> Finding:
+    """Check if this installation copies by compiled code. ``are_checked``: the sidecar's copies, too, which are
+    checksummed in the same pass."""
+    if are_there and are_checked:
+        return Finding("copies", Health.GOOD, "clients and sidecar of this installation copy by compiled code")
     if are_there:
-        return Finding("copies", Health.GOOD, "this installation copies by compiled code")
+        return Finding(
+            "copies", Health.GOOD,
+            "clients of this installation copy by compiled code, the sidecar by numpy: that code takes AVX2",
+        )  # fmt: skip
     return Finding(
         "copies", Health.WEAK, "this installation copies by torch or numpy",
         "stores and fetches take about half as long again",
