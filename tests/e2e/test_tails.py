@@ -187,3 +187,24 @@ def test_sides_of_two_releases_find_what_is_named(sidecar: Sidecar, count: int) 
         store(client, spec, joined(prompts[0], tokens_of(STEP, 9)), 9)
         assert client.lookup(spec, prompts[0]).prefix_token_count == len(prompts[0])
         assert client.lookup(spec, tokens_of(9, 1234)).chunks[0].reason is MissReason.COLD
+
+
+@pytest.mark.parametrize("hidden_layers", [(), (1,)], ids=["kv", "and hidden states"])
+@pytest.mark.parametrize("start", [0, STEP])
+def test_a_prefix_that_ends_with_a_partial_chunk_says_why_the_rest_is_missing(
+    client: Client, start: int, hidden_layers: tuple[int, ...]
+) -> None:
+    """All that was asked for in the end is there; the prompt is not. NONE would say that it is."""
+    spec, count = small_spec(model_id=f"ends {start} {hidden_layers}"), start + 5
+    hidden = {layer: random_hidden(spec, count) for layer in hidden_layers}
+    tokens = tokens_of(count, 40)
+    client.store(spec, tokens, random_cache(spec, count, 40), hidden=hidden or None).wait(20)
+    for asked in (joined(tokens, [1, 2]), joined(tokens, tokens_of(2 * STEP, 41))):
+        for _ in range(2):  # the second time without a call
+            fetched = client.fetch(spec, asked, hidden_layers=hidden_layers)
+            assert (fetched.token_count, fetched.reason) == (count, MissReason.COLD)
+        layers = client.fetch_layers(spec, asked)
+        assert len(list(layers)) == spec.layer_count
+        assert (layers.token_count, layers.reason) == (count, MissReason.COLD)
+    whole = client.fetch(spec, tokens, hidden_layers=hidden_layers)
+    assert (whole.token_count, whole.reason) == (count, MissReason.NONE)

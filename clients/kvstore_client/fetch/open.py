@@ -57,7 +57,14 @@ def open_longest(session: ClientSession, name: bytes, wanted: Wanted, prompt: Pr
         return prefix
     # The tail's digest stands for its whole prefix: ask for the chain with it in place of the next chunk.
     prefix.close()
-    return open_prefix(session, wanted, name, [*digests[:hits], tail[1]], *how)
+    return _ends_with_tail(open_prefix(session, wanted, name, [*digests[:hits], tail[1]], *how), prefix.reason)
+
+
+def _ends_with_tail(prefix: Prefix, reason: MissReason) -> Prefix:
+    """Return a prefix that ends with a partial chunk, in the place of a chunk of the prompt that is missing for this
+    ``reason``: so is the rest of the prompt, though all that was asked for is there."""
+    prefix.reason = prefix.reason or reason or MissReason.COLD
+    return prefix
 
 
 class NoPrefix:
@@ -103,14 +110,16 @@ def open_resident(context: Context, wanted: Wanted, prompt: Prompt, *, is_brief:
             session.presence.count(fetch_calls=1, fetch_miss_chunks=len(prompt.digests))
             return NoPrefix(wanted, MissReason(seen[0].runs[0].reason or MissReason.COLD))
         digests, answer = _with_tail(session.presence, wanted, name, prompt, seen[0])
+        is_tail = digests is not prompt.digests
+        missing = next((MissReason(run.reason) for run in seen[0].runs if run.state != ChunkState.HIT), MissReason.COLD)
         if is_brief:
             chain = ChainName(name, prompt.exactness, prompt.provenance)
             warm = session.open_warm(wanted, chain, digests, answer, EXACTNESSES[prompt.exactness])
             if warm is not None:
-                return warm
-        if digests is not prompt.digests:
+                return _ends_with_tail(warm, missing) if is_tail else warm
+        if is_tail:
             how = (prompt.exactness, context.timeout_s, b"", prompt.provenance)
-            return open_prefix(session, wanted, name, digests, *how)
+            return _ends_with_tail(open_prefix(session, wanted, name, digests, *how), missing)
     return open_longest(session, name, wanted, prompt, context.timeout_s)
 
 
