@@ -316,4 +316,16 @@ MUTANTS = [
         "strips are filled from what lies behind a message's bytes",
         ("tests/server/test_receiving.py::test_runs_that_are_not_a_messages_bytes_are_refused",),
     ),
+    Mutant(
+        "all-is-there-where-a-partial-chunk-ends-it",
+        "clients/kvstore_client/fetch/open.py",
+        "    prefix.reason = prefix.reason or reason or MissReason.COLD\n",
+        "",
+        "a caller believes that the sidecar has all of a prompt of which it has a part",
+        (
+            "tests/e2e/test_tails.py"
+            "::test_a_prefix_that_ends_with_a_partial_chunk_says_why_the_rest_is_missing[local-0-and hidden states]",
+            "tests/e2e/test_tails.py::test_a_prefix_that_ends_with_a_partial_chunk_says_why_the_rest_is_missing[local-16-kv]",
+        ),
+    ),
 ]
