@@ -206,6 +206,7 @@ class _Directory:
         evicted = self._ledger.evicted or where in ("nvme.evict", "nvme.region.retired")
         if self._plan.is_full and evicted and reason in (MissReason.EVICTED, MissReason.COLD):
             self._findings.evicted += 1
+            chain.promised = count  # at later checks no eviction may have been seen that explains it
             return
         self._findings.lost.append(f"after {where}: {chain}: {count} of {chain.due} tokens: {reason.name}")
 
