@@ -6,12 +6,14 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 from kvstore_client import connect
@@ -88,7 +90,10 @@ class _Directory:
             if self._findings.is_clean:
                 shutil.rmtree(self._sidecar.directory, ignore_errors=True)
             else:
-                self._findings.other.append(f"{self._plan}: device and log are kept in {self._sidecar.directory}")
+                kept = Path(tempfile.mkdtemp(prefix="kvstore-crash-"))  # the sidecar's own goes with this process
+                ignored = shutil.ignore_patterns("run")  # sockets
+                shutil.copytree(self._sidecar.directory, kept, ignore=ignored, dirs_exist_ok=True)
+                self._findings.other.append(f"{self._plan}: device and log are kept in {kept}")
             self._findings.acknowledged = self._ledger.promised_count()
             with self._lock:
                 self._outcome.findings.add(self._findings)
