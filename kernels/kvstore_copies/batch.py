@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore_copies.compiled import library
+from kvstore_copies.compiled import compiled_code
 
 AXES_MAX = 3
 """The most axes of rows, as the compiled code has them."""
@@ -68,7 +68,7 @@ def address_of(items: NDArray[Any]) -> int:
 @cache
 def _copy() -> Any:
     """Return the compiled function; None where there is none."""
-    function = getattr(library(), "kvstore_copy_1", None)  # None: of another release
+    function = getattr(compiled_code(), "kvstore_copy_1", None)  # None: of another release
     if function is not None:
         function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_uint64], None
     return function

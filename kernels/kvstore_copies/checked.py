@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore_copies.batch import address_of
-from kvstore_copies.compiled import library
+from kvstore_copies.compiled import compiled_code
 
 Bytes = NDArray[np.uint8]
 Offsets = NDArray[np.int64]
@@ -76,8 +76,9 @@ def _are_regular(target: Bytes, source: Bytes, starts: Offsets, stops: Offsets, 
 @cache
 def _compiled(name: str) -> Any:
     """Return a compiled function; None where there is none, or this processor cannot run it."""
-    function = getattr(library(), name, None)  # None: of another release, or another processor's
-    if function is None or not library().kvstore_checks_1():  # type: ignore[union-attr]  # it has the function
+    code = compiled_code()
+    function = getattr(code, name, None)  # None: of another release, or another processor's
+    if code is None or function is None or not code.kvstore_checks_1():
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_uint64
     function.restype = None

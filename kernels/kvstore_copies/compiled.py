@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 
 @cache
-def library() -> ctypes.CDLL | None:
+def compiled_code() -> ctypes.CDLL | None:
     """Return the compiled code, whose calls let other threads run; None where there is none, or
     ``KVSTORE_COPIES=plain`` is set."""
     found = find_spec("kvstore_copies._compiled")

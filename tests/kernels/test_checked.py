@@ -149,7 +149,7 @@ def test_a_target_that_may_not_be_written_is_refused() -> None:
 def test_a_library_of_another_release_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its functions have another number in their names."""
     other = ctypes.CDLL(np.random.mtrand.__file__)
-    monkeypatch.setattr(checked, "library", lambda: other)
+    monkeypatch.setattr(checked, "compiled_code", lambda: other)
     assert checked._compiled.__wrapped__("kvstore_copy_checked_1") is None
 
 

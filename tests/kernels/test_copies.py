@@ -151,8 +151,8 @@ def test_ends_that_do_not_fit_each_other_are_refused() -> None:
 def test_a_library_of_another_release_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its function has another number in its name."""
     monkeypatch.setattr(compiled, "find_spec", lambda _: SimpleNamespace(origin=np.random.mtrand.__file__))
-    other = compiled.library.__wrapped__()
-    monkeypatch.setattr(batch, "library", lambda: other)
+    other = compiled.compiled_code.__wrapped__()
+    monkeypatch.setattr(batch, "compiled_code", lambda: other)
     assert batch._copy.__wrapped__() is None
 
 

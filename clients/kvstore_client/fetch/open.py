@@ -67,6 +67,11 @@ def _ends_with_tail(prefix: Prefix, reason: MissReason) -> Prefix:
     return prefix
 
 
+def _missing(seen: LookupAnswer) -> MissReason:
+    """Return why the chunk after the hits is missing."""
+    return next((MissReason(run.reason) for run in seen.runs if run.state != ChunkState.HIT), MissReason.COLD)
+
+
 class NoPrefix:
     """An empty prefix; ``reason`` says why nothing is there."""
 
@@ -111,15 +116,14 @@ def open_resident(context: Context, wanted: Wanted, prompt: Prompt, *, is_brief:
             return NoPrefix(wanted, MissReason(seen[0].runs[0].reason or MissReason.COLD))
         digests, answer = _with_tail(session.presence, wanted, name, prompt, seen[0])
         is_tail = digests is not prompt.digests
-        missing = next((MissReason(run.reason) for run in seen[0].runs if run.state != ChunkState.HIT), MissReason.COLD)
         if is_brief:
             chain = ChainName(name, prompt.exactness, prompt.provenance)
             warm = session.open_warm(wanted, chain, digests, answer, EXACTNESSES[prompt.exactness])
             if warm is not None:
-                return _ends_with_tail(warm, missing) if is_tail else warm
+                return _ends_with_tail(warm, _missing(seen[0])) if is_tail else warm
         if is_tail:
             how = (prompt.exactness, context.timeout_s, b"", prompt.provenance)
-            return _ends_with_tail(open_prefix(session, wanted, name, digests, *how), missing)
+            return _ends_with_tail(open_prefix(session, wanted, name, digests, *how), _missing(seen[0]))
     return open_longest(session, name, wanted, prompt, context.timeout_s)
 
 
