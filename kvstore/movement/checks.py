@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
 from kvstore.catalog import Catalog, Copies
@@ -24,8 +23,6 @@ CHECK_S_MIN = 0.02
 """Seconds from one check of a round to the next, at least: each takes the loop 0.3 ms, however small its chunk."""
 ROWS_AT_ONCE = 4096
 PROOFS_AT_ONCE = 8
-REST_S, REST_S_MAX = 0.05, 1.0
-"""How often a round that rests looks whether it may go on; and how long a rest waits for the check that runs."""
 PROOF_COUNT_MAX = 65_536
 """Copies that wait to be proven, at most."""
 _log = logging.getLogger("kvstore.movement")
@@ -53,9 +50,6 @@ class Checks:
         """The copies that wait to be proven or are being proven: (tier, row)."""
         self._stored_anew: set[tuple[str, int]] = set()
         """Those of them whose chunks are stored again, should it turn out that they cannot be made durable."""
-        self._rests = 0
-        self._checking = asyncio.Lock()
-        """Taken while a round holds a chunk."""
 
     async def run(self) -> None:
         """Verify copies, round after round, for ever."""
@@ -186,19 +180,6 @@ class Checks:
             await self._clock.sleep(IDLE_S)
             await self.round()
 
-    @asynccontextmanager
-    async def resting(self) -> AsyncIterator[None]:
-        """Let no round hold a chunk meanwhile, so that only those who use a chunk hold it. The check that runs ends
-        first, unless its tier takes longer than ``REST_S_MAX``."""
-        self._rests += 1
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(REST_S_MAX), self._checking:
-                    pass
-            yield
-        finally:
-            self._rests -= 1
-
     async def round(self) -> None:
         """Check every copy once."""
         for copies in list(self._table.copies):
@@ -216,17 +197,9 @@ class Checks:
         return self._catalog.space_of(row).model_spec is not None and self._catalog.is_visible(row)
 
     async def _paced(self, copies: Copies, row: int) -> None:
-        while self._rests:
-            await self._clock.sleep(REST_S)
-        async with self._checking:
-            if row not in copies:
-                return
-            byte_count = self._names.of(row).layout.total_bytes
-            self._table.hold(row)
-            try:
-                was_read = await self.check(copies, row) is not None
-            finally:
-                self._catalog.unhold(row)
-        if was_read:
+        """Check one copy, and wait as long as its bytes take. Nothing holds the chunk meanwhile: it is not in use, and
+        goes when its room is needed. A chain's last chunk that stayed would keep the whole chain."""
+        byte_count = self._names.of(row).layout.total_bytes
+        if await self.check(copies, row) is not None:
             self._counters.add("scrubbed_bytes", byte_count)
         await self._clock.sleep(max(CHECK_S_MIN, byte_count / self._policies.scrub_bytes_per_s))

@@ -319,36 +319,3 @@ async def test_a_step_that_had_its_time_waits_for_another() -> None:
     await turn.between()
     assert others == 1
     await asyncio.gather(*tasks)
-
-
-async def test_a_check_on_the_side_holds_no_chunk_for_an_operator() -> None:
-    """Its round waits while an operator looks or changes something; who changes something waits for the one check."""
-    async with Held((1, 2), chunks=8) as held:
-        checks, table = held.service.parts.movement.checks, held.service.parts.catalog.table
-        begun, ends = asyncio.Event(), asyncio.Semaphore(0)
-        read = checks._read
-
-        async def slow(*args: Any) -> bool:
-            begun.set()
-            await ends.acquire()
-            return await read(*args)
-
-        checks._read = slow
-        rounds = asyncio.ensure_future(checks.round())
-        await begun.wait()
-        assert len(list(table.held())) == 1
-        asking = asyncio.ensure_future(held.operators.chunk(held.service.query(1).digests[0].hex(), None))
-        await asyncio.sleep(0.01)
-        assert not asking.done()
-        ends.release()
-        async with checks.resting():
-            assert [part.hold_count for part in (await asking).parts] == [0]
-            for _ in range(20):
-                held.service.clock.advance(1)
-                await asyncio.sleep(0.001)
-            assert not list(table.held()), "the next chunk's check has not begun"
-            last = [news async for news in held.operators.evict(Selection(), dry_run=True)][-1]
-        assert last.tally.counts == {"removed": 2}
-        ends.release()
-        held.service.clock.advance(60)
-        await rounds

@@ -66,10 +66,10 @@ MUTANTS = [
     Mutant(
         "a-check-on-the-side-holds-chunks",
         "kvstore/movement/checks.py",
-        "        while self._rests:\n",
-        "        while False:\n",
-        "an operator hears that chunks are in use which nobody uses, and they stay",
-        ("tests/controller/test_operators.py::test_a_check_on_the_side_holds_no_chunk_for_an_operator",),
+        "        if await self.check(copies, row) is not None:\n",
+        "        self._table.hold(row)\n        if await self.check(copies, row) is not None:\n",
+        "a store is refused because the last chunk of a chain that fills memory is being read",
+        ("tests/controller/test_scrub.py::test_a_chunk_that_a_round_reads_makes_room",),
     ),
     Mutant(
         "one-callers-haste-closes-the-directory",

@@ -86,14 +86,6 @@ MUTANTS = [
         (f"{CUT_CHANGES}::test_a_change",),
     ),
     Mutant(
-        "rests-without-end",
-        "kvstore/movement/checks.py",
-        "        finally:\n            self._rests -= 1\n",
-        "        except Exception:\n            self._rests -= 1\n",
-        "no copy is checked on the side any more",
-        (f"{CUT_CHANGES}::test_a_change", f"{CUT_CHANGES}::test_a_look"),
-    ),
-    Mutant(
         "shown-and-held",
         "kvstore/controller/operators/showing.py",
         "        finally:\n            self._catalog.unhold(row)\n        return",

@@ -247,7 +247,7 @@ class Bench:
             "tickets": stats.ticket_count, "streams": stats.stream_count, "watchers": stats.watcher_count,
             "pinned bytes": stats.pinned_bytes, "stores being made": self.controller.reservations.chunk_count,
             "calls": self._places.lasting._count + self._places._others._count,
-            "waits for the client": len(self.session._waits), "rests of checks": movement.checks._rests,
+            "waits for the client": len(self.session._waits),
             "uses of models": sum(each.user_count for each in parts.catalog.models.values()),
             "waiters of writes": sum(len(each._waiters) for each in movement.all_writes),
             "tasks": len(asyncio.all_tasks()) - self._tasks if self._tasks else 0,

@@ -106,7 +106,7 @@ class Operators:
                     f"{selection.tier}: other nodes use it, too, and this one knows only some of what is there: for S3 "
                     "use kvstore scan --delete; Redis drops what it needs room for"
                 )
-        return _reported(self._undisturbed(self._changes.evict(self._chosen(selection), only, dry_run=dry_run)))
+        return _reported(self._changes.evict(self._chosen(selection), only, dry_run=dry_run))
 
     def pin(self, selection: Selection, seconds: float, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Keep chunks where they are for ``seconds``; 0: until they are unpinned, or the service ends. Raises Exhausted
@@ -130,7 +130,7 @@ class Operators:
         leaving = copies if local is None else copies[: copies.index(local)]
         given_up = [] if keep else list(leaving)
         changes = self._changes.send(chosen, [to], given_up, Transit.NOT_TAKEN, dry_run=dry_run)
-        return _reported(self._answered(to.target.name, self._undisturbed(changes)))
+        return _reported(self._answered(to.target.name, changes))
 
     async def _answered(self, tier: str, changes: AsyncGenerator[ChangeNews]) -> AsyncGenerator[ChangeNews]:
         """Run changes that need a tier. Raises Unavailable before the first of them where it does not answer."""
@@ -185,14 +185,8 @@ class Operators:
                 await self._parts.clock.sleep(LAND_STEP_S)
         slower = slower_than(self._parts, selection.tier)
         chosen = self._chosen(selection)
-        changes = self._undisturbed(self._changes.send(chosen, slower, [local], STAYS, dry_run=dry_run))
+        changes = self._changes.send(chosen, slower, [local], STAYS, dry_run=dry_run)
         async with aclosing(changes):
-            async for news in changes:
-                yield news
-
-    async def _undisturbed(self, changes: AsyncGenerator[ChangeNews]) -> AsyncGenerator[ChangeNews]:
-        """Run changes that leave chunks alone that are held, while no check on the side holds any."""
-        async with self._parts.movement.checks.resting(), aclosing(changes):
             async for news in changes:
                 yield news
 

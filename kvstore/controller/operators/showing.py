@@ -44,12 +44,11 @@ class Showing:
         if digest is None:
             return ShownChunk(())
         details = []
-        async with self._parts.movement.checks.resting():  # which would be counted as a user of the chunk
-            for space in list(self._catalog.spaces.numbered):
-                await turn.between()
-                row = space.index.get(digest)
-                if row is not None and (detail := await self._detail(space, digest, row, turn, deadline)):
-                    details.append(detail)
+        for space in list(self._catalog.spaces.numbered):
+            await turn.between()
+            row = space.index.get(digest)
+            if row is not None and (detail := await self._detail(space, digest, row, turn, deadline)):
+                details.append(detail)
         return ShownChunk(tuple(details), MissReason.NONE if details else self._why(digest))
 
     async def _only(self, digits: Digits, turn: Turn) -> bytes | None:
