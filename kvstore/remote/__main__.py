@@ -1,5 +1,6 @@
-"""The remote plane's process. It reads its orders as one line of JSON on standard input, and ends when that input is
-closed. Its only line on standard output tells its port, or the error that keeps it from listening."""
+"""The remote plane's process. It reads its orders as one line of JSON on standard input, a later log level as another,
+and ends when that input is closed. Its only line on standard output tells its port, or the error that keeps it from
+listening."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from kvstore.remote.renewal import RenewedFiles, keep_renewing
 from kvstore.remote.tokens import AccessTokens, TokenFile
 from kvstore.seams import SystemClock
 from kvstore.seams.scheduler import start_thread
-from kvstore.telemetry import configure_logging
+from kvstore.telemetry import configure_logging, set_log_level
 
 PR_SET_DUMPABLE = 4
 
@@ -61,17 +62,20 @@ async def _serve(orders: dict[str, Any]) -> None:
         raise
     await door.server.start()
     _say({"port": port})
-    start_thread(_leave_with_the_sidecar, "stdin")
+    start_thread(_obey_the_sidecar, "stdin")
     async with asyncio.TaskGroup() as group:
         group.create_task(keep_renewing(renewed, SystemClock()))
         await door.server.wait_for_termination()
 
 
-def _leave_with_the_sidecar() -> None:
-    """End this process at once when standard input is closed. Clients see the same as after a crash, which they can
-    handle."""
-    sys.stdin.read()
-    os._exit(0)
+def _obey_the_sidecar() -> None:
+    """Log at the levels that come on standard input. End this process at once when it is closed: clients see the same
+    as after a crash, which they can handle."""
+    try:
+        for line in sys.stdin:
+            set_log_level(json.loads(line)["log_level"])
+    finally:
+        os._exit(0)
 
 
 def _say(line: dict[str, Any]) -> None:

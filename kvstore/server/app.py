@@ -105,6 +105,7 @@ async def _run(
     site = Site(controllers, overview, loop, clock, shows_tenants=has_token or len(tenants) == 1)
     page = start_web(loaded, site)
     door = RemoteDoor(settings, {tenant.name: tenant.settings for tenant in tenants}, clock)
+    world.reloading.pass_on(door.set_log_level)
     try:
         async with asyncio.TaskGroup() as group:
             opening = group.create_task(_open(tenants, door, group))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvstore.config import LoadedSettings, Settings
 from kvstore.config.reloading import SettingChange, setting_changes, take_over
+from kvstore.telemetry import set_log_level
 
 _log = logging.getLogger("kvstore.server")
 
@@ -27,10 +29,15 @@ class Reloading:
     def __init__(self, loaded: LoadedSettings) -> None:
         self._in_effect = loaded
         self._followed: list[_Followed] = []
+        self._heeding: list[Callable[[str], None]] = [set_log_level]
 
     def follow(self, name: str, settings: Settings) -> None:
         """Have reloads change this tenant's settings, too."""
         self._followed.append(_Followed(name, settings))
+
+    def pass_on(self, set_level: Callable[[str], None]) -> None:
+        """Have another process told of the log level after each reload, too."""
+        self._heeding.append(set_level)
 
     async def reload(self, *, dry_run: bool) -> list[SettingChange]:
         """Read the sources again and take over the settings that can change while the service runs. Return all settings
@@ -45,7 +52,8 @@ class Reloading:
         for each in self._followed:
             take_over(each.settings, after.of_tenant(each.name), live)
         take_over(before.settings, after.settings, live)
-        logging.getLogger("kvstore").setLevel(before.settings.server.log_level.upper())
+        for set_level in self._heeding:
+            set_level(before.settings.server.log_level)
         origins = {**before.origins, **{name: after.origins[name] for name in live}}
         self._in_effect = replace(before, origins=origins)
         _log.info("settings were reloaded", extra={"changed": live})

@@ -49,7 +49,7 @@ class RemoteDoor:
         )
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps({**self._orders, "address": self.address}).encode() + b"\n")
+        process.stdin.write(_line({**self._orders, "address": self.address}))
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 line = await process.stdout.readline()
@@ -62,6 +62,16 @@ class RemoteDoor:
             raise from_status(reply.get("status", "INTERNAL"), reply.get("message", "the remote plane did not start"))
         host, _ = split_address(self.address, "remote.address")
         self.address = f"[{host}]:{reply['port']}" if ":" in host else f"{host}:{reply['port']}"
+
+    def set_log_level(self, level: str) -> None:
+        """Have the process log at this level from now on, over restarts too."""
+        if not self._orders:
+            return
+        self._orders["log_level"] = level
+        process = self._process
+        if process is not None and process.returncode is None:
+            assert process.stdin is not None
+            process.stdin.write(_line({"log_level": level}))
 
     async def watch(self) -> None:
         """Start the process again whenever it dies, until ``stop``; less and less often while it does not start: each
@@ -96,6 +106,10 @@ class RemoteDoor:
         except TimeoutError:
             process.kill()
             await process.wait()
+
+
+def _line(orders: Mapping[str, Any]) -> bytes:
+    return json.dumps(orders).encode() + b"\n"
 
 
 def _orders(settings: Settings, tenants: Mapping[str, Settings]) -> dict[str, Any]:

@@ -72,5 +72,10 @@ def configure_logging(level: str, form: str) -> None:
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
     root = logging.getLogger("kvstore")
     root.handlers[:] = [handler]
-    root.setLevel(level.upper())
     root.propagate = False
+    set_log_level(level)
+
+
+def set_log_level(level: str) -> None:
+    """Log from this level on: "debug", "info", "warning" or "error"."""
+    logging.getLogger("kvstore").setLevel(level.upper())

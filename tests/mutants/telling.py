@@ -328,4 +328,20 @@ MUTANTS = [
             "tests/e2e/test_tails.py::test_a_prefix_that_ends_with_a_partial_chunk_says_why_the_rest_is_missing[local-16-kv]",
         ),
     ),
+    Mutant(
+        "a-log-level-for-one-process-of-two",
+        "kvstore/server/reloading.py",
+        "        self._heeding.append(set_level)\n",
+        "",
+        "an operator who asked for more of the log hears nothing of clients over TCP",
+        ("tests/server/test_reloading.py::test_the_remote_planes_process_logs_at_the_new_level_too",),
+    ),
+    Mutant(
+        "the-old-log-level-at-the-next-start",
+        "kvstore/server/remote.py",
+        '        self._orders["log_level"] = level\n',
+        "",
+        "the remote plane's process is silent again after it died once",
+        ("tests/server/test_reloading.py::test_the_remote_planes_process_logs_at_the_new_level_too",),
+    ),
 ]

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kvstore_client import connect
-from kvstore_ops.sidecar import Sidecar
+from kvstore_ops.sidecar import TOKEN, Sidecar
 
 from kvstore.config import LoadedSettings, load
 from kvstore.config.reloading import LIVE, ONLY_WHILE_ON, setting_changes
-from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.errors import Exhausted, InvalidRequest, Unavailable
 from kvstore.server.reloading import Reloading
 from tests.ops.command import run
+from tests.server.raw import eventually
 from tests.specs import random_cache, small_spec, tokens_of
 
 SPEC = small_spec()
@@ -26,14 +29,14 @@ SPEC = small_spec()
 class Running:
     """A sidecar with a file of settings."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, plane: str = "local") -> None:
         self.file = place / "kvstore.toml"
         self.write()
         (place / "red").touch(0o600)
         (place / "red").write_text("red" * 20)
         self.red = f'[tenants.red]\nsecret_file = "{place / "red"}"\ncapacity_bytes = "8 MiB"\n'
         self.write(self.red)
-        self.sidecar = Sidecar("--config", str(self.file), "--capacity", "32 MiB")
+        self.sidecar = Sidecar("--config", str(self.file), "--capacity", "32 MiB", plane=plane)
 
     def write(self, text: str = "") -> None:
         self.file.write_text(text)
@@ -112,6 +115,30 @@ def test_the_log_level_changes_at_once(running: Running) -> None:
     before = log.read_text().count("session opened")  # the reload's own session
     assert opened_count() == before
     assert '"settings were reloaded"' in log.read_text()
+
+
+def test_the_remote_planes_process_logs_at_the_new_level_too(tmp_path: Path) -> None:
+    """Also when it was started again since."""
+    running = Running(tmp_path, "remote")
+    running.write('[server]\nlog_level = "warning"\n')
+
+    def line_count() -> int:
+        """Lines of that process about sessions, after another session."""
+        with suppress(Unavailable):  # it starts again
+            connect(running.sidecar.address, token=TOKEN).close()
+        lines = (running.sidecar.directory / "log").read_text().splitlines()
+        return sum("session opened" in line and "kvstore.remote" in line for line in lines)
+
+    with running.sidecar:
+        assert line_count() == 0
+        running.write('[server]\nlog_level = "info"\n')
+        running.reload()
+        eventually(lambda: line_count() > 0)
+        children = Path(f"/proc/{running.sidecar.pid}/task/{running.sidecar.pid}/children").read_text().split()
+        names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+        os.kill(next(int(pid) for pid, name in names.items() if b"kvstore.remote" in name), signal.SIGKILL)
+        before = line_count()
+        eventually(lambda: line_count() > before)
 
 
 # ---------------------------------------------------------------- what differs
