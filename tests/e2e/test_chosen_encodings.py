@@ -17,6 +17,7 @@ from tests.e2e.test_nvme import same
 from tests.e2e.two_nodes import quiet, two_nodes
 from tests.ops.command import run
 from tests.outage.load import COUNT, SPEC, STEP, tokens
+from tests.server.raw import eventually
 from tests.specs import random_cache
 
 pytestmark = [pytest.mark.redis, pytest.mark.s3]
@@ -48,6 +49,7 @@ def test_each_model_is_encoded_where_that_pays_and_the_other_node_reads_it_to_th
     with two_nodes(**AUTO) as cluster:
         with connect(cluster.a.socket_address) as client:
             give(client)
+        eventually(lambda: len(cluster.in_s3()) == 2 * CHUNK_COUNT)  # a write that came too late is made again
         objects = [cluster.s3.get(key) for key in cluster.in_s3().values()]
         found = Counter((each[FINGERPRINT_AT : FINGERPRINT_AT + 32], each[ENCODING_AT]) for each in objects)
         assert found[fingerprint(NOISE, CacheKind.KV), RAW] == CHUNK_COUNT

@@ -43,7 +43,7 @@ def node(url: str, keys: Path, envelope: str = "") -> Iterator[tuple[Sidecar, Cl
 
 def store(client: Client, seed: int) -> tuple[np.ndarray, Any]:
     tokens, arrays = tokens_of(COUNT, seed), random_cache(SPEC, COUNT, seed)
-    client.store(SPEC, tokens, arrays)
+    client.store(SPEC, tokens, arrays).wait(10.0)
     eventually(lambda: client.stats().backlog_chunk_count == 0, 10)
     return tokens, arrays
 
