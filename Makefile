@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
 
-COPIES := kernels/kvstore_copies/copies.c kernels/kvstore_copies/checked.c
+COPIES := $(wildcard kernels/kvstore_copies/*.c)
 
 $(STAMP): pyproject.toml constraints.txt $(COPIES)
 	$(PYTHON) -c 'import sys; sys.exit("kvstore needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'

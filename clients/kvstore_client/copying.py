@@ -1,7 +1,8 @@
 """Copies between the caller's tensors and mapped memory: two threads, GIL released.
 
-Compiled code makes all copies of a call where it was built and memory lies regularly (``kvstore_copies``). The others
-are torch's when the process has torch: on rows of 64 KiB it moves about twice what numpy does. Without torch, numpy.
+Compiled code makes all copies of a call where it was built and memory lies regularly (``kvstore_copies``), with a
+thread of its own that helps the caller's. The others are torch's when the process has torch: on rows of 64 KiB it moves
+about twice what numpy does. Without torch, numpy.
 """
 
 from __future__ import annotations
@@ -145,10 +146,6 @@ def on_callers_thread(function: Callable[..., Result], *args: object) -> Result:
         limit(count)
 
 
-def _at_once(function: Callable[..., Result], *args: object) -> Result:
-    return function(*args)
-
-
 def wait_all(copies: Sequence[Future[Result]], timeout_s: float) -> None:
     """Return when all copies have ended well. Raises the error of a failed copy once none runs any more, also where the
     caller is interrupted; DeadlineExceeded while a copy may still be running."""
@@ -263,8 +260,8 @@ def _await_helper(helper: Future[None], undone: Sequence[None], timeout_s: float
 
 
 def calls_of(batch: Batch) -> list[Callable[[], None]]:
-    """Return the calls of compiled code that make all copies, for the threads of a copier."""
-    return batch.calls(max(1, batch.byte_count // CALL_BYTES), COPY_THREADS)
+    """Return the calls of compiled code that make all copies."""
+    return batch.calls(max(1, batch.byte_count // CALL_BYTES))
 
 
 class Copier:
@@ -287,18 +284,21 @@ class Copier:
     ) -> None:  # fmt: skip
         """Run ``function`` over each piece of ``work``, on the calling thread and, where all of it is much
         (``byte_count``), on one that helps as soon as it is awake. Where no thread helps, the caller does it all.
-        ``by_torch``: torch may make the copies. Returns when all pieces are done. Raises the error of a failed copy, or
-        the caller's, once none runs any more; DeadlineExceeded while one may still be running."""
-        here = on_callers_thread if by_torch else _at_once
+        ``by_torch``: torch or numpy may make copies; else compiled code makes all of them, with a thread of its own.
+        Returns when all pieces are done. Raises the error of a failed copy, or the caller's, once none runs any more;
+        DeadlineExceeded while one may still be running."""
+        if not by_torch:
+            _do_all(function, work)
+            return
         if byte_count <= HERE_BYTES_MAX:
-            here(_do_all, function, work)
+            on_callers_thread(_do_all, function, work)
             return
         left = deque(work)
         undone = [None] * len(left)
         helper: Future[None] | None = None
         try:
             helper = self.submit(_do_some, function, left, undone)
-            here(_do_some, function, left, undone)
+            on_callers_thread(_do_some, function, left, undone)
             if not helper.cancel():
                 _await_helper(helper, undone, timeout_s)
         except DeadlineExceeded:

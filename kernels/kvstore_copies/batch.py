@@ -22,6 +22,8 @@ ROW_BYTES_MIN = 16
 """Shorter rows are left to torch and numpy."""
 STREAM_BYTES = 16 << 20
 """From so many bytes on, stores pass the processor's caches by: so much does not stay in them."""
+HELPED_BYTES = 4 << 20
+"""From so many bytes on a thread helps: to wake it takes as long as to copy some 300 KB, and it comes 20 us later."""
 TAKEN_BYTES = 64 << 10
 """The bytes that a thread takes at a time."""
 
@@ -65,13 +67,23 @@ def address_of(items: NDArray[Any]) -> int:
     return address
 
 
+class _Copy(NamedTuple):
+    """The compiled functions that copy."""
+
+    alone: Any
+    together: Any
+
+
 @cache
-def _copy() -> Any:
-    """Return the compiled function; None where there is none."""
-    function = getattr(compiled_code(), "kvstore_copy_1", None)  # None: of another release
-    if function is not None:
-        function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_uint64], None
-    return function
+def _copy() -> _Copy | None:
+    """Return the compiled functions; None where there are none, or those of another release."""
+    names = ("kvstore_copy_1", "kvstore_copy_together_1")
+    functions = [getattr(compiled_code(), name, None) for name in names]
+    for each in functions:
+        if each is None:
+            return None
+        each.argtypes, each.restype = [ctypes.c_void_p, ctypes.c_uint64], None
+    return _Copy(*functions)
 
 
 def is_compiled() -> bool:
@@ -80,7 +92,8 @@ def is_compiled() -> bool:
 
 
 class Batch:
-    """Copies of ``byte_count`` bytes that some threads make together. It keeps the owners of both ends' memory."""
+    """Copies of ``byte_count`` bytes. The compiled code's own thread helps with many. It keeps the owners of both ends'
+    memory."""
 
     def __init__(self, words: array[int], slice_count: int, byte_count: int, owners: Sequence[object]) -> None:
         """``words``: as the compiled code reads them; its threads count there. ``slice_count``: the parts of the
@@ -90,13 +103,15 @@ class Batch:
         self._owners = owners
         self.byte_count = byte_count
 
-    def calls(self, count: int, threads: int) -> list[Callable[[], None]]:
-        """Return calls that together copy all, for so many threads to make. Each copies what no other has taken, at
-        most one part in ``count``; so all threads end at about the same time."""
-        return [partial(self._run, -(-self._slice_count // count))] * (count + threads - 1)
+    def calls(self, count: int) -> list[Callable[[], None]]:
+        """Return ``count`` calls that together copy all. Each copies what no other has taken: one part in ``count``, or
+        two where a thread helps."""
+        return [partial(self._run, -(-self._slice_count // count))] * count
 
     def _run(self, slice_count: int) -> None:
-        _copy()(self._words.buffer_info()[0], slice_count)
+        copy = _copy()
+        assert copy is not None, "there is no batch without it"
+        (copy.together if self.byte_count >= HELPED_BYTES else copy.alone)(self._words.buffer_info()[0], slice_count)
 
 
 def batch_of(pairs: Iterable[tuple[Blocks, Blocks]], item_bytes: int) -> Batch | None:

@@ -123,7 +123,7 @@ def test_pages(
 ) -> None:  # fmt: skip
     """Pages of 8, in random order, with some that belong to others; the last one may be filled in part."""
     spec = small_spec(layers=(LayerSpec(kv_heads=2, k_dim=dim, v_dim=dim),) * 3, model_id=f"pages-{dim}-{layout}")
-    seed, page_count = 40 + stores + 2 * fetches, 24
+    seed, page_count = 40 + stores + 2 * fetches + 4 * count, 24
     tokens, rng = tokens_of(count, seed), np.random.default_rng(seed)
     sizes = {"kv": 2, "page": page_count, "slot": 8, "head": 2, "dim": dim}
     shape = [sizes[axis] for axis in layout.split()]
@@ -141,7 +141,7 @@ def test_pages(
     source = pages(lambda: rng.integers(0, 1 << 15, shape, np.int16))
     compiled(stores)
     client.store(spec, tokens, source).wait(10)
-    assert bool(calls) is (stores and count % 8 == 0)
+    assert bool(calls) is stores, "of the whole chunks, at least"
     calls.clear()
     compiled(fetches)
     into = pages(lambda: np.full(shape, 0x5A5A, np.int16))

@@ -20,13 +20,13 @@ from kvstore.chunk import STRIP_ALIGNMENT, ChunkLayout
 from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
 from kvstore_client.arrays import Tensor, is_tensor, tell_graphs, torch_module
-from kvstore_client.copying import COPY_THREADS, plainly
+from kvstore_client.copying import plainly
 from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun
 
 
 class Fused(NamedTuple):
     """All copies of a fetch, ready to run. A call of ``pieces`` yields them in so many pieces of about the same size.
-    ``by_torch``: torch or numpy makes them; torch's own threads have to be held."""
+    ``by_torch``: torch or numpy makes them; else compiled code does, on threads of its own choice."""
 
     pieces: Callable[[FaultPoints, int], Iterator[Callable[[], None]]]
     by_torch: bool = True
@@ -98,7 +98,7 @@ def in_calls(batch: Batch) -> Fused:
 
 def _calls_of(batch: Batch, faults: FaultPoints, count: int) -> Iterator[Callable[[], None]]:
     """Yield the calls that make all copies."""
-    return (partial(_call, call, faults) for call in batch.calls(count, COPY_THREADS))
+    return (partial(_call, call, faults) for call in batch.calls(count))
 
 
 def _call(call: Callable[[], None], faults: FaultPoints) -> None:

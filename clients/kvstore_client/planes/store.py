@@ -40,6 +40,13 @@ class StagingMemory(Protocol):
         """Free a run that nobody reads any more."""
 
 
+class Steps(NamedTuple):
+    """Copies in steps that any thread may run. ``by_torch``: torch or numpy makes some; else compiled code, all."""
+
+    steps: Sequence[Callable[[], None]]
+    by_torch: bool = True
+
+
 class StoreSource(Protocol):
     """The source of a store's bytes. ``part_count``: the parts of a chunk, the cache first, then E of each hidden
     layer."""
@@ -63,10 +70,10 @@ class StoreSource(Protocol):
         """Fill ``memory`` with strips ``first .. stop`` of one slab of the unit's chunk, and of the ``count - 1``
         chunks behind it, each ``stride`` bytes further."""
 
-    def fused(self, unit: Unit, memory: Bytes, count: int, stride: int) -> list[Callable[[], None]] | None:
-        """Return all copies of a unit, and of the same slabs of the ``count - 1`` chunks behind it, in steps that any
-        thread may run. ``memory`` begins with the unit's first slab; each next chunk's lies ``stride`` bytes further.
-        None where slabs are copied one by one."""
+    def fused(self, unit: Unit, memory: Bytes, count: int, stride: int) -> Steps | None:
+        """Return all copies of a unit, and of the same slabs of the ``count - 1`` chunks behind it. ``memory`` begins
+        with the unit's first slab; each next chunk's lies ``stride`` bytes further. None where slabs are copied one by
+        one."""
 
 
 @dataclass(frozen=True)

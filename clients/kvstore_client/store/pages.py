@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +20,7 @@ from kvstore_client.fetch.axes import Arrays
 from kvstore_client.fetch.fused import page_views, plane_geometry
 from kvstore_client.fetch.paged import Paged, PageRows, Pages, WholePages, page_batch
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.planes.store import Unit
+from kvstore_client.planes.store import Steps, Unit
 from kvstore_client.prompt import EXACT, Prompt
 from kvstore_client.store.gathering import FromPages
 
@@ -65,7 +65,7 @@ class PagesSource:
                 one = replace(part, array=part.array[number : number + 1])
                 self.slabs[slab].copy(one, part.token_start, part.token_stop, token, heads)
 
-    def fused(self, unit: Unit, memory: Bytes, count: int, stride: int) -> list[Callable[[], None]] | None:
+    def fused(self, unit: Unit, memory: Bytes, count: int, stride: int) -> Steps | None:
         """See ``planes.store.StoreSource.fused``: compiled calls; or one step per layer, half and chunk, whose pages
         the processor's cache holds between the two copies that numpy makes of pages which lie here and there."""
         layout, pages = unit.layout, self.slabs[0].pages
@@ -79,14 +79,14 @@ class PagesSource:
         sides = page_views(memory, layout, geometry, len(arrays), heads, count, stride, base, pages.page_size)
         batch = page_batch(_parts(arrays, sides, places), are_targets=False)
         if batch is not None:
-            return calls_of(batch)
+            return Steps(calls_of(batch), by_torch=False)
         rows = [(row, _in_a_row(each)) for some, numbers in places for row, each in _by_chunk(some, numbers)]
-        return [
+        return Steps([
             partial(_take_pages, target.view(array.dtype)[row], array, numbers)
             for halves, *targets in zip(arrays, *sides, strict=True)
             for array, target in zip(halves or (), targets, strict=True)
             for row, numbers in rows
-        ]
+        ])  # fmt: skip
 
 
 def _parts(

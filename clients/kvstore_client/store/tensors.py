@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,7 @@ from kvstore_client.copying import calls_of, copy, plainly, plane_run, raw
 from kvstore_client.derived import check_exact
 from kvstore_client.fetch.fused import blocks_of, plane_geometry, strip_arrays, token_runs, views_of
 from kvstore_client.halves import checked_layers
-from kvstore_client.planes.store import Unit
+from kvstore_client.planes.store import Steps, Unit
 from kvstore_client.prompt import EXACT, Prompt
 
 
@@ -89,7 +89,7 @@ class Tensors:
             source = plane_run(planes[part.which], unit.token_start, layout.token_count, count, part)
             copy(raw(part.array), source[:, heads])
 
-    def fused(self, unit: Unit, memory: Bytes, count: int, stride: int) -> list[Callable[[], None]] | None:
+    def fused(self, unit: Unit, memory: Bytes, count: int, stride: int) -> Steps | None:
         """See ``planes.store.StoreSource.fused``: compiled calls, or one step per layer, K and V together."""
         layout = unit.layout
         layers = self.spec.slab_layers[unit.slab_first : unit.slab_stop]
@@ -108,7 +108,7 @@ class Tensors:
 
 def _calls(
     targets: Sequence[NDArray[np.generic]], sides: Sequence[Sequence[Tensor]], start: int
-) -> list[Callable[[], None]] | None:  # fmt: skip
+) -> Steps | None:  # fmt: skip
     """Return the copies in compiled code; None where there is none, or the planes do not suit it."""
     if not is_compiled():
         return None
@@ -119,19 +119,19 @@ def _calls(
             return None
         pairs.append((Blocks.of(array), source))
     batch = batch_of(pairs, targets[0].itemsize)
-    return None if batch is None else calls_of(batch)
+    return None if batch is None else Steps(calls_of(batch), by_torch=False)
 
 
 def _steps(
     targets: Sequence[NDArray[np.generic]], sides: Sequence[Sequence[Tensor]], start: int
-) -> list[Callable[[], None]] | None:  # fmt: skip
+) -> Steps | None:  # fmt: skip
     """Return the copies by torch, a step per layer; None without torch."""
     if torch_module() is None:
         return None
     views = [views_of(array, sides[0][0].dtype) for array in targets]
     sources = [token_runs(side, array.shape[1:], start) for side, array in zip(sides, targets, strict=True)]
     pairs = zip(zip(*views, strict=True), zip(*sources, strict=True), strict=True)
-    return [partial(_copy_both, *both) for both in pairs]
+    return Steps([partial(_copy_both, *both) for both in pairs])
 
 
 def _copy_both(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

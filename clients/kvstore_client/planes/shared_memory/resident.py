@@ -45,7 +45,7 @@ class ResidentPrefix:
         if fused is not None:
             if fused.by_torch:
                 count = min(PIECES_MAX, max(2, byte_count // PIECE_BYTES))
-            else:  # threads share compiled calls by themselves
+            else:
                 count = max(1, byte_count // CALL_BYTES)
             copier.share(_run, fused.pieces(faults, count), byte_count, timeout_s, by_torch=fused.by_torch)
             return

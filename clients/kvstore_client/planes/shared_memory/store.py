@@ -9,7 +9,7 @@ from kvstore.errors import DeadlineExceeded, Exhausted, Internal, KVStoreError
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.copying import Copier
 from kvstore_client.planes.shared_memory.mapped import MappedMemory
-from kvstore_client.planes.store import StagingRun, StoreSource, Unit
+from kvstore_client.planes.store import StagingRun, Steps, StoreSource, Unit
 
 Staged = tuple[Unit, StagingRun]
 
@@ -69,11 +69,13 @@ class StagedUpload:
                 groups[-1].append((unit, run))
             else:
                 groups.append([(unit, run)])
-        work = [copy for group in groups for copy in self._copies(group)]
+        copies = [self._copies(group) for group in groups]
+        work = [step for each in copies for step in each.steps]
         if work:
             try:
                 byte_count = sum(unit.byte_count for unit, _ in batch)
-                self._copier.share(_run, work, byte_count, self._timeout_s)
+                by_torch = any(each.by_torch for each in copies)
+                self._copier.share(_run, work, byte_count, self._timeout_s, by_torch=by_torch)
             except DeadlineExceeded:
                 # A copy may still write to its staging. End the session, so that this memory is never used again.
                 self._session.close()
@@ -83,12 +85,13 @@ class StagedUpload:
             except Exception as error:
                 raise Internal(f"a copy to staging failed: {error!r}") from error
 
-    def _copies(self, group: list[Staged]) -> list[Callable[[], None]]:
+    def _copies(self, group: list[Staged]) -> Steps:
         """Return the copies of units that lie one behind the other: prepared together where that can be."""
         unit, run = group[0]
         memory = run.memory[run.offset : run.offset + run.byte_count * (len(group) - 1) + unit.byte_count]
         fused = self._source.fused(unit, memory, len(group), run.byte_count)
-        return fused or [partial(self._copy_slab, group, index) for index in range(unit.slab_first, unit.slab_stop)]
+        one_by_one = (partial(self._copy_slab, group, index) for index in range(unit.slab_first, unit.slab_stop))
+        return fused or Steps(list(one_by_one))
 
     def _copy_slab(self, group: list[Staged], index: int) -> None:
         unit, run = group[0]
