@@ -1,9 +1,10 @@
 """Copies of many alike blocks of memory in one call of compiled code, which lets other threads run.
 
 torch and numpy copy one tensor at a time: a view of each costs more than 100 KB of bytes, and rows of 32 KiB come at
-half of what memcpy moves. Needs a C compiler when it is installed; without one ``batch_of`` returns None, and callers
-copy by torch or numpy. ``copy_checked`` also digests what it writes; it and its seeds take a processor with AVX2, and
-return None elsewhere. ``KVSTORE_COPIES=plain`` in the environment does the same.
+half of what memcpy moves. A thread of the compiled code's own helps the caller's. Needs a C compiler when it is
+installed; without one ``batch_of`` returns None, and callers copy by torch or numpy. ``copy_checked`` also digests what
+it writes; it and its seeds take a processor with AVX2, and return None elsewhere. ``KVSTORE_COPIES=plain`` in the
+environment does the same.
 """
 
 from kvstore_copies.batch import Batch, Blocks, address_of, batch_of, is_compiled
