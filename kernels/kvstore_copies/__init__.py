@@ -7,10 +7,11 @@ it writes; it and its seeds take a processor with AVX2, and return None elsewher
 environment does the same.
 """
 
-from kvstore_copies.batch import Batch, Blocks, address_of, batch_of, is_compiled
+from kvstore_copies.batch import HELPED_BYTES, Batch, Blocks, address_of, batch_of, is_compiled
 from kvstore_copies.checked import copy_checked, is_checked_compiled, keyed_words
 
 __all__ = [
+    "HELPED_BYTES",
     "Batch",
     "Blocks",
     "address_of",

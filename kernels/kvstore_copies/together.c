@@ -10,17 +10,15 @@
 void kvstore_copy_1(void *all, uint64_t most);
 
 #if defined(__linux__)
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
-enum { IDLE, OFFERED, WORKING };            /* of the offer */
-enum { NOT_STARTED, STARTED, CANNOT_START }; /* of the helper */
+enum { IDLE, OFFERED, WORKING }; /* the states of the offer */
+enum { WAIT = 128, WAKE = 129 }; /* FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE: the kernel's header is not everywhere */
 enum { LOOKS = 1000, LOOK_AGAIN_NS = 20000 };
 
 static struct {
@@ -29,19 +27,18 @@ static struct {
     uint64_t most;
 } offer;
 static uint32_t has_caller; /* 1: a caller has the helper, and alone writes to what follows and to an idle offer */
-static int helper;
+static int has_helper, follows_forks;
 
 static void *help(void *unused)
 {
     (void)unused;
-    prctl(PR_SET_NAME, "kvstore-copies");
     for (;;) {
         uint32_t state = OFFERED;
         if (__atomic_compare_exchange_n(&offer.state, &state, WORKING, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) {
             kvstore_copy_1(offer.all, offer.most);
             __atomic_store_n(&offer.state, IDLE, __ATOMIC_RELEASE);
         } else
-            syscall(SYS_futex, &offer.state, FUTEX_WAIT_PRIVATE, state, NULL, NULL, 0);
+            syscall(SYS_futex, &offer.state, WAIT, state, NULL, NULL, 0);
     }
     return NULL;
 }
@@ -50,20 +47,22 @@ static void *help(void *unused)
 static void forget(void)
 {
     offer.state = IDLE;
-    has_caller = 0;
-    if (helper == STARTED)
-        helper = NOT_STARTED;
+    has_caller = has_helper = 0;
 }
 
+__attribute__((constructor)) static void follow_forks(void)
+{
+    follows_forks = !pthread_atfork(NULL, NULL, forget);
+}
+
+/* Returns 1 where the helper runs now. A thread that may use one processor alone starts none, and where there is no
+ * thread to be had the next call tries again. */
 static int start(void)
 {
-    static int is_forgotten_by_forks;
     cpu_set_t processors;
-    if (sched_getaffinity(0, sizeof processors, &processors) || CPU_COUNT(&processors) < 2)
-        return CANNOT_START;
-    if (!is_forgotten_by_forks && pthread_atfork(NULL, NULL, forget))
-        return CANNOT_START;
-    is_forgotten_by_forks = 1;
+    int is_one = !sched_getaffinity(0, sizeof processors, &processors) && CPU_COUNT(&processors) < 2;
+    if (!follows_forks || is_one)
+        return 0;
     sigset_t others, before; /* the process's signals are for its own threads; those of a wrong access are not blocked */
     sigfillset(&others);
     sigdelset(&others, SIGSEGV), sigdelset(&others, SIGBUS), sigdelset(&others, SIGILL), sigdelset(&others, SIGFPE);
@@ -72,9 +71,10 @@ static int start(void)
     int failed = pthread_create(&thread, NULL, help, NULL);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (failed)
-        return CANNOT_START;
+        return 0;
+    pthread_setname_np(thread, "kvstore-copies");
     pthread_detach(thread);
-    return STARTED;
+    return 1;
 }
 
 static void wait_for_helper(void)
@@ -90,14 +90,14 @@ void kvstore_copy_together_1(void *all, uint64_t most)
 {
     uint32_t nobody = 0;
     int is_ours = __atomic_compare_exchange_n(&has_caller, &nobody, 1, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
-    if (is_ours && helper == NOT_STARTED)
-        helper = start();
-    int is_offered = is_ours && helper == STARTED;
+    if (is_ours && !has_helper)
+        has_helper = start();
+    int is_offered = is_ours && has_helper;
     if (is_offered) {
         offer.all = all;
         offer.most = most;
         __atomic_store_n(&offer.state, OFFERED, __ATOMIC_RELEASE);
-        syscall(SYS_futex, &offer.state, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+        syscall(SYS_futex, &offer.state, WAKE, 1, NULL, NULL, 0);
     }
     kvstore_copy_1(all, most);
     uint32_t state = OFFERED;

@@ -64,31 +64,31 @@ class Checks:
     async def check(self, copies: Copies, row: int) -> bool | None:
         """Read one tier's copy. True: it passed its checks. False: it failed and was quarantined; another tier's copy
         takes its place, and if memory has the chunk it is written again. None: the tier could not give it."""
-        return await self._looked_at(copies, row, self._read(copies, row), "scrub_failures")
+        return await self._looked_at(copies, row, self._read(copies, row, "scrub_failures"))
 
     async def prove(self, copies: Copies, row: int) -> bool | None:
         """As ``check``, and make a copy that an earlier process left durable: that process may have died, or its sync
         may have failed, before the copy was durable. A copy that cannot be made durable is given up where its chunk is
         stored anew (``prove_all``): False, too. Elsewhere it stays: None. The caller holds the row."""
-        return await self._looked_at(copies, row, self._renewed(copies, row), "")
+        return await self._looked_at(copies, row, self._renewed(copies, row))
 
-    async def _looked_at(self, copies: Copies, row: int, look: Coroutine[Any, Any, bool], failures: str) -> bool | None:
+    async def _looked_at(self, copies: Copies, row: int, look: Coroutine[Any, Any, bool]) -> bool | None:
+        identity = self._table.identity(row)
         try:
             is_good = await look
         except Exception as error:  # noqa: BLE001 - the boundary: one look that fails ends neither the round nor the service
             _log.warning("scrub could not read", extra={"tier": copies.tier.name, "reason": str(error)})
             return None
-        if not is_good:
-            if failures:
-                self._counters.add(failures)
-            if row in self._table.copies[0]:
-                for writes in self._writes:
-                    writes.add(row)
+        # The row may be another chunk's by now: nobody holds what a round reads.
+        if not is_good and row in self._table.copies[0] and self._table.identity(row) == identity:
+            for writes in self._writes:
+                writes.add(row)
         return is_good
 
-    async def _read(self, copies: Copies, row: int) -> bool:
-        """Read a whole copy. False: it failed its check and is quarantined. True also when there is no copy. Raises
-        KVStoreError when the tier does not answer."""
+    async def _read(self, copies: Copies, row: int, failures: str = "") -> bool:
+        """Read a whole copy. False: it failed its check, and is quarantined unless it left meanwhile. ``failures``: the
+        counter of those that are. True also where there is no copy. Raises KVStoreError where the tier gives no answer.
+        """
         if row not in copies:
             return True
         residency, name = copies.residency(row), self._names.of(row)
@@ -100,7 +100,8 @@ class Checks:
             finally:
                 stored.close()
         except DataLoss:
-            await self._removal.quarantine(copies, row, residency)
+            if await self._removal.quarantine(copies, row, residency) and failures:
+                self._counters.add(failures)
             return False
         return True
 
@@ -198,7 +199,8 @@ class Checks:
 
     async def _paced(self, copies: Copies, row: int) -> None:
         """Check one copy, and wait as long as its bytes take. Nothing holds the chunk meanwhile: it is not in use, and
-        goes when its room is needed. A chain's last chunk that stayed would keep the whole chain."""
+        leaves when room is needed; its own is free once it was read. A chain's last chunk that stayed would keep all of
+        the chain."""
         byte_count = self._names.of(row).layout.total_bytes
         if await self.check(copies, row) is not None:
             self._counters.add("scrubbed_bytes", byte_count)

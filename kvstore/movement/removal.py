@@ -65,11 +65,12 @@ class Removal:
             if copies.keeps(row):
                 self.drop(copies, row, reason, erase=erase)
 
-    async def quarantine(self, copies: Copies, row: int, residency: Residency) -> None:
+    async def quarantine(self, copies: Copies, row: int, residency: Residency) -> bool:
         """Give up a copy that failed its check. Another tier's copy takes its place, or a spare copy. Spares stay until
-        the chunk has been written anew and beyond: what was promised of the chunk may rest on one of them."""
+        the chunk has been written anew and beyond: what was promised of the chunk may rest on one of them. False: there
+        is no such copy any more, since it left under the check, or another reader met it first."""
         if copies.residency(row) != residency:
-            return  # another reader met it first: a copy is given up once
+            return False
         self._counters.add("quarantined_chunks")
         _log.error(
             "a chunk fails its check",
@@ -86,3 +87,4 @@ class Removal:
             await copies.tier.quarantine(residency)
         except KVStoreError as error:
             _log.warning("its room could not be erased", extra={"reason": error.message})
+        return True

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,3 +83,28 @@ async def test_a_chunk_that_a_round_reads_makes_room() -> None:
     counters = parts.counters.snapshot()
     assert not counters.get("scrub_failures")
     assert not counters.get("quarantined_chunks")
+
+
+async def test_what_a_check_finds_is_no_news_of_the_chunk_that_has_the_row_by_then() -> None:
+    """A rotten chunk left while it was read: nothing is quarantined or counted, and the other one is not written."""
+    gate = Gate()
+    service = Service(workers=gate)
+    session, parts = service.controller.open_session(), service.controller.parts
+    memory, checks, table = parts.movement.memory, parts.movement.checks, parts.catalog.table
+    written: list[int] = []
+    checks._writes = [SimpleNamespace(add=written.append)]
+    await service.store(session, 1)
+    (row,) = memory.rows()
+    memory.placement(row).pieces[1][7] ^= 16
+    gate.passes = 0
+    check = asyncio.ensure_future(checks.check(memory, row))
+    await soon(lambda: bool(gate.waiting))
+    gate.passes = inf
+    parts.movement.removal.remove(row, MissReason.EVICTED)
+    await service.store(session, 2)
+    assert table.digests[row] == service.query(2).digests[0], "the row was given to another"
+    gate.open()
+    await check
+    counters = parts.counters.snapshot()
+    assert (written, counters.get("scrub_failures", 0), counters.get("quarantined_chunks", 0)) == ([], 0, 0)
+    assert service.controller.fetch(session, service.query(2)).hit_count == 1

@@ -226,7 +226,7 @@ def helpers():
 
 copy()
 is_over = threading.Event()
-busy = threading.Thread(target=lambda: [copy() for _ in iter(is_over.is_set, True)])  # forks find it in a copy
+busy = threading.Thread(target=lambda: [copy() for _ in iter(is_over.is_set, True)], daemon=True)  # forks find it busy
 busy.start()
 before = helpers()
 for _ in range(20):
@@ -247,7 +247,7 @@ print(before, helpers())
 def test_a_fork_starts_a_helper_of_its_own_and_one_processor_has_none(processors: str) -> None:
     some = sorted(os.sched_getaffinity(0))
     done = subprocess.run(
-        [sys.executable, "-c", FORKED], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", FORKED], cwd=ROOT, capture_output=True, text=True, timeout=60,
         preexec_fn=partial(os.sched_setaffinity, 0, some[:1] if processors == "one" else some),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ from kvstore_ops.sidecar import TOKEN, Sidecar
 
 from kvstore.config import LoadedSettings, load
 from kvstore.config.reloading import LIVE, ONLY_WHILE_ON, setting_changes
-from kvstore.errors import Exhausted, InvalidRequest, Unavailable
+from kvstore.errors import Exhausted, InvalidRequest, KVStoreError
 from kvstore.server.reloading import Reloading
 from tests.ops.command import run
 from tests.server.raw import eventually
@@ -124,7 +124,7 @@ def test_the_remote_planes_process_logs_at_the_new_level_too(tmp_path: Path) -> 
 
     def line_count() -> int:
         """Lines of that process about sessions, after another session."""
-        with suppress(Unavailable):  # it starts again
+        with suppress(KVStoreError):  # it starts again
             connect(running.sidecar.address, token=TOKEN).close()
         lines = (running.sidecar.directory / "log").read_text().splitlines()
         return sum("session opened" in line and "kvstore.remote" in line for line in lines)

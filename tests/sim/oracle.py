@@ -162,7 +162,7 @@ class Oracle:
             with self._because("superseded"):
                 remove(row, reason, erase=erase)
 
-        async def on_quarantine(copies: Copies, row: int, residency: int) -> None:
+        async def on_quarantine(copies: Copies, row: int, residency: int) -> bool:
             if copies is life.memory and not life.is_over:
                 placement = life.memory.placement(row)
                 place = placement.slot, placement.generation
@@ -176,7 +176,7 @@ class Oracle:
                     raise trace.fail(f"{told(owner)} at {place} is said to be bad and is not")
                 trace.add("oracle", f"quarantine {place}")
                 self.totals["quarantined"] += 1
-            await quarantine(copies, row, residency)
+            return await quarantine(copies, row, residency)
 
         removal.drop, removal.remove = on_drop, on_remove  # type: ignore[method-assign]
         drop_spare = partial(self._on_drop_spare, life, removal.drop_spare)

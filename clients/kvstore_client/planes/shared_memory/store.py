@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from kvstore_copies import HELPED_BYTES
+
 from kvstore.errors import DeadlineExceeded, Exhausted, Internal, KVStoreError
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.copying import Copier
@@ -74,7 +76,8 @@ class StagedUpload:
         if work:
             try:
                 byte_count = sum(unit.byte_count for unit, _ in batch)
-                by_torch = any(each.by_torch for each in copies)
+                are_small = byte_count < HELPED_BYTES * len(copies)  # compiled code's thread helps with none of them
+                by_torch = are_small or any(each.by_torch for each in copies)
                 self._copier.share(_run, work, byte_count, self._timeout_s, by_torch=by_torch)
             except DeadlineExceeded:
                 # A copy may still write to its staging. End the session, so that this memory is never used again.
