@@ -131,6 +131,7 @@ def put_once(client: Client, tokens: Any, kv: list[Any]) -> tuple[Durability, in
     return receipt.wait(WAIT_S), receipt.stored_token_count
 
 
+@pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_fetch_of_which_a_copy_fails_has_no_holes(rig: Rig, way: Any) -> None:
     tokens, kv = rig.stored()
@@ -204,6 +205,7 @@ def slowly(rig: Rig) -> None:
     rig.threads.submit = submit  # type: ignore[method-assign]  # a slow thread
 
 
+@pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize("act", ["fetch", "store", "put"])
 def test_who_is_refused_a_thread_waits_for_the_copies_that_run(rig: Rig, act: str) -> None:
     """They read the caller's tensors, or write to them, or to staging that would be the next store's."""
@@ -219,6 +221,7 @@ def test_who_is_refused_a_thread_waits_for_the_copies_that_run(rig: Rig, act: st
     rig.assert_right(tokens, kv, whole=act == "fetch")
 
 
+@pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize("act", ["fetch", "store"])
 def test_who_is_interrupted_leaves_no_copy_behind(rig: Rig, act: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, kv = rig.stored() if act == "fetch" else rig.fresh()
@@ -270,6 +273,7 @@ def test_who_is_interrupted_while_copies_are_begun_leaves_none_behind(
     rig.assert_balanced()
 
 
+@pytest.mark.usefixtures("by_torch")
 def test_a_copy_that_hangs_is_never_a_miss_for_who_gave_the_memory(rig: Rig) -> None:
     """It may write there later: who takes a miss puts what he computes into the same memory."""
     if rig.client.plane == "remote":
