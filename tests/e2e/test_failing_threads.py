@@ -235,11 +235,9 @@ def test_who_is_interrupted_leaves_no_copy_behind(rig: Rig, act: str, monkeypatc
     if rig.client.plane == "remote":
         pytest.skip("by the remote plane the caller waits for gRPC, not for copies")
     monkeypatch.setattr(copying, "wait", interrupted)
+    calls = {"fetch": lambda: rig.client.fetch(SPEC, tokens), "store": lambda: rig.client.store(SPEC, tokens, kv)}
     with pytest.raises(KeyboardInterrupt):
-        if act == "fetch":
-            rig.client.fetch(SPEC, tokens)
-        else:
-            rig.client.store(SPEC, tokens, kv)
+        calls[act]()
     rig.threads.assert_idle()
     rig.assert_right(tokens, kv, whole=act == "fetch")
     rig.assert_balanced()
