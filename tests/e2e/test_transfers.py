@@ -171,15 +171,27 @@ def test_cancel_ends_with_nothing_writing(sidecar: Sidecar) -> None:
 
 
 def test_the_sidecar_dies_under_a_transfer(own_sidecar: Sidecar) -> None:
-    tokens = tokens_of(COUNT)
+    """Until the client notices, the ticket's places may serve: they are mapped here, and right to the bit."""
+    tokens, cache = tokens_of(COUNT), random_cache(SPEC, COUNT)
     with connect(own_sidecar.address) as client:
-        client.store(SPEC, tokens, random_cache(SPEC, COUNT)).wait(10.0)
+        client.store(SPEC, tokens, cache).wait(10.0)
         ticket = client.lookup(SPEC, tokens, hold=True).ticket
         assert ticket is not None
         own_sidecar.stop(kill=True)
         transfer = client.start_fetch(ticket)
-        with pytest.raises(KVStoreError):
-            transfer.wait(20.0)
+
+        def has_failed() -> bool:
+            nonlocal transfer
+            transfer = client.start_fetch(ticket)
+            try:
+                transfer.wait(20.0)
+            except KVStoreError:
+                return True
+            for layer, planes in enumerate(cache):
+                assert all(map(np.array_equal, map(bits, transfer.wait_layer(layer)), planes))
+            return False
+
+        eventually(has_failed)
         assert transfer.failed
         with pytest.raises(KVStoreError):
             transfer.wait_layer(0)
