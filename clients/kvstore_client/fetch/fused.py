@@ -177,7 +177,7 @@ def sources_of(
     first, count = run.chunks[0], len(run.chunks)
     layout = first.layout
     geometry = plane_geometry(layout, layers)
-    if geometry is None or first.home is None:
+    if geometry is None or first.home is None or run.is_on_device:
         return None
     region, _, offset = first.home
     memory = region[offset : offset + run.stride * (count - 1) + layout.total_bytes]
@@ -269,7 +269,7 @@ def paged_sources(
     first, count = run.chunks[0], len(run.chunks)
     layout = first.layout
     geometry = plane_geometry(layout, layers)
-    if geometry is None or first.home is None:
+    if geometry is None or first.home is None or run.is_on_device:
         return None
     region, _, offset = first.home
     memory = region[offset : offset + run.stride * (count - 1) + layout.total_bytes]

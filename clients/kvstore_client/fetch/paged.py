@@ -19,8 +19,10 @@ from kvstore_client.arrays import Layer, Tensor, check_memory, is_array, is_tens
 from kvstore_client.copying import copy, raw
 from kvstore_client.fetch.axes import PageViews
 from kvstore_client.fetch.fused import Fused, in_calls, paged_sources, pieces_of
+from kvstore_client.fetch.near import PageRows, put_run
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.shared_memory.chunk import MappedRun
+from kvstore_client.planes.shared_memory.pool import parts_of
 from kvstore_client.planes.stream.strips import Strips
 
 SLOT_MAX = (1 << 63) - 1
@@ -59,7 +61,6 @@ class Piece(NamedTuple):
 
 Cut = tuple[list[tuple[int, NDArray[np.intp]]], list[Piece]]
 """Runs of whole pages in any order, (first token, pages), and the other tokens as pieces."""
-PageRows = tuple[int | slice, slice]
 
 
 class WholePages(NamedTuple):
@@ -98,6 +99,8 @@ class Pages:
             raise InvalidRequest(f"slot {int(self.slots.max())} lies outside {page_count} pages of {self.page_size}")
         settle_device(self._checked.given)
         self._cut: dict[tuple[int, int], Cut] = {}
+        self.on_device: dict[tuple[int, int, int], list[tuple[PageRows, Tensor]] | None] = {}
+        """What ``fetch.near`` keeps of these pages."""
 
     def plane(self, position: int, which: int) -> Tensor:
         """Return K or V of one wanted layer as plain integers."""
@@ -262,6 +265,8 @@ class PagedTarget:
             if parts is not None:
                 copy_pages(page_copies(parts))
                 continue
+            if run.is_on_device and put_run(wanted, self._pages, position, run):
+                continue
             for chunk in run.chunks:
                 layout = chunk.layout
                 index = layout.slab_of_layer[wanted.layers[position]]
@@ -269,7 +274,7 @@ class PagedTarget:
                     bad.add(id(chunk))
                     continue
                 heads = slice(None) if layout.blocked else slice(wanted.head_start, wanted.head_stop)
-                for part in slab_parts(layout, index, chunk.slab(index)):
+                for part in parts_of(layout, index, chunk.slab(index)):
                     self._put(position, part.which, part.array[0, heads], chunk.token_start + part.token_start)
 
     def _whole_pages(self, runs: Sequence[MappedRun], positions: range) -> list[WholePages] | None:

@@ -20,6 +20,7 @@ from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.halves import shown
 from kvstore_client.planes.prefix import Target
 from kvstore_client.planes.shared_memory.chunk import MappedRun
+from kvstore_client.planes.shared_memory.pool import parts_of
 from kvstore_client.planes.stream.strips import Strips
 
 Into: TypeAlias = Sequence[Layer] | Paged | None
@@ -166,9 +167,19 @@ class DenseTarget:
         wanted, first = self._wanted, run.chunks[0]
         layout = first.layout
         start, stop = (0, None) if layout.blocked else (wanted.head_start, wanted.head_stop)
-        for part in slab_parts(layout, index, run.memory(index), len(run.chunks), run.stride):
+        for part in parts_of(layout, index, run.memory(index), len(run.chunks), run.stride):
             target = plane_run(planes[part.which], first.token_start, layout.token_count, len(run.chunks), part)
             copy(target, raw(part.array[:, start:stop]))
+
+
+def device_of(into: Into) -> str:
+    """Return the device of a destination, as torch names it: that of all its tensors; empty where these differ."""
+    entries = into.layers if isinstance(into, Paged) else into
+    flat = (plane for each in entries or () for plane in (each if isinstance(each, tuple | list) else (each,)))
+    first: Tensor = next(flat, None)
+    if not is_tensor(first) or first.is_cpu:  # the usual case, in which no more is asked
+        return "cpu"
+    return str(first.device) if all(plane.device == first.device for plane in flat) else ""
 
 
 def given_places(wanted: Wanted, into: Into) -> Places:

@@ -18,7 +18,8 @@ from kvstore_client.copying import calls_of
 from kvstore_client.derived import check_exact
 from kvstore_client.fetch.axes import Arrays
 from kvstore_client.fetch.fused import page_views, plane_geometry
-from kvstore_client.fetch.paged import Paged, PageRows, Pages, WholePages, page_batch
+from kvstore_client.fetch.near import PageRows
+from kvstore_client.fetch.paged import Paged, Pages, WholePages, page_batch
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.store import Steps, Unit
 from kvstore_client.prompt import EXACT, Prompt

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from kvstore.chunk import ChunkHeader, ChunkLayout, strip_seeds, verify_slab
 from kvstore.errors import DataLoss
 from kvstore.seams.memory import Bytes
@@ -27,6 +29,8 @@ class Chunk:
     """(region bytes, region index, offset) when the chunk lies in one extent."""
     is_provisional: bool = False
     """True while its store is in flight: its checksums are not known yet."""
+    near: Chunk | None = None
+    """The copy of it in the sidecar's pool on the device that the bytes go to; its ``extents`` are that device's."""
 
     def slab(self, index: int) -> Bytes:
         """Return the bytes of one slab."""
@@ -60,6 +64,11 @@ class MappedRun(NamedTuple):
 
     chunks: list[Chunk]
     stride: int
+
+    @property
+    def is_on_device(self) -> bool:
+        """True when they are copied from a device: no address of the host leads there."""
+        return not isinstance(self.chunks[0].extents[0], np.ndarray)
 
     def memory(self, slab_index: int) -> Bytes:
         """Return memory that begins with the first chunk's slab and reaches the last's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import chain
 from typing import Protocol
 
@@ -31,6 +32,9 @@ class Arriving(Protocol):
 
     def arrived(self, part: int, slab: int) -> list[Chunk] | None:
         """Return the chunks of which a slab has arrived since. None while one of them has not."""
+
+    def completed(self, copy: Callable[[], None]) -> None:
+        """Run copies; return when all of them have ended, those on a device, too."""
 
 
 class MappedLanding:
@@ -74,7 +78,7 @@ class MappedLanding:
         byte_count = wanted.byte_count(sum(chunk.layout.token_count for run in runs for chunk in run.chunks))
         count = max(1, JOB_BYTES * len(wanted.layers) // max(1, byte_count))
         for some in _ranges(positions, count):
-            copies = self._copier.submit(self._copy_layers, some, runs)
+            copies = self._copier.submit(self._prefix.completed, partial(self._copy_layers, some, runs))
             for position in some:
                 self.layers[position].append(copies)
 
@@ -91,7 +95,8 @@ class MappedLanding:
     def _copy_hidden(self, number: int, runs: list[MappedRun]) -> None:
         if runs:
             layer = self._prefix.wanted.hidden_layers[number]
-            self._hidden.append(self._copier.submit(self._target.copy_hidden, layer, runs, self._bad))
+            copy = partial(self._target.copy_hidden, layer, runs, self._bad)
+            self._hidden.append(self._copier.submit(self._prefix.completed, copy))
 
     def advance(self) -> bool:
         """Wait for news and start the copies it allows. False when nothing is arriving any more."""

@@ -8,7 +8,7 @@ from functools import partial
 from kvstore.seams import FaultPoints
 from kvstore.seams.fence import fence
 from kvstore.spec import Exactness, MissReason, Tier
-from kvstore_client.copying import CALL_BYTES, Copier
+from kvstore_client.copying import CALL_BYTES, Copier, on_callers_thread
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Target
 from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun, runs_of
@@ -32,16 +32,33 @@ class ResidentPrefix:
         self.chunks: list[Chunk] = []
         self.token_count = self._stop = 0
         self._generations = session.generations
+        self._pool = session.pool_for(wanted)
 
     def runs(self, part: int) -> list[MappedRun]:
-        """Return the chunks of one part, grouped for copying."""
-        return runs_of([chunk for chunk in self.chunks if chunk.part == part])
+        """Return the chunks of one part, grouped for copying: from the device that they go to, where they are there."""
+        chunks = [chunk for chunk in self.chunks if chunk.part == part]
+        return runs_of(chunks if self._pool is None else [chunk.near or chunk for chunk in chunks])
+
+    def completed(self, copy: Callable[[], None]) -> None:
+        """Run copies of ``runs``; return when all of them have ended, those on a device, too."""
+        if self._pool is not None and self._is_near:
+            self._pool.completed(copy)
+        else:
+            copy()
+
+    @property
+    def _is_near(self) -> bool:
+        """True when some of the chunks are copied from the device."""
+        return any(chunk.near is not None for chunk in self.chunks)
 
     def copy_all(self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], timeout_s: float) -> None:
         """Copy every requested layer of the chunks in memory; two threads share large ones."""
         cache = self.runs(0)
         fused = None if self.wanted.hidden_layers else target.fused(cache)
         byte_count = self.wanted.byte_count(self.token_count)
+        if fused is None and self._pool is not None and self._is_near:
+            on_callers_thread(self.completed, partial(self._copy_here, target, cache, bad, faults))
+            return
         if fused is not None:
             if fused.by_torch:
                 count = min(PIECES_MAX, max(2, byte_count // PIECE_BYTES))
@@ -54,13 +71,20 @@ class ResidentPrefix:
             work.append(partial(target.copy_hidden, layer, self.runs(part), bad))
         copier.share(_run, work, byte_count, timeout_s)
 
+    def _copy_here(self, target: Target, cache: list[MappedRun], bad: set[int], faults: FaultPoints) -> None:
+        """Copy on this thread: a device has its own."""
+        for position in range(len(self.wanted.layers)):
+            target.copy_layer(position, cache, bad, faults)
+        for part, layer in enumerate(self.wanted.hidden_layers, start=1):
+            target.copy_hidden(layer, self.runs(part), bad)
+
     def settle(self, bad: set[int]) -> int:
         """Return the number of leading tokens whose copies are good: generations unchanged, no bad checksum (``bad``:
         ids of chunks). Sets ``reason`` when that is not all of them."""
         good = self._stop
         fence()  # the copies' loads come before the generations'
         for chunk in self.chunks:
-            current = self._is_current(chunk.slot, chunk.generation)
+            current = self._is_current(chunk.slot, chunk.generation) and self._is_near_current(chunk)
             if chunk.token_start < good and not (current and id(chunk) not in bad):
                 good = chunk.token_start
                 self.reason = MissReason.CORRUPT if current else MissReason.STALE
@@ -70,6 +94,9 @@ class ResidentPrefix:
         """Return True when all bytes read from a chunk before the last ``fence`` were the chunk's. A slot that does not
         exist has no chunk."""
         return slot < len(self._generations) and bool(self._generations[slot] == generation)
+
+    def _is_near_current(self, chunk: Chunk) -> bool:
+        return self._pool is None or chunk.near is None or self._pool.is_current(chunk.near)
 
 
 def _run(copy: Callable[[], None]) -> None:
