@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 import torch
 from kvstore_client import Client, Paged, connect
+from kvstore_client.fetch.paged import Pages
 from kvstore_client.planes.shared_memory import pool as pools
+from kvstore_client.planes.shared_memory.resident import ResidentPrefix
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Unavailable
+from kvstore.handoff.messages import DeviceAnswer
+from kvstore.seams.mapping import SharedMap
 from kvstore.spec import ModelSpec, Tier
 from kvstore.v1 import cache_pb2 as pb
 from tests.server.raw import eventually
@@ -150,6 +154,81 @@ def test_eviction_under_fetches_never_shows_other_bytes(sidecar: Sidecar) -> Non
     for each in threads:
         each.join()
     assert not failures
+
+
+def test_a_copy_that_leaves_the_pool_under_a_fetch_is_asked_for_again(
+    sidecar: Sidecar, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a lease nothing holds it: its generation says that it went, and a call brings the right bytes."""
+    tokens, cache = stored(client, 5)
+    brought(client, tokens)
+    assert client.fetch(SPEC, tokens).tier is Tier.HBM
+    calls: list[object] = []
+    opened, settled = type(client.connect_now()).open_prefix, ResidentPrefix.settle
+
+    def counted(*arguments: object) -> object:
+        calls.append(arguments)
+        return opened(*arguments)
+
+    def goes(self: ResidentPrefix, bad: set[int]) -> int:
+        """The copy has ended; other chains take the pool before its generation is read."""
+        monkeypatch.setattr(ResidentPrefix, "settle", settled)
+        with connect(sidecar.address) as other:
+            for seed in range(50, 62):  # more than the pool has room for, and less than memory
+                brought(other, stored(other, seed, 40 * 16)[0])
+        monkeypatch.setattr(type(client.connect_now()), "open_prefix", counted)
+        good = settled(self, bad)
+        assert good == 0
+        return good
+
+    monkeypatch.setattr(ResidentPrefix, "settle", goes)
+    found = client.fetch(SPEC, tokens)
+    assert len(calls) == 1
+    assert found.token_count == COUNT
+    assert same(found, cache)
+
+
+class TensorPool(pools.MappedPool):
+    """A pool of which only torch reaches the memory, as it is on a GPU."""
+
+    def completed(self, copy: Callable[[], None]) -> None:
+        copy()
+
+
+def test_a_pool_that_only_torch_reaches(
+    sidecar: Sidecar, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(answer: DeviceAnswer, descriptors: Sequence[int], device: str) -> TensorPool:
+        generations = SharedMap(descriptors[0], answer.generations_bytes, writable=False).bytes
+        memory = torch.from_numpy(SharedMap(descriptors[1], answer.byte_count, writable=False).bytes)
+        return TensorPool(pools.DeviceBytes(memory, 0, answer.byte_count), generations)
+
+    monkeypatch.setattr("kvstore_client.planes.shared_memory.mapped.opened_pool", opened)
+    spec = small_spec()
+    tokens, cache = stored(client, 6, 90)
+    brought(client, tokens)
+    layer = spec.layers[0]
+    with connect(sidecar.address) as fresh:
+        owned = fresh.fetch(SPEC, tokens)
+        assert owned.tier is Tier.HBM
+        assert owned.token_count == 90
+        assert same(owned, cache)
+        shape = (layer.kv_heads, 100, layer.k_dim)
+        into = [tuple(torch.full(shape, 7, dtype=torch.bfloat16) for _ in "KV") for _ in spec.layers]
+        assert fresh.fetch(SPEC, tokens, into=into).tier is Tier.HBM
+        assert same([tuple(plane[:, :90] for plane in each) for each in into], cache)
+        assert all(bool((plane[:, 90:] == 7).all()) for each in into for plane in each)
+        some = fresh.fetch(SPEC, tokens, layers=[1], heads=(1, 2))
+        assert same(some, [tuple(plane[1:2] for plane in cache[1])])
+        assert same([entry for _, entry in fresh.fetch_layers(SPEC, tokens)], cache)
+        monkeypatch.setattr(Pages, "array", lambda *_: None)  # as of pages on a GPU
+        for size in (8, 16, 5):
+            count = -(-90 // size)
+            pages = [torch.full((2, count, size, layer.kv_heads, layer.k_dim), 7, dtype=torch.bfloat16) for _ in cache]
+            order = np.random.default_rng(size).permutation(count)
+            slots = (order[:, None] * size + np.arange(size)).reshape(-1)[:90]
+            assert fresh.fetch(SPEC, tokens, into=Paged(pages, slots)).tier is Tier.HBM
+            assert same([page.flatten(1, 2)[:, slots].transpose(1, 2) for page in pages], cache)
 
 
 def test_without_a_gpu_the_service_runs_and_names_the_setting() -> None:

@@ -74,8 +74,8 @@ class DevicePool(Protocol):
         """Return True when all that was read of a copy before the last ``fence`` was the chunk's."""
 
 
-class _Pool:
-    """What pools of all devices have."""
+class MappedPool:
+    """A pool, whatever device it is on: its memory, and the page of generations in the host's."""
 
     def __init__(self, memory: Bytes, generations: Bytes) -> None:
         self._memory = memory
@@ -96,7 +96,7 @@ class _Pool:
         return copy.slot < len(self._generations) and bool(self._generations[copy.slot] == copy.generation)
 
 
-class PoolOnHost(_Pool):
+class PoolOnHost(MappedPool):
     """A pool in the host's memory."""
 
     def completed(self, copy: Callable[[], None]) -> None:
@@ -104,7 +104,7 @@ class PoolOnHost(_Pool):
         copy()
 
 
-class PoolOnCuda(_Pool):
+class PoolOnCuda(MappedPool):
     """A pool on a CUDA device. Copies run on streams of its own, one for each thread that copies."""
 
     def __init__(self, region: Any, ordinal: int, byte_count: int, generations: Bytes) -> None:
