@@ -195,9 +195,7 @@ class TensorPool(pools.MappedPool):
         copy()
 
 
-def test_a_pool_that_only_torch_reaches(
-    sidecar: Sidecar, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_that_only_torch_reaches(sidecar: Sidecar, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(answer: DeviceAnswer, descriptors: Sequence[int], device: str) -> TensorPool:
         generations = SharedMap(descriptors[0], answer.generations_bytes, writable=False).bytes
         memory = torch.from_numpy(SharedMap(descriptors[1], answer.byte_count, writable=False).bytes)
