@@ -13,6 +13,7 @@ from kvstore_client import Client, Paged, connect
 from kvstore_client.fetch.paged import Pages
 from kvstore_client.planes.shared_memory import pool as pools
 from kvstore_client.planes.shared_memory.resident import ResidentPrefix
+from kvstore_kernels.runs import ChunksOfHalf, PagesOfHalf
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Unavailable
@@ -20,6 +21,7 @@ from kvstore.handoff.messages import DeviceAnswer
 from kvstore.seams.mapping import SharedMap
 from kvstore.spec import ModelSpec, Tier
 from kvstore.v1 import cache_pb2 as pb
+from tests.kernels.addresses import copied
 from tests.server.raw import eventually
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
@@ -195,16 +197,23 @@ class TensorPool(pools.MappedPool):
         copy()
 
 
-def test_a_pool_that_only_torch_reaches(sidecar: Sidecar, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that connect from now on reach the pool by torch only, and no pages by numpy."""
+
     def opened(answer: DeviceAnswer, descriptors: Sequence[int], device: str) -> TensorPool:
         generations = SharedMap(descriptors[0], answer.generations_bytes, writable=False).bytes
         memory = torch.from_numpy(SharedMap(descriptors[1], answer.byte_count, writable=False).bytes)
         return TensorPool(pools.DeviceBytes(memory, 0, answer.byte_count), generations)
 
     monkeypatch.setattr("kvstore_client.planes.shared_memory.mapped.opened_pool", opened)
+    monkeypatch.setattr(Pages, "array", lambda *_: None)
+
+
+def test_a_pool_that_only_torch_reaches(sidecar: Sidecar, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = small_spec()
     tokens, cache = stored(client, 6, 90)
     brought(client, tokens)
+    as_on_a_gpu(monkeypatch)
     layer = spec.layers[0]
     with connect(sidecar.address) as fresh:
         owned = fresh.fetch(SPEC, tokens)
@@ -219,7 +228,6 @@ def test_a_pool_that_only_torch_reaches(sidecar: Sidecar, client: Client, monkey
         some = fresh.fetch(SPEC, tokens, layers=[1], heads=(1, 2))
         assert same(some, [tuple(plane[1:2] for plane in cache[1])])
         assert same([entry for _, entry in fresh.fetch_layers(SPEC, tokens)], cache)
-        monkeypatch.setattr(Pages, "array", lambda *_: None)  # as of pages on a GPU
         for size in (8, 16, 5):
             count = -(-90 // size)
             pages = [torch.full((2, count, size, layer.kv_heads, layer.k_dim), 7, dtype=torch.bfloat16) for _ in cache]
@@ -227,6 +235,47 @@ def test_a_pool_that_only_torch_reaches(sidecar: Sidecar, client: Client, monkey
             slots = (order[:, None] * size + np.arange(size)).reshape(-1)[:90]
             assert fresh.fetch(SPEC, tokens, into=Paged(pages, slots)).tier is Tier.HBM
             assert same([page.flatten(1, 2)[:, slots].transpose(1, 2) for page in pages], cache)
+
+
+@pytest.mark.parametrize("size", [8, 16, 5])
+@pytest.mark.parametrize("layout", ["kv page slot head dim", "page kv head slot dim"])
+def test_pages_by_a_kernel(
+    sidecar: Sidecar, client: Client, monkeypatch: pytest.MonkeyPatch, layout: str, size: int
+) -> None:
+    """All layers at once, and some of them one after another; tokens without a slot are left out."""
+    launches: list[ChunksOfHalf] = []
+
+    def launched(chunks: ChunksOfHalf, pages: PagesOfHalf) -> bool:
+        launches.append(chunks)
+        return copied(chunks, pages)
+
+    tokens, cache = stored(client, 600 + size + len(layout), 90)
+    brought(client, tokens)
+    as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr("kvstore_kernels.runs.serves", lambda memory: True)
+    monkeypatch.setattr("kvstore_kernels.runs.copy_chunks", launched)
+    layer, count = SPEC.layers[0], -(-90 // size)
+    axes = {"kv": 2, "page": count, "slot": size, "head": layer.kv_heads, "dim": layer.k_dim}
+    names = layout.split()
+    order = np.random.default_rng(size).permutation(count)
+    slots = (order[:, None] * size + np.arange(size)).reshape(-1)[:90]
+    slots[:7] = -1
+    with connect(sidecar.address) as fresh:
+        for layers in ([0, 1], [1]):
+            pages = [torch.full([axes[name] for name in names], 7, dtype=torch.bfloat16) for _ in layers]
+            found = fresh.fetch(SPEC, tokens, into=Paged(pages, slots, layout), layers=layers)
+            assert (found.tier, found.token_count) == (Tier.HBM, 90)
+            whole = [
+                each.permute([names.index(name) for name in ("kv", "head", "page", "slot", "dim")]) for each in pages
+            ]
+            flat = [each.flatten(2, 3)[:, :, slots[7:]] for each in whole]
+            assert same(flat, [tuple(plane[:, 7:] for plane in cache[number]) for number in layers])
+            written = np.zeros(count * size, bool)
+            written[slots[7:]] = True
+            assert all(bool((each.flatten(2, 3)[:, :, ~written] == 7).all()) for each in whole)
+    assert [(each.layer_count, len(each.offsets)) for each in launches] == [
+        (2, 5), (2, 5), (2, 1), (2, 1), (1, 5), (1, 5), (1, 1), (1, 1)
+    ]  # fmt: skip
 
 
 def test_without_a_gpu_the_service_runs_and_names_the_setting() -> None:

@@ -19,7 +19,7 @@ from kvstore_client.arrays import Layer, Tensor, check_memory, is_array, is_tens
 from kvstore_client.copying import copy, raw
 from kvstore_client.fetch.axes import PageViews
 from kvstore_client.fetch.fused import Fused, in_calls, paged_sources, pieces_of
-from kvstore_client.fetch.near import PageRows, put_run
+from kvstore_client.fetch.near import PageRows, copies_near, put_run
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.shared_memory.chunk import MappedRun
 from kvstore_client.planes.shared_memory.pool import parts_of
@@ -250,11 +250,17 @@ class PagedTarget:
     def fused(self, runs: Sequence[MappedRun], positions: range | None = None) -> Fused | None:
         """Return all copies of the wanted layers, or those at ``positions``, at once. None where tokens lie in parts of
         pages, or a layer has work of its own."""
-        parts = self._whole_pages(runs, positions or range(len(self._wanted.layers)))
+        positions = positions or range(len(self._wanted.layers))
+        parts = self._whole_pages(runs, positions)
         if parts is None:
-            return None
+            slowly = partial(self._copy_layers, positions, runs)
+            return None if self._wanted.verify else copies_near(self._wanted, self._pages, runs, positions, slowly)
         batch = page_batch(parts, are_targets=True)
         return Fused(partial(pieces_of, page_copies(parts), copy_pages)) if batch is None else in_calls(batch)
+
+    def _copy_layers(self, positions: range, runs: Sequence[MappedRun], faults: FaultPoints) -> None:
+        for position in positions:
+            self.copy_layer(position, runs, set(), faults)
 
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one wanted layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""

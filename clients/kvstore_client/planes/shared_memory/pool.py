@@ -39,6 +39,11 @@ class DeviceBytes:
         start, stop, _ = part.indices(self.size)
         return DeviceBytes(self._tensor, self._begin + start, self._begin + max(start, stop))
 
+    @property
+    def whole(self) -> Tensor:
+        """All of the run, as one-byte integers."""
+        return self._tensor[self._begin : self._begin + self.size].view(dtype_of("int8"))
+
     def view(self, shape: Sequence[int], strides: Sequence[int], offset: int, size: int) -> Tensor:
         """Return a view as integers of ``size`` bytes, from byte ``offset`` on. ``strides``: in bytes, multiples of
         ``size``."""

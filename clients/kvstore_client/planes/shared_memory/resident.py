@@ -9,6 +9,7 @@ from kvstore.seams import FaultPoints
 from kvstore.seams.fence import fence
 from kvstore.spec import Exactness, MissReason, Tier
 from kvstore_client.copying import CALL_BYTES, Copier, on_callers_thread
+from kvstore_client.fetch.fused import Fused
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Target
 from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun, runs_of
@@ -56,8 +57,8 @@ class ResidentPrefix:
         cache = self.runs(0)
         fused = None if self.wanted.hidden_layers else target.fused(cache)
         byte_count = self.wanted.byte_count(self.token_count)
-        if fused is None and self._pool is not None and self._is_near:
-            on_callers_thread(self.completed, partial(self._copy_here, target, cache, bad, faults))
+        if any(run.is_on_device for run in cache):
+            on_callers_thread(self.completed, partial(self._copy_here, target, fused, cache, bad, faults))
             return
         if fused is not None:
             if fused.by_torch:
@@ -71,8 +72,14 @@ class ResidentPrefix:
             work.append(partial(target.copy_hidden, layer, self.runs(part), bad))
         copier.share(_run, work, byte_count, timeout_s)
 
-    def _copy_here(self, target: Target, cache: list[MappedRun], bad: set[int], faults: FaultPoints) -> None:
+    def _copy_here(
+        self, target: Target, fused: Fused | None, cache: list[MappedRun], bad: set[int], faults: FaultPoints
+    ) -> None:
         """Copy on this thread: a device has its own."""
+        if fused is not None:
+            for copy in fused.pieces(faults, 1):
+                copy()
+            return
         for position in range(len(self.wanted.layers)):
             target.copy_layer(position, cache, bad, faults)
         for part, layer in enumerate(self.wanted.hidden_layers, start=1):
