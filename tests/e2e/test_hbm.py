@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,10 +21,13 @@ from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Unavailable
 from kvstore.handoff.messages import DeviceAnswer
+from kvstore.seams.devices import driver
+from kvstore.seams.devices.cuda import MappedRegion
 from kvstore.seams.mapping import SharedMap
 from kvstore.spec import ModelSpec, Tier
 from kvstore.v1 import cache_pb2 as pb
 from tests.kernels.addresses import copied
+from tests.seams.cuda import compiled
 from tests.server.raw import eventually
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
@@ -276,6 +282,47 @@ def test_pages_by_a_kernel(
     assert [(each.layer_count, len(each.offsets)) for each in launches] == [
         (2, 5), (2, 5), (2, 1), (2, 1), (1, 5), (1, 5), (1, 1), (1, 1)
     ]  # fmt: skip
+
+
+class StandInPool(pools.MappedPool):
+    """``PoolOnCuda``, of a stand-in for the driver: torch reaches the memory by its address."""
+
+    def __init__(self, region: MappedRegion, ordinal: int, byte_count: int, generations: np.ndarray) -> None:
+        address, _ = region.__cuda_array_interface__["data"]
+        memory = torch.frombuffer((ctypes.c_ubyte * byte_count).from_address(address), dtype=torch.uint8)
+        self.region = region
+        super().__init__(pools.DeviceBytes(memory, 0, byte_count), generations)
+
+    def completed(self, copy: Callable[[], None]) -> None:
+        copy()
+
+
+def test_a_pool_by_a_cuda_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sidecar allocates and fills by the driver's calls, and the client maps by them: here those of a stand-in."""
+    own = {**environment("4 MiB", "cuda:0"), "LD_LIBRARY_PATH": str(compiled(tmp_path))}
+    running = Sidecar("--capacity", "16 MiB", environment=own)
+    running.launch = subprocess.Popen  # a fork of this process would not look for the library there
+    monkeypatch.setattr(driver, "LIBRARY", str(tmp_path / "libcuda.so.1"))
+    monkeypatch.setattr(pools, "PoolOnCuda", StandInPool)
+    monkeypatch.setattr("kvstore_client.fetch.calls.device_of", lambda into: "cuda:0" if into is None else "cpu")
+    driver.driver.cache_clear()
+    with running:
+        with connect(running.address, timeout_s=5.0) as client:
+            tokens, cache = stored(client, 8, 90)
+            brought(client, tokens)
+            for _ in range(2):
+                found = client.fetch(SPEC, tokens)
+                assert found.tier is Tier.HBM
+                assert same(found, cache)
+            into = [tuple(torch.zeros((2, 90, 8), dtype=torch.bfloat16) for _ in "KV") for _ in cache]
+            assert client.fetch(SPEC, tokens, into=into).tier is Tier.DRAM  # on another device than the pool
+            assert same(into, cache)
+            (pool,) = (each for each in client.connect_now()._pools.values() if each is not None)
+            pool._memory._tensor.zero_()  # as any client of a GPU can
+            assert same(client.fetch(SPEC, tokens, verify=True), cache)
+            running.stop(kill=True)
+            assert client.fetch(SPEC, tokens).token_count in (0, 90)
+    driver.driver.cache_clear()
 
 
 def test_without_a_gpu_the_service_runs_and_names_the_setting() -> None:
