@@ -12,7 +12,7 @@ SOURCE = Path(__file__).with_name("cuda_stand_in.c")
 
 
 def compiled(directory: Path) -> Path:
-    """Return a directory with a libcuda.so.1 that works on the host's memory; the test is skipped without a compiler."""
+    """Return a directory with a libcuda.so.1 of the host's memory. Without a compiler the test is skipped."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("needs a C compiler")

@@ -68,7 +68,8 @@ class MappedRun(NamedTuple):
     @property
     def is_on_device(self) -> bool:
         """True when they are copied from a device: no address of the host leads there."""
-        return not isinstance(self.chunks[0].extents[0], np.ndarray)
+        home = self.chunks[0].home
+        return home is not None and not isinstance(home[0], np.ndarray)
 
     def memory(self, slab_index: int) -> Bytes:
         """Return memory that begins with the first chunk's slab and reaches the last's."""
