@@ -13,7 +13,7 @@ import errno
 import mmap
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -47,18 +47,31 @@ def address_of(memory: Bytes) -> int:
     return memory.ctypes.data
 
 
-class _Pages:
-    """Owns the addresses: they are unmapped when the last array over them is gone."""
+class MappedPages:
+    """Owns the addresses: they are unmapped when the last array over them is gone. ``before_unmapping``: called then,
+    in the process that mapped them, while they are still there."""
 
-    def __init__(self, address: int, byte_count: int) -> None:
+    def __init__(self, address: int, byte_count: int, *, writable: bool) -> None:
         # Never marked read-only: torch warns about read-only arrays, and the kernel refuses a write anyway.
         self.__array_interface__ = {"data": (address, False), "shape": (byte_count,), "typestr": "|u1", "version": 3}
-        weakref.finalize(self, _unmap, os.getpid(), address, byte_count).atexit = False
+        self.address, self.byte_count, self.writable = address, byte_count, writable
+        self.before_unmapping: list[Callable[[], object]] = []
+        weakref.finalize(self, _unmap, os.getpid(), address, byte_count, self.before_unmapping).atexit = False
 
 
-def _unmap(owner_pid: int, address: int, byte_count: int) -> None:
+def pages_of(memory: Bytes) -> MappedPages | None:
+    """Return the mapping that an array is a view of; None for other memory."""
+    owner: object = memory
+    while owner is not None and not isinstance(owner, MappedPages):
+        owner = owner.obj if isinstance(owner, memoryview) else getattr(owner, "base", None)
+    return owner
+
+
+def _unmap(owner_pid: int, address: int, byte_count: int, before: Sequence[Callable[[], object]]) -> None:
     # A forked child does not have these pages (MADV_DONTFORK): by now something else may lie at their addresses.
     if os.getpid() == owner_pid:
+        for each in before:
+            each()
         _libc.munmap(address, byte_count)
 
 
@@ -111,7 +124,7 @@ class SharedMap:
                 byte_count=byte_count,
             ) from error
         self.byte_count = byte_count
-        self.bytes: Bytes = np.asarray(_Pages(self._address, byte_count))
+        self.bytes: Bytes = np.asarray(MappedPages(self._address, byte_count, writable=writable))
         self._advise(0, byte_count, mmap.MADV_DONTFORK)
 
     def _advise(self, offset: int, byte_count: int, advice: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,11 +12,14 @@ import numpy as np
 from kvstore_copies import Batch, Blocks, batch_of, is_compiled
 from numpy.typing import NDArray
 
-from kvstore.chunk import slab_parts
+from kvstore.chunk import Part, slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints
 from kvstore_client.arrays import Layer, Tensor, check_memory, is_array, is_tensor, settle_device
 from kvstore_client.copying import copy, raw
+from kvstore_client.cuda import common_gpu
+from kvstore_client.cuda.fetching import copy_checked_on, fetched_on, with_slots
+from kvstore_client.cuda.pages import GpuSlots
 from kvstore_client.fetch.axes import PageViews
 from kvstore_client.fetch.fused import Fused, in_calls, paged_sources, pieces_of
 from kvstore_client.fetch.wanted import Wanted
@@ -97,6 +100,7 @@ class Pages:
         if self.slots.size and int(self.slots.max()) >= page_count * self.page_size:
             raise InvalidRequest(f"slot {int(self.slots.max())} lies outside {page_count} pages of {self.page_size}")
         settle_device(self._checked.given)
+        self.gpu = common_gpu(self._checked.given)
         self._cut: dict[tuple[int, int], Cut] = {}
 
     def plane(self, position: int, which: int) -> Tensor:
@@ -107,6 +111,11 @@ class Pages:
         """Return the same as a numpy array; None for a GPU's."""
         arrays = self.arrays[position]
         return None if arrays is None else arrays[which]
+
+    @cached_property
+    def on_gpu(self) -> GpuSlots:
+        """The tokens' places on the GPU that all pages are on."""
+        return GpuSlots(self.slots, self.page_size, self.gpu)
 
     def check_writable(self) -> None:
         """Raise InvalidRequest for pages that cannot be fetched into."""
@@ -247,7 +256,12 @@ class PagedTarget:
     def fused(self, runs: Sequence[MappedRun], positions: range | None = None) -> Fused | None:
         """Return all copies of the wanted layers, or those at ``positions``, at once. None where tokens lie in parts of
         pages, or a layer has work of its own."""
-        parts = self._whole_pages(runs, positions or range(len(self._wanted.layers)))
+        wanted, gpu = self._wanted, self._pages.gpu
+        positions = positions or range(len(wanted.layers))
+        if gpu is not None:
+            copies = fetched_on(gpu, wanted, with_slots(runs, self._pages.slots), positions, self._put_on_gpu)
+            return None if wanted.verify else copies
+        parts = self._whole_pages(runs, positions)
         if parts is None:
             return None
         batch = page_batch(parts, are_targets=True)
@@ -256,6 +270,10 @@ class PagedTarget:
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one wanted layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
         wanted = self._wanted
+        if self._pages.gpu is not None:
+            some = with_slots(runs, self._pages.slots)
+            copy_checked_on(self._pages.gpu, wanted, some, position, bad, self._put_on_gpu, faults)
+            return
         for run in runs:
             faults.reach("fetch.copy.middle")
             parts = self._whole_pages([run], range(position, position + 1))
@@ -271,6 +289,10 @@ class PagedTarget:
                 heads = slice(None) if layout.blocked else slice(wanted.head_start, wanted.head_stop)
                 for part in slab_parts(layout, index, chunk.slab(index)):
                     self._put(position, part.which, part.array[0, heads], chunk.token_start + part.token_start)
+
+    def _put_on_gpu(self, position: int, run: MappedRun, part: Part, content: Tensor) -> None:
+        first, pages = run.chunks[0], self._pages
+        pages.on_gpu.put(pages.plane(position, part.which), content, first.token_start, first.layout.token_count, part)
 
     def _whole_pages(self, runs: Sequence[MappedRun], positions: range) -> list[WholePages] | None:
         """Return the pages of these layers and their content, by halves of chunks at a constant distance. None where

@@ -7,11 +7,13 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import TypeAlias
 
-from kvstore.chunk import ChunkLayout, slab_parts
+from kvstore.chunk import ChunkLayout, Part, slab_parts
 from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
 from kvstore_client.arrays import Layer, Tensor, is_tensor, presented, tell_graphs
 from kvstore_client.copying import copy, copy_small, plane_run, raw, whole
+from kvstore_client.cuda import common_gpu
+from kvstore_client.cuda.fetching import copy_checked_on, fetched_on
 from kvstore_client.fetch.fused import Fused, Planes, copies_of
 from kvstore_client.fetch.given import Given, given_planes
 from kvstore_client.fetch.owned import OwnedHalves, owned_layers, owned_rows
@@ -38,6 +40,7 @@ class DenseTarget:
         self.is_callers = given is not None
         self._are_tensors = given is not None and given.are_tensors
         self._alike = None if given is None or not given.sides else Planes(given.sides, are_alike=True)
+        self._gpu = None if given is None or given.sides else common_gpu(chain.from_iterable(given.layers))
         self._layers: Sequence[Sequence[Tensor]]
         self._owned = OwnedHalves.of(wanted, token_count) if given is None else None
         if given is not None:
@@ -82,6 +85,9 @@ class DenseTarget:
 
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one requested layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
+        if self._gpu is not None:
+            copy_checked_on(self._gpu, self._wanted, runs, position, bad, self._put_on_gpu, faults)
+            return
         layer = self._wanted.layers[position]
         for run in runs:
             faults.reach("fetch.copy.middle")
@@ -95,6 +101,8 @@ class DenseTarget:
         """Return all copies of the requested layers, or those at ``positions``, at once; None where each layer has work
         of its own."""
         wanted = self._wanted
+        if self._gpu is not None and not wanted.verify:
+            return fetched_on(self._gpu, wanted, runs, positions or range(len(wanted.layers)), self._put_on_gpu)
         if wanted.verify or wanted.spec.keeps_e or not wanted.layers:
             return None
         planes, layers = self._planes(), wanted.layers
@@ -109,6 +117,11 @@ class DenseTarget:
         if self._alike is not None:
             return self._alike
         return Planes(list(zip(*(self._layers if self._are_tensors else self._raw), strict=True)))
+
+    def _put_on_gpu(self, position: int, run: MappedRun, part: Part, content: Tensor) -> None:
+        first, count = run.chunks[0], len(run.chunks)
+        plane = self._raw[position][part.which]
+        copy(plane_run(plane, first.token_start, first.layout.token_count, count, part), content)
 
     def copy_hidden(self, layer: int, runs: Sequence[MappedRun], bad: set[int]) -> None:
         for run in runs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,8 @@ from kvstore.errors import InvalidRequest
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import Tensor, settle_device
 from kvstore_client.copying import copy, raw
+from kvstore_client.cuda import common_gpu
+from kvstore_client.cuda.storing import save_part
 from kvstore_client.fetch.paged import Pages
 from kvstore_client.planes.store import StagingRun
 
@@ -71,13 +74,17 @@ class Dense:
     def __init__(self, planes: Sequence[Tensor]) -> None:
         settle_device(planes)
         self._planes = [raw(plane) for plane in planes]
+        self._gpu = common_gpu(planes)
         self.token_count = int(planes[0].shape[1])
 
     def copy(self, part: Part, start: int, stop: int, token: int) -> None:
         """Copy tokens ``start .. stop`` of a part. ``token``: the place of the part's first token in this source."""
         target = part.array[0, :, start - part.token_start : stop - part.token_start]
         source = self._planes[part.which][:, token + start - part.token_start : token + stop - part.token_start]
-        copy(raw(target), source)
+        if self._gpu is not None:
+            save_part(self._gpu, target, lambda: source)
+        else:
+            copy(raw(target), source)
 
 
 class FromPages:
@@ -93,6 +100,11 @@ class FromPages:
     def copy(self, part: Part, start: int, stop: int, token: int, heads: slice = slice(None)) -> None:
         """Copy as ``Dense.copy`` does, these ``heads`` of the pages. Whole pages come in one call, by numpy's index."""
         pages, base = self.pages, token - part.token_start
+        if pages.gpu is not None:
+            strips = part.array[0, :, start - part.token_start : stop - part.token_start]
+            plane = pages.plane(self._position, part.which)[:, :, heads]
+            save_part(pages.gpu, strips, partial(pages.on_gpu.tokens, plane, base + start, base + stop))
+            return
         array, cut = pages.array(self._position, part.which), pages.whole_pages
         runs, rest = (pages.pieces_only if array is None else cut)(base + start, base + stop)
         strips = part.array[0]

@@ -62,9 +62,10 @@ class MappedRun(NamedTuple):
     stride: int
 
     def memory(self, slab_index: int) -> Bytes:
-        """Return memory that begins with the first chunk's slab and reaches the last's."""
+        """Return memory that begins with the first chunk's slab and reaches beyond the last's, where chunks lie in one
+        extent; else the one chunk's slab."""
         first = self.chunks[0]
-        if len(self.chunks) == 1 or first.home is None:
+        if first.home is None:
             return first.slab(slab_index)
         region, _, offset = first.home
         return region[offset + first.layout.header_bytes + first.layout.slabs[slab_index].offset :]

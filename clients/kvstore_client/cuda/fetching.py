@@ -1,0 +1,92 @@
+"""Fetches into tensors of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.chunk import Part
+from kvstore.seams import FaultPoints
+from kvstore_client.arrays import Tensor
+from kvstore_client.cuda.lanes import run_on
+from kvstore_client.cuda.slabs import Slabs, pieces
+from kvstore_client.fetch.fused import Fused
+from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.planes.shared_memory.chunk import MappedRun, runs_of
+
+Put = Callable[[int, MappedRun, Part, Tensor], None]
+"""Puts a part of a wanted layer, given by its position, of a run's chunks in its place. The tensor, on the GPU, has the
+part's content: integers, [chunks, heads, tokens, dim]."""
+
+
+def fetched_on(device: Any, wanted: Wanted, runs: Sequence[MappedRun], positions: range, put: Put) -> Fused:
+    """Return the copies of the layers at ``positions``, of all chunks of the runs: in one piece, because the GPU makes
+    them side by side by itself."""
+    return Fused(partial(_in_one, device, wanted, runs, positions, put), by_torch=False)
+
+
+def with_slots(runs: Sequence[MappedRun], slots: NDArray[np.int64]) -> list[MappedRun]:
+    """Leave out chunks of which no token has a slot."""
+    chunks = chain.from_iterable(run.chunks for run in runs)
+    return runs_of([
+        each for each in chunks if (slots[each.token_start : each.token_start + each.layout.token_count] >= 0).any()
+    ])  # fmt: skip
+
+
+def _in_one(
+    device: Any, wanted: Wanted, runs: Sequence[MappedRun], positions: range, put: Put, faults: FaultPoints, _count: int
+) -> Iterator[Callable[[], None]]:
+    yield partial(run_on, device, _copies(device, wanted, runs, positions, put, faults))
+
+
+def copy_checked_on(
+    device: Any, wanted: Wanted, runs: Sequence[MappedRun], position: int, bad: set[int], put: Put, faults: FaultPoints
+) -> None:
+    """Copy one layer of all chunks of the runs. With verify, a chunk whose strips fail, in the sidecar's memory, joins
+    ``bad`` and is left out."""
+    if wanted.verify:
+        good = []
+        for chunk in chain.from_iterable(run.chunks for run in runs):
+            slab = chunk.layout.slab_of_layer[wanted.layers[position]]
+            if chunk.is_intact(slab, wanted.head_start, wanted.head_stop):
+                good.append(chunk)
+            else:
+                bad.add(id(chunk))
+        runs = runs_of(good)
+    run_on(device, _copies(device, wanted, runs, range(position, position + 1), put, faults))
+
+
+def _copies(
+    device: Any, wanted: Wanted, runs: Sequence[MappedRun], positions: range, put: Put, faults: FaultPoints
+) -> Iterator[Callable[[], None]]:
+    for run in runs:
+        layout = run.chunks[0].layout
+        numbers = [layout.slab_of_layer[wanted.layers[position]] for position in positions]
+        alone = run.chunks[0].home is None or (wanted.head_stop is not None and not layout.blocked)
+        for places, chunks in pieces(layout, numbers, len(run.chunks), alone=alone):
+            some = run.chunks[chunks.start : chunks.stop]
+            shorter = MappedRun(some, run.stride if len(some) > 1 else 0)
+            of = [positions[place] for place in places]
+            yield partial(_copy, device, wanted, shorter, of, [numbers[place] for place in places], put, faults)
+
+
+def _copy(
+    device: Any, wanted: Wanted, run: MappedRun, positions: Sequence[int], numbers: Sequence[int], put: Put,
+    faults: FaultPoints,
+) -> None:  # fmt: skip
+    """Queue the copies of some layers of some chunks."""
+    layout = run.chunks[0].layout
+    first, stop = (0, None) if layout.blocked else (wanted.head_start, wanted.head_stop)
+    slab = layout.slabs[numbers[0]]
+    skipped = int(layout.strip_offsets[slab.strip_first + first]) - slab.offset
+    slabs = Slabs(layout, numbers, run.memory(numbers[0])[skipped:], len(run.chunks), run.stride, first, stop)
+    mirror = slabs.mirror(device)
+    mirror.load()
+    for place, part, content in slabs.parts(mirror):
+        put(positions[place], run, part, content)
+    faults.reach("fetch.copy.middle")
