@@ -23,6 +23,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.planning import Recompute
 from kvstore.seams import Clock, SystemClock
 from kvstore.spec import Exactness
+from kvstore_client.arrays import settle_device
 from kvstore_client.prompt import GivenTokens, checked_tokens
 from kvstore_client.recompute.choosing import Choosing
 from kvstore_client.recompute.merged import dense_planes
@@ -129,6 +130,7 @@ class _Pass:
         logits = self._runner.logits(rows.hidden)
         with torch.inference_mode(False):
             logits = logits.clone()  # the caller may write to them
+        settle_device([logits])  # the time is that of the work; and any stream may read the cache
         spared = all(run.is_exact for run in self._runs) or self._setting.computes_all(self._layer_count)
         covered = sum(run.token_count for run in self._runs) * self._layer_count
         exactness = Exactness.EXACT if spared else Exactness.DERIVED
