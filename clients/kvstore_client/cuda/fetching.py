@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvstore.chunk import Part
 from kvstore.seams import FaultPoints
 from kvstore_client.arrays import Tensor
-from kvstore_client.cuda.lanes import run_on
+from kvstore_client.cuda.lanes import QueuedStep, run_in_turn, run_on
 from kvstore_client.cuda.slabs import Slabs, pieces
 from kvstore_client.fetch.fused import Fused
 from kvstore_client.fetch.wanted import Wanted
@@ -24,10 +24,10 @@ Put = Callable[[int, MappedRun, Part, Tensor], None]
 part's content: integers, [chunks, heads, tokens, dim]."""
 
 
-def fetched_on(device: Any, wanted: Wanted, runs: Sequence[MappedRun], positions: range, put: Put) -> Fused:
+def fetched_on(gpu: Any, wanted: Wanted, runs: Sequence[MappedRun], positions: range, put: Put) -> Fused:
     """Return the copies of the layers at ``positions``, of all chunks of the runs: in one piece, because the GPU makes
     them side by side by itself."""
-    return Fused(partial(_in_one, device, wanted, runs, positions, put), by_torch=False)
+    return Fused(partial(_in_one, gpu, wanted, runs, positions, put), by_torch=False)
 
 
 def with_slots(runs: Sequence[MappedRun], slots: NDArray[np.int64]) -> list[MappedRun]:
@@ -39,13 +39,13 @@ def with_slots(runs: Sequence[MappedRun], slots: NDArray[np.int64]) -> list[Mapp
 
 
 def _in_one(
-    device: Any, wanted: Wanted, runs: Sequence[MappedRun], positions: range, put: Put, faults: FaultPoints, _count: int
+    gpu: Any, wanted: Wanted, runs: Sequence[MappedRun], positions: range, put: Put, faults: FaultPoints, _count: int
 ) -> Iterator[Callable[[], None]]:
-    yield partial(run_on, device, _copies(device, wanted, runs, positions, put, faults))
+    yield partial(run_on, gpu, _copies(gpu, wanted, runs, positions, put, faults))
 
 
 def copy_checked_on(
-    device: Any, wanted: Wanted, runs: Sequence[MappedRun], position: int, bad: set[int], put: Put, faults: FaultPoints
+    gpu: Any, wanted: Wanted, runs: Sequence[MappedRun], position: int, bad: set[int], put: Put, faults: FaultPoints
 ) -> None:
     """Copy one layer of all chunks of the runs. With verify, a chunk whose strips fail, in the sidecar's memory, joins
     ``bad`` and is left out."""
@@ -58,11 +58,31 @@ def copy_checked_on(
             else:
                 bad.add(id(chunk))
         runs = runs_of(good)
-    run_on(device, _copies(device, wanted, runs, range(position, position + 1), put, faults))
+    run_on(gpu, _copies(gpu, wanted, runs, range(position, position + 1), put, faults))
+
+
+def fetch_in_turn(
+    gpu: Any, wanted: Wanted, runs: Sequence[MappedRun], positions: Sequence[range], put: Put, faults: FaultPoints,
+    landed: Callable[[range], bool],
+) -> None:  # fmt: skip
+    """Copy layers, those of a range together, and call ``landed`` with each range that has come; nothing more is queued
+    once it returns False."""
+    is_wanted = True
+
+    def tell(some: range) -> None:
+        nonlocal is_wanted
+        is_wanted = landed(some)
+
+    def steps() -> Iterator[QueuedStep]:
+        for some in positions:
+            if is_wanted:
+                yield QueuedStep(_copies(gpu, wanted, runs, some, put, faults), partial(tell, some))
+
+    run_in_turn(gpu, steps())
 
 
 def _copies(
-    device: Any, wanted: Wanted, runs: Sequence[MappedRun], positions: range, put: Put, faults: FaultPoints
+    gpu: Any, wanted: Wanted, runs: Sequence[MappedRun], positions: range, put: Put, faults: FaultPoints
 ) -> Iterator[Callable[[], None]]:
     for run in runs:
         layout = run.chunks[0].layout
@@ -72,11 +92,11 @@ def _copies(
             some = run.chunks[chunks.start : chunks.stop]
             shorter = MappedRun(some, run.stride if len(some) > 1 else 0)
             of = [positions[place] for place in places]
-            yield partial(_copy, device, wanted, shorter, of, [numbers[place] for place in places], put, faults)
+            yield partial(_copy, gpu, wanted, shorter, of, [numbers[place] for place in places], put, faults)
 
 
 def _copy(
-    device: Any, wanted: Wanted, run: MappedRun, positions: Sequence[int], numbers: Sequence[int], put: Put,
+    gpu: Any, wanted: Wanted, run: MappedRun, positions: Sequence[int], numbers: Sequence[int], put: Put,
     faults: FaultPoints,
 ) -> None:  # fmt: skip
     """Queue the copies of some layers of some chunks."""
@@ -85,7 +105,7 @@ def _copy(
     slab = layout.slabs[numbers[0]]
     skipped = int(layout.strip_offsets[slab.strip_first + first]) - slab.offset
     slabs = Slabs(layout, numbers, run.memory(numbers[0])[skipped:], len(run.chunks), run.stride, first, stop)
-    mirror = slabs.mirror(device)
+    mirror = slabs.mirror(gpu)
     mirror.load()
     for place, part, content in slabs.parts(mirror):
         put(positions[place], run, part, content)

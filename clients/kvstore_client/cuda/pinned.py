@@ -31,6 +31,8 @@ def _registered(pages: MappedPages) -> bool:
     library = runtime()
     if library is None:
         return False
+    if not pages.back():  # what is registered stays where it is: the kernel makes no huge pages of it any more
+        return False
     flags = REGISTER_PORTABLE if pages.writable else REGISTER_PORTABLE | REGISTER_READ_ONLY
     reason = library.register(pages.address, pages.byte_count, flags)
     if reason:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from kvstore_copies import Batch, Blocks, batch_of, is_compiled
 from numpy.typing import NDArray
 
 from kvstore.chunk import Part, slab_parts
@@ -18,11 +17,13 @@ from kvstore.seams import FaultPoints
 from kvstore_client.arrays import Layer, Tensor, check_memory, is_array, is_tensor, settle_device
 from kvstore_client.copying import copy, raw
 from kvstore_client.cuda import common_gpu
-from kvstore_client.cuda.fetching import copy_checked_on, fetched_on, with_slots
+from kvstore_client.cuda.fetching import copy_checked_on, fetch_in_turn, fetched_on, with_slots
 from kvstore_client.cuda.pages import GpuSlots
 from kvstore_client.fetch.axes import PageViews
 from kvstore_client.fetch.fused import Fused, in_calls, paged_sources, pieces_of
 from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.fetch.whole_pages import PageRows, WholePages, copy_pages, page_batch, page_copies
+from kvstore_client.planes.prefix import LandedRange
 from kvstore_client.planes.shared_memory.chunk import MappedRun
 from kvstore_client.planes.stream.strips import Strips
 
@@ -62,20 +63,6 @@ class Piece(NamedTuple):
 
 Cut = tuple[list[tuple[int, NDArray[np.intp]]], list[Piece]]
 """Runs of whole pages in any order, (first token, pages), and the other tokens as pieces."""
-PageRows = tuple[int | slice, slice]
-
-
-class WholePages(NamedTuple):
-    """Pages of one half of a cache. ``arrays``: per layer all pages, [pages, page_size, heads, dim]; ``numbers``: those
-    that are meant, in one or two axes; ``content``: theirs, with a first axis of layers."""
-
-    arrays: list[NDArray[np.generic]]
-    numbers: NDArray[np.intp]
-    content: NDArray[np.generic]
-
-
-PageCopy = tuple[NDArray[np.generic], NDArray[np.intp], NDArray[np.generic]]
-"""(all pages, the numbers of those to write, their new content)."""
 
 
 class Pages:
@@ -267,6 +254,14 @@ class PagedTarget:
         batch = page_batch(parts, are_targets=True)
         return Fused(partial(pieces_of, page_copies(parts), copy_pages)) if batch is None else in_calls(batch)
 
+    def in_turn(
+        self, runs: Sequence[MappedRun], positions: Sequence[range], faults: FaultPoints, landed: LandedRange
+    ) -> Callable[[], None] | None:
+        """Return a call for a GPU's pages: its copies need no second thread."""
+        gpu, wanted, some = self._pages.gpu, self._wanted, with_slots(runs, self._pages.slots)
+        call = partial(fetch_in_turn, gpu, wanted, some, positions, self._put_on_gpu, faults, landed)
+        return None if gpu is None or wanted.verify else call
+
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one wanted layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
         wanted = self._wanted
@@ -291,8 +286,8 @@ class PagedTarget:
                     self._put(position, part.which, part.array[0, heads], chunk.token_start + part.token_start)
 
     def _put_on_gpu(self, position: int, run: MappedRun, part: Part, content: Tensor) -> None:
-        first, pages = run.chunks[0], self._pages
-        pages.on_gpu.put(pages.plane(position, part.which), content, first.token_start, first.layout.token_count, part)
+        first, plane = run.chunks[0], self._pages.plane(position, part.which)
+        self._pages.on_gpu.put(plane, content, first.token_start, first.layout.token_count, part)
 
     def _whole_pages(self, runs: Sequence[MappedRun], positions: range) -> list[WholePages] | None:
         """Return the pages of these layers and their content, by halves of chunks at a constant distance. None where
@@ -347,36 +342,6 @@ class PagedTarget:
             for piece in rest:
                 source = tensor[:, piece.token - token : piece.token - token + piece.token_count]
                 copy(pages.place(plane, piece), pages.shaped(source, piece))
-
-
-def page_batch(parts: Sequence[WholePages], *, are_targets: bool) -> Batch | None:
-    """Return the copies into pages, or out of them, in compiled code; None where there is none, or the pages do not
-    suit it."""
-    if not is_compiled():
-        return None
-    pairs: list[tuple[Blocks, Blocks]] = []
-    for part in parts:
-        pages = Blocks.at(part.numbers, part.arrays)
-        if pages is None:
-            return None
-        content = Blocks.of(part.content, 1 + part.numbers.ndim)
-        pairs.append((pages, content) if are_targets else (content, pages))
-    return batch_of(pairs, parts[0].content.itemsize) if parts else None
-
-
-def page_copies(parts: Sequence[WholePages]) -> list[PageCopy]:
-    """Return copies by numpy, one per layer and half of chunks at a constant distance."""
-    return [
-        (array, part.numbers, content.view(array.dtype))
-        for part in parts
-        for array, content in zip(part.arrays, part.content, strict=True)
-    ]
-
-
-def copy_pages(copies: Sequence[PageCopy]) -> None:
-    """Run copies into pages: numpy's indexed assignment, one call for many pages, lets other threads run."""
-    for pages, numbers, content in copies:
-        pages[numbers] = content
 
 
 def _slots(slots: Tensor) -> NDArray[np.int64]:

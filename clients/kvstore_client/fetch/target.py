@@ -13,14 +13,14 @@ from kvstore.seams.memory import Bytes
 from kvstore_client.arrays import Layer, Tensor, is_tensor, presented, tell_graphs
 from kvstore_client.copying import copy, copy_small, plane_run, raw, whole
 from kvstore_client.cuda import common_gpu
-from kvstore_client.cuda.fetching import copy_checked_on, fetched_on
+from kvstore_client.cuda.fetching import copy_checked_on, fetch_in_turn, fetched_on
 from kvstore_client.fetch.fused import Fused, Planes, copies_of
 from kvstore_client.fetch.given import Given, given_planes
 from kvstore_client.fetch.owned import OwnedHalves, owned_layers, owned_rows
 from kvstore_client.fetch.paged import Paged, PagedTarget, Pages
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.halves import shown
-from kvstore_client.planes.prefix import Target
+from kvstore_client.planes.prefix import LandedRange, Target
 from kvstore_client.planes.shared_memory.chunk import MappedRun
 from kvstore_client.planes.stream.strips import Strips
 
@@ -110,6 +110,14 @@ class DenseTarget:
             planes, layers = planes.at(positions), layers[positions.start : positions.stop]
         heads = range(wanted.head_start, wanted.head_start + wanted.heads_of(layers[0]))
         return copies_of(planes, self._token_count, runs, layers, heads)
+
+    def in_turn(
+        self, runs: Sequence[MappedRun], positions: Sequence[range], faults: FaultPoints, landed: LandedRange
+    ) -> Callable[[], None] | None:
+        """Return a call for a GPU's planes: its copies need no second thread."""
+        if self._gpu is None or self._wanted.verify:
+            return None
+        return partial(fetch_in_turn, self._gpu, self._wanted, runs, positions, self._put_on_gpu, faults, landed)
 
     def _planes(self) -> Planes:
         if self._owned is not None:

@@ -19,8 +19,9 @@ from kvstore_client.cuda.storing import stored_from
 from kvstore_client.derived import check_exact
 from kvstore_client.fetch.axes import Arrays
 from kvstore_client.fetch.fused import page_views, plane_geometry
-from kvstore_client.fetch.paged import Paged, PageRows, Pages, WholePages, page_batch
+from kvstore_client.fetch.paged import Paged, Pages
 from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.fetch.whole_pages import PageRows, WholePages, page_batch
 from kvstore_client.planes.store import Steps, Unit
 from kvstore_client.prompt import EXACT, Prompt
 from kvstore_client.store.gathering import FromPages
