@@ -60,8 +60,8 @@ def recompute(
     and selector: the look ahead is not done again, and counts in f as if it were. ``before_layer``: called before each
     layer; what it raises ends the pass.
     Memory: the merged cache, the residual stream and queries of the rows that are carried, and what a layer needs
-    inside for 512 of them (on a GPU, 4,096). Raises: InvalidRequest for arguments that do not fit, and when the model's weights change
-    meanwhile; KVStoreError when a run does not come: discard the cache then.
+    inside for 512 of them (on a GPU, 4,096). Raises: InvalidRequest for arguments that do not fit, and when the
+    model's weights change meanwhile; KVStoreError when a run does not come: discard the cache then.
     """
     given = checked_tokens(tokens, runner.spec.vocab_size)
     if not given.size:
