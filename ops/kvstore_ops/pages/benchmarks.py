@@ -31,8 +31,8 @@ table says so. Mooncake needs Debian's libibverbs1, librdmacm1, libnl-3-200 and 
 `LD_LIBRARY_PATH`. `peers-redis` and `peers-s3` move chunks to one Redis and one bucket beside LMCache's clients
 (`KVSTORE_BENCH_LMCACHE`).
 
-`make gpu` is for a machine with a GPU: it runs the tests that need one and the benchmarks `gpu-*`, which `all` leaves out
-where there is none, and ends within nine minutes with one table and `kvstore-gpu.json`. `python -m kvstore_ops.gpu
+`make gpu` is for a machine with a GPU: it runs the tests that need one and the benchmarks `gpu-*`, which `all` leaves
+out where there is none, and ends within nine minutes with one table and `kvstore-gpu.json`. `python -m kvstore_ops.gpu
 --help` names its parts, its options and its exit status. It takes the Python whose torch has CUDA, .venv's or
 `PYTHON`'s; without a GPU it says what is missing, and what that leaves untested.
 
