@@ -101,7 +101,7 @@ def test_pages_are_filled_and_stored(client: Client, device: str, dtype: str, la
     others = np.setdiff1d(np.arange(page_count * size), slots[here])
     for page, arrays in zip(into.layers, cache, strict=True):
         for which, array in enumerate(arrays):
-            rows = rows_of(page, LAYOUTS[layout], which)
+            rows = rows_of(page, LAYOUTS[layout], which).cpu()
             assert (unsigned(rows[slots[here]]) == array.transpose(1, 0, 2)[here]).all()
             assert is_poison(rows[others])
     whole = Paged(pages_of(device, LAYOUTS[layout], page_count, size, dtype), torch.from_numpy(slots), LAYOUTS[layout])
@@ -124,7 +124,7 @@ def test_some_layers_and_heads_of_pages(client: Client, device: str, heads: Any)
     found = client.fetch(spec, tokens_of(96, seed), into=Paged(pages, slots), layers=[1], heads=heads)
     assert found.token_count == 96
     for which in range(2):
-        rows = rows_of(pages[0], LAYOUTS["NHD"], which)[slots]
+        rows = rows_of(pages[0], LAYOUTS["NHD"], which).cpu()[slots]
         assert (unsigned(rows) == cache[1][which].transpose(1, 0, 2)[:, slice(*(heads or (0, 2)))]).all()
 
 
@@ -196,7 +196,8 @@ def pages_of(device: str, layout: str, page_count: int, size: int, dtype: str, h
 
 
 def rows_of(page: torch.Tensor, layout: str, which: int) -> torch.Tensor:
-    """K or V of all slots, [slots, heads, dim]."""
+    """K or V of all slots, [slots, heads, dim], as plain integers: not every release can index float8 on a GPU."""
+    page = page.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[page.element_size()])
     names = layout.split()
     if "kv" in names:
         page = page.select(names.index("kv"), which)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor as WorkerPool
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from kvstore_client import Client, Paged
+from kvstore_client import AsyncClient, Client, Paged
+from kvstore_client.streams import within_streams
 
+from kvstore.seams import WorkerThreads
 from tests.gpu.tensors import cache_on, long_kernel, own_stream, poisoned, same, seeds
 from tests.specs import small_spec, tokens_of
 
@@ -180,3 +185,68 @@ def test_two_threads_with_a_stream_each(client: Client, device: str) -> None:
         each.join(60.0)
     assert not failures, failures
     assert not any(each.is_alive() for each in threads)
+
+
+@STREAMS
+async def test_awaited_calls_wait_for_the_callers_stream(client: Client, device: str, is_own: bool) -> None:
+    """They run on another thread, which has other streams."""
+    seed, asked = next(seeds), AsyncClient(client, WorkerThreads(2, "test-async"))
+    kv, cache = cache_on(device, SPEC, COUNT, seed)
+    with stream_of(device, is_own):
+        given = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in kv]
+        long_kernel(device)
+        for pair, computed in zip(given, kv, strict=True):
+            for plane, value in zip(pair, computed, strict=True):
+                plane.copy_(value)
+        receipt = await asked.store(SPEC, tokens_of(COUNT, seed), given)
+        into = targets(device)
+        long_kernel(device)
+        for pair in into:
+            for plane in pair:
+                plane.fill_(1)  # on its way: the fetch must come after it
+        receipt.wait(10.0)
+        found = await asked.fetch(SPEC, tokens_of(COUNT, seed), into=into)
+        assert found.token_count == COUNT
+        after = [(k.clone(), v.clone()) for k, v in into]
+    same(after, cache)
+    asked._threads.close()
+
+
+class Cuda:
+    """torch.cuda as a process sees it that has two GPUs. ``streams``: by thread and device."""
+
+    def __init__(self) -> None:
+        self.streams: dict[tuple[int, int], str] = {}
+        self.device = threading.local()
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 2
+
+    def current_device(self) -> int:
+        return getattr(self.device, "number", 0)
+
+    def current_stream(self, device: int) -> tuple[int, str]:
+        return device, self.streams.get((threading.get_ident(), device), "default")
+
+    @contextmanager
+    def stream(self, stream: tuple[int, str]) -> Iterator[None]:
+        before, number = self.current_device(), stream[0]
+        kept = self.current_stream(number)[1]
+        self.streams[threading.get_ident(), number], self.device.number = stream[1], number
+        yield
+        self.streams[threading.get_ident(), number], self.device.number = kept, before
+
+
+def test_another_thread_works_on_the_callers_device_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda()
+    monkeypatch.setattr(torch, "cuda", cuda)
+
+    def seen() -> tuple[int, Any, Any]:
+        return cuda.current_device(), cuda.current_stream(0), cuda.current_stream(1)
+
+    with WorkerPool() as pool, cuda.stream((0, "a")), cuda.stream((1, "b")):
+        assert pool.submit(within_streams(seen)).result() == (1, (0, "a"), (1, "b"))
+        assert pool.submit(seen).result() == (0, (0, "default"), (1, "default"))

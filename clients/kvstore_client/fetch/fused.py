@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvstore.chunk import STRIP_ALIGNMENT, ChunkLayout
 from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
-from kvstore_client.arrays import Tensor, is_tensor, tell_graphs, torch_module
+from kvstore_client.arrays import Tensor, is_tensor, settle_device, tell_graphs, torch_module
 from kvstore_client.copying import plainly
 from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun
 
@@ -315,8 +315,10 @@ def _pairs_in_pieces(
 
 
 def copy_pairs(targets: list[Tensor], sources: list[Tensor], faults: FaultPoints) -> None:
-    """Run copies in one operation, which releases the GIL."""
+    """Run copies in one operation, which releases the GIL. They have ended on return, also those to a GPU."""
     torch_module()._foreach_copy_(targets, sources)
+    if any(target.is_cuda for target in targets):
+        settle_device(targets)
     faults.reach("fetch.copy.middle")
 
 
