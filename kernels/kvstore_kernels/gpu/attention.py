@@ -128,5 +128,5 @@ def runs_seen(q_positions: torch.Tensor, k_positions: torch.Tensor, window: int)
 
 
 def _arithmetic(q: torch.Tensor) -> dict[str, object]:
-    """Return how products are made: fp32 is not rounded to TF32; off the GPU, in the interpreter, all are fp32."""
-    return {"UPCAST": not q.is_cuda, "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32"}
+    """Return how products are made: those of fp32 in three parts, as exact as fp32's own; off the GPU, in the interpreter, all are fp32."""
+    return {"UPCAST": not q.is_cuda, "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32"}

@@ -26,8 +26,10 @@ def _rows_of(slots, key, inside, page, token, PAGE_SIZE: tl.constexpr, MASKED: t
             slot = tl.load(slots + key, mask=inside, other=0)
         else:
             slot = tl.load(slots + key)
-        return (slot // PAGE_SIZE) * page + (slot % PAGE_SIZE) * token
-    return tl.arange(0, key.shape[0]) * token
+        offset = (slot // PAGE_SIZE) * page + (slot % PAGE_SIZE) * token
+    else:
+        offset = tl.arange(0, key.shape[0]) * token
+    return offset
 
 
 @triton.jit
