@@ -42,9 +42,9 @@ def attend(
     page_size + its place there.
     On a GPU: one pass without further memory; weights are rounded to ``q``'s dtype, sums are fp32. What would wait for
     the device is not checked: the order of positions, and slots.
-    Memory elsewhere: a mask of 128 rows by the keys they can see, 1 byte and one of ``q``'s dtype each, and none where every
-    token is a row; keys and values are not repeated for their groups. Cost: keys beyond a block's last position (and
-    before its window) are not touched.
+    Memory elsewhere: a mask of 128 rows by the keys they can see, 1 byte and one of ``q``'s dtype each, and none where
+    every token is a row; keys and values are not repeated for their groups. Cost: keys beyond a block's last position
+    (and before its window) are not touched.
     Raises: InvalidRequest for shapes that do not fit.
     """
     _check(q, k, v, q_positions, k_positions, slots)
@@ -94,8 +94,9 @@ def attend_with_mass(
     [tokens], summed over these rows and over the heads. With ``peak`` it is the sum in the head where it is largest.
     Scores, softmax and sums of those rows are fp32. ``slots``: as for ``attend``.
 
-    Memory on a GPU: fp32 [heads, tokens]; scores are computed twice. Memory elsewhere: as ``attend``; for the suffix also two runs of fp32 scores, of as many rows as fit in 16 MiB or of 8 rows,
-    and keys and values in fp32, 4,096 tokens at a time.
+    Memory on a GPU: fp32 [heads, tokens]; scores are computed twice. Memory elsewhere: as ``attend``; for the suffix
+    also two runs of fp32 scores, of as many rows as fit in 16 MiB or of 8 rows, and keys and values in fp32, 4,096
+    tokens at a time.
     Raises: InvalidRequest for shapes that do not fit.
     """
     _check(q, k, v, q_positions, k_positions, slots)

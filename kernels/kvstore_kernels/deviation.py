@@ -36,8 +36,8 @@ def deviation_of(
 ) -> torch.Tensor:
     """Return the squared L2 distance per token, summed over heads and dims: fp32 [tokens].
 
-    Shapes: (K, V) of one layer each, [kv_heads, tokens, dim]. Cost: one fp32 temporary of 512 tokens per plane; on a GPU
-    one launch, without temporaries.
+    Shapes: (K, V) of one layer each, [kv_heads, tokens, dim]. Cost: one fp32 temporary of 512 tokens per plane; on a
+    GPU one launch, without temporaries.
     Raises: InvalidRequest for planes of different shapes.
     """
     planes = _PLANES[metric]

@@ -1,8 +1,8 @@
 """Arrival and gather of many strips at once: all planes of a fetch or a store, in one launch on a GPU.
 
 A strip is a run of one layer's K or V, [heads, tokens, dim]. It belongs to rows of a dense plane, or to slots of an
-engine's pages. Quantised strips are int8 or float8_e4m3fn, with an fp32 scale for each run of a head's tokens: the run's
-largest value, over the dtype's. A run with a value that is not finite has the scale NaN, so that it decodes to NaN.
+engine's pages. Quantised strips are int8 or float8_e4m3fn, with an fp32 scale for each run of a head's tokens: the
+run's largest value, over the dtype's. A run with a value that is not finite has the scale NaN: it decodes to NaN.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Moves:
     Shapes: ``strips`` [heads, tokens, dim] each, whose tokens and heads' distance may differ; ``planes``: for each
     strip a dense plane [heads, rows, dim], or pages [pages, page_size, heads, dim]: NHD as it lies, HND as a permuted
     view. All strips have one dtype and one distance of tokens and dims, all planes one dtype, shape and strides.
-    ``starts``: the place of each strip's first token among the rows, slots and angles. ``turned``: the strips whose keys
-    rotate.
+    ``starts``: the place of each strip's first token among the rows, slots and angles. ``turned``: the strips whose
+    keys rotate.
     Raises: InvalidRequest for what does not fit.
     """
 
@@ -70,7 +70,8 @@ class Moves:
     def plane_strides(self) -> tuple[int, int, int, int]:
         """Distances of pages, rows, heads and dims, in items."""
         strides = self.planes[0].stride()
-        return strides if self.page_size else (0, strides[1], strides[0], strides[2])  # type: ignore[return-value]  # four axes
+        page, row, head, dim = strides if self.page_size else (0, strides[1], strides[0], strides[2])
+        return page, row, head, dim
 
     @cached_property
     def stop(self) -> int:
@@ -106,11 +107,11 @@ def arrive_strips(
 ) -> None:  # fmt: skip
     """Write strips to their places: decoded, and rotated where ``moves`` says so. Nothing else is touched.
 
-    Shapes: ``slots`` int64 [tokens], for pages: the slot of each token, page * page_size + its place there; a token of a
-    negative slot is left out. ``turn``: of all tokens, or one for all. ``scale``: the factor of all values; ``scales``:
-    fp32 [strips, heads, runs], those of quantised strips, in runs of ``run_tokens``.
-    Arithmetic: fp32, rounded once. On a GPU slots are not checked, since that would wait for it: what a slot outside the
-    pages names is not written.
+    Shapes: ``slots`` int64 [tokens], for pages: the slot of each token, page * page_size + its place there; a token of
+    a negative slot is left out. ``turn``: of all tokens, or one for all. ``scale``: of all values; ``scales``: fp32
+    [strips, heads, runs], those of quantised strips, in runs of ``run_tokens``.
+    Arithmetic: fp32, rounded once. On a GPU slots are not checked, since that would wait for it: what a slot outside
+    the pages names is not written.
     Cost: bytes read and written once each, in one launch on a GPU; a copy or more per strip elsewhere.
     Raises: InvalidRequest for shapes that do not fit.
     """
@@ -215,7 +216,7 @@ def _gather_one(
     strip, plane, start = moves.strips[number], moves.planes[number], moves.starts[number]
     tokens = strip.shape[1]
     if slots is None:
-        source, kept = plane[:, start : start + tokens], slice(None)
+        source, kept = plane[:, start : start + tokens], torch.arange(tokens, device=plane.device)
     else:
         at = slots[start : start + tokens]
         kept = (at >= 0).nonzero().flatten()

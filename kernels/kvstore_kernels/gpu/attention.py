@@ -25,8 +25,8 @@ class AttentionBlocks:
 
 @dataclass(frozen=True, eq=False)
 class Keys:
-    """Keys and values, and the place of each key. ``k``, ``v``: planes [kv_heads, tokens, dim], or with ``slots``, int64
-    [tokens], pages [pages, page_size, kv_heads, dim]."""
+    """Keys and values, and the place of each key. ``k``, ``v``: planes [kv_heads, tokens, dim], or with ``slots``,
+    int64 [tokens], pages [pages, page_size, kv_heads, dim]."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -128,5 +128,6 @@ def runs_seen(q_positions: torch.Tensor, k_positions: torch.Tensor, window: int)
 
 
 def _arithmetic(q: torch.Tensor) -> dict[str, object]:
-    """Return how products are made: those of fp32 in three parts, as exact as fp32's own; off the GPU, in the interpreter, all are fp32."""
+    """Return how products are made: those of fp32 in three parts of TF32, nearly as exact as fp32; off the GPU, in the
+    interpreter, all are fp32."""
     return {"UPCAST": not q.is_cuda, "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32"}

@@ -134,7 +134,7 @@ def _grid(entries: int, tokens: int, heads: int, blocks: TokenBlocks) -> tuple[i
 
 
 def _angles(turn: Rotation | None, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return cosines, sines and the distance of their rows, 0 where all tokens turn alike; ``other`` stands for none."""
+    """Return cosines, sines and the distance of their rows, 0 where all turn alike; ``other`` stands for none."""
     if turn is None:
         return other, other, 0
     cos, sin = turn.cos.contiguous(), turn.sin.contiguous()

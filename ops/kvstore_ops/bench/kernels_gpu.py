@@ -7,16 +7,14 @@ blocks are tried as well: the table names the best.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from kvstore.errors import Unavailable
 from kvstore.spec import RopeSpec
-from kvstore_ops.bench.result import Result, note, quartiles, show
+from kvstore_ops.bench.rates import GROUPS, RUNS_PER_GROUP, Rates
+from kvstore_ops.bench.result import Result, show
 
 HEADS, GROUP, DIM, CHUNK_TOKENS, PAGE_TOKENS = 8, 4, 128, 256, 16
 LAYERS = {"full": 32, "quick": 32, "tiny": 1}
@@ -26,98 +24,13 @@ CONTEXT = {"full": (4096, 32768), "quick": (4096, 32768), "tiny": (64, 512)}
 """Selected rows, and the keys that they attend over."""
 SUFFIX_ROWS = {"full": 512, "quick": 512, "tiny": 32}
 MATMUL_ROWS = {"full": 8192, "quick": 8192, "tiny": 256}
-GROUPS = {"full": 9, "quick": 5, "tiny": 1}
-RUNS_PER_GROUP = 6
 COPY_TARGET, MATMUL_TARGET = 0.80, 0.50
-
-
-@dataclass
-class Case:
-    """One kernel at one size: its rate and its limit, of the same unit; without a target, it is only shown."""
-
-    rate: float
-    limit: float
-    unit: str
-    target: float = 0.0
-    spread: tuple[float, float] = (0.0, 0.0)
-
-    @property
-    def ratio(self) -> float:
-        return self.rate / self.limit if self.limit else 0.0
-
-
-@dataclass
-class Bench:
-    """The device, its limits, and what was found."""
-
-    device: str
-    scale: str
-    cases: dict[str, Case] = field(default_factory=dict)
-    tried: dict[str, dict[str, float]] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
-    matmul_flops: float = 0.0
-
-    @property
-    def tries(self) -> bool:
-        """True when other sizes of blocks are tried."""
-        return self.device == "cuda" and self.scale == "full"
-
-    def seconds(self, action: Callable[[], object]) -> list[float]:
-        """Return the seconds of one run, by group of runs. Runs of a group are enqueued together, so that the GPU does
-        not wait for Python."""
-        action()
-        return [self._group(action) / RUNS_PER_GROUP for _ in range(GROUPS[self.scale])]
-
-    def _group(self, action: Callable[[], object]) -> float:
-        import torch
-
-        if self.device == "cpu":
-            before_s = time.perf_counter()
-            for _ in range(RUNS_PER_GROUP):
-                action()
-            return time.perf_counter() - before_s
-        torch.cuda.synchronize()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(RUNS_PER_GROUP):
-            action()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
-
-    def add(self, name: str, work: float, unit: str, limit: float, target: float, action: Callable[[], object]) -> None:
-        """Time an action that does ``work``, in ``unit`` times seconds. Keep an error: the others shall run."""
-        note(f"gpu-kernels: {name}")
-        try:
-            seconds = self.seconds(action)
-        except Exception as error:  # noqa: BLE001 - a kernel's compiler raises errors of many kinds
-            self.errors[name] = f"{type(error).__name__}: {error}"
-            return
-        rates = [work / each for each in seconds]
-        self.cases[name] = Case(statistics.median(rates), limit, unit, target, quartiles(rates))
-
-    def check(self, name: str, action: Callable[[], None]) -> bool:
-        """Run a check, and return True when it passes. Keep what fails as an error."""
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001 - as in add
-            self.errors[name] = f"{type(error).__name__}: {error}"
-        return name not in self.errors
-
-    def best(self, kernel: str, work: float, ways: dict[str, Callable[[], object]]) -> None:
-        """Time one kernel with blocks of other sizes."""
-        found = self.tried.setdefault(kernel, {})
-        for name, action in ways.items():
-            try:
-                found[name] = work / statistics.median(self.seconds(action))
-            except Exception as error:  # noqa: BLE001 - as in add
-                self.errors[f"{kernel} {name}"] = f"{type(error).__name__}: {error}"[:200]
 
 
 class Slabs:
     """Strips as a fetch brings them, [layers, chunks, heads, K and V, 256 tokens, dim], and where they belong."""
 
-    def __init__(self, bench: Bench, tokens: int) -> None:
+    def __init__(self, bench: Rates, tokens: int) -> None:
         import torch
         from kvstore_kernels import rotary_of, rotation
         from kvstore_kernels.rotary import Rotation
@@ -179,7 +92,7 @@ class Slabs:
         return plane
 
 
-def _copy_cases(bench: Bench, tokens: int) -> None:
+def _copy_cases(bench: Rates, tokens: int) -> None:
     import torch
 
     slabs = Slabs(bench, tokens)
@@ -193,7 +106,7 @@ def _copy_cases(bench: Bench, tokens: int) -> None:
     _gathers(bench, slabs, twin, size, limit)
 
 
-def _arrivals(bench: Bench, slabs: Slabs, form: str, size: str, limit: float) -> None:
+def _arrivals(bench: Rates, slabs: Slabs, form: str, size: str, limit: float) -> None:
     """Time the arrival of raw planes, of K rotated with V raw, and in dense planes also of every plane rotated."""
     import torch
     from kvstore_kernels.gpu.strips import TokenBlocks, launch_arrivals
@@ -207,7 +120,7 @@ def _arrivals(bench: Bench, slabs: Slabs, form: str, size: str, limit: float) ->
         moves, turn = slabs.moves(slabs.memory, planes, turned), slabs.turn if kind != "raw" else None
         name = f"arrival {form} {kind}, {size}"
 
-        def check(kind: str = kind, moves: Any = moves, turn: Any = turn, turned: Any = turned) -> None:
+        def check(moves: Any = moves, turn: Any = turn, turned: Any = turned) -> None:
             for plane in planes:
                 plane.fill_(torch.nan)
             arrive_strips(moves, slots=slots, turn=turn)
@@ -231,7 +144,7 @@ def _arrivals(bench: Bench, slabs: Slabs, form: str, size: str, limit: float) ->
             bench.best(f"arrival {form} {kind}", 2.0 * slabs.byte_count, ways)
 
 
-def _gathers(bench: Bench, slabs: Slabs, twin: Any, size: str, limit: float) -> None:
+def _gathers(bench: Rates, slabs: Slabs, twin: Any, size: str, limit: float) -> None:
     """Time gather of raw strips from pages, quantisation to both dtypes, and the arrival of what was quantised."""
     import torch
     from kvstore_kernels.strips import LIMITS, RUN_TOKENS, arrive_strips, dequantised, gather_strips
@@ -264,9 +177,11 @@ def _gathers(bench: Bench, slabs: Slabs, twin: Any, size: str, limit: float) -> 
         def decode(moves: Any = from_small, scales: Any = scales) -> None:
             arrive_strips(moves, slots=slots, scales=scales)
 
-        def check_small(dtype: Any = dtype, moves: Any = to_small, scales: Any = scales, back: Any = back) -> None:
+        def check_small(
+            dtype: Any = dtype, moves: Any = to_small, scales: Any = scales, back: Any = back, decode: Any = decode
+        ) -> None:
             quantise(moves, scales)
-            decode(from_small, scales)
+            decode()
             strip = moves.strips[-1]
             there = slabs.strips(slabs.memory)[-1].float()
             decoded = dequantised(strip, scales[-1])
@@ -278,7 +193,7 @@ def _gathers(bench: Bench, slabs: Slabs, twin: Any, size: str, limit: float) -> 
             bench.add(f"arrival NHD of {name}, {size}", work, "B/s", limit, COPY_TARGET, decode)
 
 
-def _rows_cases(bench: Bench) -> None:
+def _rows_cases(bench: Rates) -> None:
     """Time attention, its mass, deviation and the choice of rows."""
     import torch
 
@@ -286,7 +201,6 @@ def _rows_cases(bench: Bench) -> None:
     size = MATMUL_ROWS[bench.scale]
     one, other = (torch.randn(size, size, device=bench.device).to(torch.bfloat16) for _ in range(2))
     bench.add("matmul", 2.0 * size**3, "FLOP/s", 0.0, 0.0, lambda: one @ other)
-    del one, other
     bench.matmul_flops = bench.cases["matmul"].rate
     chosen = torch.randperm(tokens - 64)[: count - 64]
     rows = torch.cat([chosen, torch.arange(tokens - 64, tokens)]).sort().values.to(bench.device)
@@ -299,7 +213,7 @@ def _rows_cases(bench: Bench) -> None:
     _choice(bench, (fresh_k, fresh_v), (k, v))
 
 
-def _attention(bench: Bench, given: tuple[Any, ...]) -> None:
+def _attention(bench: Rates, given: tuple[Any, ...]) -> None:
     import torch
     from kvstore_kernels import attend, attend_with_mass
     from kvstore_kernels.gpu.attention import AttentionBlocks, Keys, launch_attention, runs_seen
@@ -308,7 +222,7 @@ def _attention(bench: Bench, given: tuple[Any, ...]) -> None:
     count, tokens, suffix = len(rows), len(places), SUFFIX_ROWS[bench.scale]
     pairs = float((rows + 1).sum())
     limit = bench.matmul_flops
-    some = torch.linspace(0, count - 1, 24, device=bench.device).long().unique()
+    some = torch.linspace(0, count - 1, 24, device=bench.device).long()
     weights = _weights(q[:, some], k, rows[some], places)
     expected = (weights.unflatten(0, (HEADS, GROUP)) @ v.float()[:, None]).flatten(0, 1)
     page_shape = (tokens // PAGE_TOKENS, PAGE_TOKENS, HEADS, DIM)
@@ -318,7 +232,7 @@ def _attention(bench: Bench, given: tuple[Any, ...]) -> None:
         torch.testing.assert_close(out[:, some].float(), expected, rtol=2e-2, atol=1e-3)
 
     def check_mass() -> None:
-        out, mass = attend_with_mass(q[:, -suffix:], k, v, rows[-suffix:], places, suffix_rows=8)
+        _, mass = attend_with_mass(q[:, -suffix:], k, v, rows[-suffix:], places, suffix_rows=8)
         right = _weights(q[:, -8:], k, rows[-8:], places).sum((0, 1))
         torch.testing.assert_close(mass, right, rtol=2e-3, atol=1e-5)
 
@@ -350,7 +264,7 @@ def _weights(q: Any, k: Any, rows: Any, places: Any) -> Any:
     return scores.masked_fill(rows[:, None] < places, float("-inf")).softmax(-1)
 
 
-def _choice(bench: Bench, fresh: tuple[Any, Any], cached: tuple[Any, Any]) -> None:
+def _choice(bench: Rates, fresh: tuple[Any, Any], cached: tuple[Any, Any]) -> None:
     import torch
     from kvstore_kernels import deviation_of, highest
 
@@ -380,7 +294,7 @@ def run(scale: str) -> Result:
 
     if not torch.cuda.is_available() and scale != "tiny":
         raise Unavailable("gpu-kernels measures a CUDA device, and torch finds none")
-    bench = Bench("cuda" if torch.cuda.is_available() else "cpu", scale)
+    bench = Rates("cuda" if torch.cuda.is_available() else "cpu", scale)
     with torch.inference_mode():
         for tokens in TOKENS[scale]:
             bench.check(f"copies of {tokens} tokens", partial(_copy_cases, bench, tokens))
@@ -403,7 +317,7 @@ def run(scale: str) -> Result:
     )  # fmt: skip
 
 
-def _lines(bench: Bench) -> Iterator[tuple[str, str]]:
+def _lines(bench: Rates) -> Iterator[tuple[str, str]]:
     for name, case in bench.cases.items():
         rate = (
             f"{case.rate / 1e9:,.1f} G{case.unit}" if case.unit != "token/s" else f"{case.rate / 1e6:,.1f} M{case.unit}"
@@ -412,7 +326,7 @@ def _lines(bench: Bench) -> Iterator[tuple[str, str]]:
         missed = "  MISSED" if case.ratio < case.target else ""
         yield name, f"{rate}{of_limit}{missed}"
     for kernel, found in bench.tried.items():
-        for name, rate in sorted(found.items(), key=lambda each: -each[1]):
-            yield f"blocks of {kernel}: {name}", f"{rate / 1e9:,.1f} G/s"
+        for blocks, speed in sorted(found.items(), key=lambda each: -each[1]):
+            yield f"blocks of {kernel}: {blocks}", f"{speed / 1e9:,.1f} G/s"
     for name, why in bench.errors.items():
         yield f"FAILED {name}", why[:400]

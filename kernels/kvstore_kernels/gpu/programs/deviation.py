@@ -13,7 +13,7 @@ def _squares(
     mask = inside[:, None] & (dims < DIM)[None, :]
     a = fresh + (token * fresh_token)[:, None] + dims[None, :] * fresh_dim
     b = cached + (token * cached_token)[:, None] + dims[None, :] * cached_dim
-    for _ in range(0, heads):
+    for _ in range(heads):
         difference = tl.load(a, mask=mask, other=0.0).to(tl.float32) - tl.load(b, mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(difference * difference, 1)
         a += fresh_head
