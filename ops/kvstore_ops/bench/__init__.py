@@ -23,6 +23,7 @@ SHARED = frozenset(
         "lmcache_s3_peer",
         "mooncake_peer",
         "throttled",
+        "rates",
         "vllm_engine",
         "vllm_imports",
     }
