@@ -20,7 +20,7 @@ import numpy as np
 from kvstore_copies import Batch
 from numpy.typing import NDArray
 
-from kvstore.chunk import Part
+from kvstore.chunk import Part, PartPlace
 from kvstore.errors import DeadlineExceeded, KVStoreError
 from kvstore.seams import SystemClock, Workers, WorkerThreads
 from kvstore.seams.jobs import NotBegun, begun, failure_of
@@ -96,7 +96,7 @@ def copy_small(target: Tensor, source: NDArray[np.generic]) -> None:
         np.copyto(target, source)
 
 
-def plane_run(plane: Tensor, start: int, chunk_tokens: int, chunk_count: int, part: Part) -> Tensor:
+def plane_run(plane: Tensor, start: int, chunk_tokens: int, chunk_count: int, part: Part | PartPlace) -> Tensor:
     """Return the tokens of ``part`` in each of ``chunk_count`` chunks, as [chunks, heads, tokens, dim]. A view.
 
     ``plane``: raw [heads, tokens, dim]; ``start``: the first chunk's first token.

@@ -1,5 +1,4 @@
-"""One region: a mapping and the list of its free runs, sorted by offset. First fit; neighbouring free runs are
-joined."""
+"""The free runs of a region's bytes, and the arena's regions. First fit; neighbouring free runs are joined."""
 
 from __future__ import annotations
 
@@ -8,24 +7,13 @@ from bisect import bisect_left
 from kvstore.seams.memory import Mapping
 
 
-class Region:
-    """The first ``usable`` bytes may be handed out; using the first ``backed`` bytes costs no page faults any more."""
+class FreeRuns:
+    """The free runs of a region, sorted by offset."""
 
-    def __init__(self, index: int, mapping: Mapping, byte_count: int) -> None:
-        self.index = index
-        self.mapping = mapping
-        self.byte_count = byte_count
-        self.usable = 0
-        self.backed = 0
+    def __init__(self) -> None:
         self.free_bytes = 0
         self._offsets: list[int] = []
         self._sizes: list[int] = []
-
-    def extend(self, byte_count: int) -> None:
-        """Make ``byte_count`` more bytes usable."""
-        assert self.usable + byte_count <= self.byte_count
-        self.give_back(self.usable, byte_count)
-        self.usable += byte_count
 
     def take(self, byte_count: int) -> int | None:
         """Return the offset of the first free run that holds ``byte_count`` bytes, or None."""
@@ -81,3 +69,21 @@ class Region:
         else:
             self._offsets.insert(index, offset)
             self._sizes.insert(index, byte_count)
+
+
+class Region(FreeRuns):
+    """The first ``usable`` bytes may be handed out; using the first ``backed`` bytes costs no page faults any more."""
+
+    def __init__(self, index: int, mapping: Mapping, byte_count: int) -> None:
+        super().__init__()
+        self.index = index
+        self.mapping = mapping
+        self.byte_count = byte_count
+        self.usable = 0
+        self.backed = 0
+
+    def extend(self, byte_count: int) -> None:
+        """Make ``byte_count`` more bytes usable."""
+        assert self.usable + byte_count <= self.byte_count
+        self.give_back(self.usable, byte_count)
+        self.usable += byte_count

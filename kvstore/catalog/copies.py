@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -155,6 +155,14 @@ class MappedCopies(Copies):
 
     def __init__(self, tier: DramTier, policy: EvictionPolicy) -> None:
         super().__init__(tier, policy)
+        self.on_leaving: list[Callable[[int], None]] = []
+        """Called with each row that is about to leave memory."""
+
+    def take(self, row: int, reason: MissReason) -> list[Residency]:
+        """See ``Copies.take``."""
+        for told in self.on_leaving:
+            told(row)
+        return super().take(row, reason)
 
     def placement(self, row: int) -> Placement:
         """Return the place of a chunk that is in memory."""

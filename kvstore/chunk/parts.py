@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,18 @@ class Part:
     array: NDArray[Any]
 
 
+class PartPlace(NamedTuple):
+    """The place of a ``Part`` in a run of chunks' slabs: ``shape`` and ``strides`` (bytes) of its array, which begins
+    at byte ``offset``."""
+
+    which: int
+    token_start: int
+    token_stop: int
+    offset: int
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int, int]
+
+
 def slab_parts(
     layout: ChunkLayout, slab_index: int, memory: Bytes, chunk_count: int = 1, stride: int = 0,
     first: int = 0, stop: int | None = None,
@@ -38,13 +50,24 @@ def slab_parts(
 
     Cost: one array view per part, about 1 us each; no loop over heads, tokens or chunks.
     """
+    dtype = _UNSIGNED[layout.item_size]
+    parts: list[Part] = []
+    for each in part_places(layout, slab_index, chunk_count, stride, first, stop):
+        array: NDArray[Any] = np.ndarray(each.shape, dtype, memory.data, each.offset, each.strides)
+        parts.append(Part(each.which, each.token_start, each.token_stop, array))
+    return parts
+
+
+def part_places(
+    layout: ChunkLayout, slab_index: int, chunk_count: int = 1, stride: int = 0, first: int = 0, stop: int | None = None
+) -> list[PartPlace]:
+    """Return the places of what ``slab_parts`` returns."""
     entry = layout.slabs[slab_index]
     size = layout.item_size
-    dtype = _UNSIGNED[size]
     blocked = layout.blocked
     stop = entry.strip_count if stop is None else stop
     steps = range(first * BLOCK_TOKENS, min(stop * BLOCK_TOKENS, layout.token_count), BLOCK_TOKENS) if blocked else (0,)
-    parts: list[Part] = []
+    places: list[PartPlace] = []
     place = 0
     for start in steps:
         tokens = min(BLOCK_TOKENS, layout.token_count - start) if blocked else layout.token_count
@@ -54,8 +77,7 @@ def slab_parts(
         for which, dim in enumerate(entry.dims):
             shape = (chunk_count, 1 if blocked else stop - first, tokens, dim)
             strides = (stride, aligned, dim * size, size)
-            array: NDArray[Any] = np.ndarray(shape, dtype, memory.data, offset, strides)
-            parts.append(Part(which, start, start + tokens, array))
+            places.append(PartPlace(which, start, start + tokens, offset, shape, strides))
             offset += tokens * dim * size
         place += aligned
-    return parts
+    return places

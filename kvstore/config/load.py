@@ -74,6 +74,7 @@ class LoadedSettings:
         if tenant is None:
             return tree
         nvme, server, remote = tree.tiers.nvme, tree.server, tree.remote
+        hbm_bytes = tenant.hbm_capacity_bytes or (tree.tiers.hbm.capacity_bytes if name == DEFAULT_TENANT else 0)
         if name != DEFAULT_TENANT:
             nvme = replace(nvme, directory=nvme.directory / TENANTS / name)
             server = replace(server, socket_directory=server.socket_directory / name)
@@ -87,7 +88,11 @@ class LoadedSettings:
             tree,
             server=server,
             arena=replace(tree.arena, capacity_bytes=tenant.capacity_bytes),
-            tiers=replace(tree.tiers, nvme=replace(nvme, capacity_bytes=tenant.nvme_capacity_bytes)),
+            tiers=replace(
+                tree.tiers,
+                nvme=replace(nvme, capacity_bytes=tenant.nvme_capacity_bytes),
+                hbm=replace(tree.tiers.hbm, capacity_bytes=hbm_bytes),
+            ),
             limits=replace(tree.limits, **follow),
             remote=replace(remote, token_file=tenant.token_file or remote.token_file),
         )

@@ -130,10 +130,28 @@ class NvmeSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HbmSettings:
+    """A pool of a GPU's memory, with copies of chunks that are in memory, too: for engines on that GPU, which copy them
+    there without a transfer from the host ([operations.md](operations.md#a-pool-on-a-gpu))."""
+
+    capacity_bytes: Size = 0
+    """Bytes of the GPU's memory that the sidecar takes at its start, at most `arena.capacity_bytes`; 0: no pool."""
+    device: str = "cuda:0"
+    """The GPU, as the sidecar's process numbers them: `cuda:0`, `cuda:1`. `cpu`: the host's memory in the place of a
+    GPU, for tests."""
+
+    def __post_init__(self) -> None:
+        check_setting(self.capacity_bytes >= 0, "tiers.hbm.capacity_bytes", self.capacity_bytes, "use 0 or more")
+        known = re.fullmatch(r"cpu|cuda:\d{1,3}", self.device) is not None
+        check_setting(known, "tiers.hbm.device", self.device, "use cuda:0, cuda:1, or cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TierSettings:
-    """The tiers below memory."""
+    """The tiers beside memory."""
 
     nvme: NvmeSettings
+    hbm: HbmSettings = field(default_factory=HbmSettings)
     redis: RedisSettings = field(default_factory=RedisSettings)
     s3: S3Settings = field(default_factory=S3Settings)
 
@@ -251,6 +269,11 @@ class Settings:
         check_setting(
             os.path.realpath(state) != os.path.realpath(device), "tiers.nvme.directory", device, "it is "
             f"server.state_directory, too, and each has a lock of its own: use a directory in it, like {device}/nvme",
+        )  # fmt: skip
+        check_setting(
+            self.tiers.hbm.capacity_bytes <= self.arena.capacity_bytes, "tiers.hbm.capacity_bytes",
+            self.tiers.hbm.capacity_bytes, "it has copies of what memory has: use at most arena.capacity_bytes, "
+            f"{self.arena.capacity_bytes}, or raise that",
         )  # fmt: skip
         check_setting(
             not self.policy.warm_up_bytes or bool(self.tiers.redis.url), "policy.warm_up_bytes",

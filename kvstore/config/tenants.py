@@ -34,6 +34,9 @@ class TenantSettings:
     nvme_capacity_bytes: Size
     """Hard cap of its files on the device; 0: no device tier. Default: what it was last; the first time
     `tiers.nvme.capacity_bytes`."""
+    hbm_capacity_bytes: Size = 0
+    """Bytes of the GPU's memory for a pool of its own. 0: none, but the default tenant's is `tiers.hbm.capacity_bytes`
+    then."""
     uid: int | None = None
     """The user whose processes its sockets serve; none: the user of the server."""
 

@@ -230,13 +230,13 @@ class Controller:
 
     async def redeem(
         self, session: Session, ticket_id: bytes, layers: tuple[int, ...] = (), hidden_layers: tuple[int, ...] = (),
-        deadline: Deadline | None = None,
+        deadline: Deadline | None = None, *, on_device: bool = False,
     ) -> FetchResult:  # fmt: skip
         """Fetch by the ticket of a held prefix, or by that of a store in flight."""
         reservation = self.reservations.by_ticket(ticket_id)
         if reservation is not None:
             return self.joins.fetch(session, reservation, frozenset(layers), hidden_layers)
-        return await self.fetches.redeem(session, ticket_id, layers, deadline or self.deadline())
+        return await self.fetches.redeem(session, ticket_id, layers, deadline or self.deadline(), on_device=on_device)
 
     def arrivals(self, result: FetchResult, deadline: Deadline | None = None) -> AsyncIterator[list[Arrival]]:
         """Give the fetch's chunks as they land, until the deadline; of a joined store, as long as that may take."""

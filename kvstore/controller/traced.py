@@ -50,10 +50,11 @@ class TracedController(Controller):
 
     async def redeem(
         self, session: Session, ticket_id: bytes, layers: tuple[int, ...] = (), hidden_layers: tuple[int, ...] = (),
-        deadline: Deadline | None = None,
+        deadline: Deadline | None = None, *, on_device: bool = False,
     ) -> FetchResult:  # fmt: skip
         with self._tracing.span("kvstore.redeem") as span:
-            return _fetched(span, await super().redeem(session, ticket_id, layers, hidden_layers, deadline))
+            found = await super().redeem(session, ticket_id, layers, hidden_layers, deadline, on_device=on_device)
+            return _fetched(span, found)
 
     async def reserve(self, session: Session, request: ReserveRequest, deadline: Deadline | None = None) -> StoreResult:
         with self._tracing.span("kvstore.reserve", asked_chunks=len(request.query.digests)):

@@ -15,6 +15,7 @@ from kvstore.controller.benefit import NOTHING, Saving, Served, ServedModel
 from kvstore.movement import MeasuredTier
 from kvstore.spec import Durability, Exactness, MissReason, ModelSpec, Provenance, StoreState, Tier
 from kvstore.tiers import TierStatistics
+from kvstore.tiers.hbm import PoolExtent
 
 
 class ChainQuery(NamedTuple):
@@ -31,6 +32,8 @@ class ChainQuery(NamedTuple):
     provenance: Provenance = Provenance.IN_CONTEXT
     is_ahead: bool = False
     """True for a fetch whose bytes no engine reads: it spared none a prefill."""
+    on_device: bool = False
+    """True for a fetch into tensors on the device of the tenant's pool."""
 
 
 class UsedChain(NamedTuple):
@@ -122,6 +125,8 @@ class Resident:
     placement: Placement
     loading: ArrivingChunk | None = None
     """The load under way; None when the part is in memory."""
+    on_device: PoolExtent | None = None
+    """The place of another copy, on the device of the pool; None where there is none, or it was not asked for."""
 
 
 class Arrival(NamedTuple):

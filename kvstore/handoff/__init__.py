@@ -17,6 +17,8 @@ must be the tenant's, or the server's own.
     < {"op": "ok"}
     > {"op": "presence"}
     < {"op": "presence", "bytes": n, "token_count_max": n, "tail_tokens_max": n}   + [presence table]
+    > {"op": "device"}                                            offered as "device"
+    < {"op": "device", "device": "cpu", "generations_bytes": n, "bytes": n}       + [generations, memory]
     > {"op": "looked_up", COUNTER: n, ...}                        done without a call, to be counted; never answered
     > {"op": "redeemed", "ticket": "<32 hex>"}                    its chunks were copied without a call; never answered
     < {"op": "error", "status": "RESOURCE_EXHAUSTED", "message": "..."}   instead of any answer

@@ -156,6 +156,13 @@ class PresenceQuestion:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceQuestion:
+    """Asks for the pool on a device, where ``Welcome`` offers it."""
+
+    op: ClassVar[str] = "device"
+
+
+@dataclass(frozen=True, slots=True)
 class LookedUp:
     """Counts of the client's work without calls, named as the server's counters. It is never answered."""
 
@@ -244,6 +251,18 @@ class PresenceAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceAnswer:
+    """The pool on a device, by the descriptors of its generations and of its memory. ``device``: the device's name for
+    all processes of the machine."""
+
+    op: ClassVar[str] = "device"
+    descriptor_count: ClassVar[int] = 2
+    device: Annotated[str, text(64)]
+    generations_bytes: Number
+    byte_count: ByteCount
+
+
+@dataclass(frozen=True, slots=True)
 class Refusal:
     """Stands in place of any answer: the error, by its status."""
 
@@ -261,5 +280,7 @@ class Refusal:
         return from_status(self.status, self.message)
 
 
-Question = Hello | RegionsQuestion | StagingQuestion | StagingClose | PresenceQuestion | LookedUp | Redeemed
-Answer = Welcome | RegionsAnswer | StagingAnswer | Done | PresenceAnswer | Refusal
+Question = (
+    Hello | RegionsQuestion | StagingQuestion | StagingClose | PresenceQuestion | DeviceQuestion | LookedUp | Redeemed
+)
+Answer = Welcome | RegionsAnswer | StagingAnswer | Done | PresenceAnswer | DeviceAnswer | Refusal

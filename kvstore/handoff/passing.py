@@ -10,10 +10,19 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from kvstore.errors import Unavailable
-from kvstore.handoff.messages import Answer, Done, Question, Refusal, RegionsAnswer, StagingAnswer, Welcome
+from kvstore.handoff.messages import (
+    Answer,
+    DeviceAnswer,
+    Done,
+    Question,
+    Refusal,
+    RegionsAnswer,
+    StagingAnswer,
+    Welcome,
+)
 from kvstore.handoff.packets import PACKET_BYTES_MAX, decode_answer, encode
 
-Said = TypeVar("Said", Welcome, RegionsAnswer, StagingAnswer, Done)
+Said = TypeVar("Said", Welcome, RegionsAnswer, StagingAnswer, DeviceAnswer, Done)
 DESCRIPTORS_MAX = 253
 """Descriptors in one packet: the kernel's limit."""
 

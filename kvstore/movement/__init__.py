@@ -16,6 +16,7 @@ where a chain continues beyond the chunks of the node.
 - ``shared``    the chunks of one shared tier; ``breaker``: pauses requests to a tier that fails
 - ``shared_tiers``  all shared tiers, and hints of what they have; ``shared_source``: one as a source of loads;
   ``shared_target``: one as a target of writes; ``reach``: how far a chain goes on there
+- ``hbm``  copies on a device of what memory has, for fetches into its tensors
 - ``demotion``  writes chunks to shared tiers before they leave the node; ``uses``: counts chunks that come back
 - ``clearing``  removes chunks by an operator's word, and ``relocation`` moves them
 - ``levels``    reports how durable a chain is

@@ -11,7 +11,7 @@ from kvstore.movement.shared import SharedCopies
 from kvstore.movement.states import TierStates
 from kvstore.movement.writes import Writes
 from kvstore.spec import Durability, Tier
-from kvstore.tiers import TierStatistics
+from kvstore.tiers import LocalTier, TierStatistics
 
 NOTHING = Waiting()
 
@@ -30,6 +30,13 @@ class TierAccount:
     write_policy: str = ""
     is_draining: bool = False
     waiting: Waiting = NOTHING
+
+
+def account_of(tier: LocalTier, states: TierStates) -> TierAccount:
+    """Return the account of a tier to which nothing waits to be written."""
+    return TierAccount(
+        stats=states.seen(tier.statistics()), kind=tier.kind, durability=tier.durability, stalled_s=tier.stalled_s()
+    )
 
 
 def accounts_of(

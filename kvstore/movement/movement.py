@@ -11,13 +11,14 @@ from functools import partial
 from kvstore.arena import Arena, Placement
 from kvstore.catalog import Catalog, Copies, MappedCopies
 from kvstore.config import PolicySettings
-from kvstore.movement.accounts import TierAccount, accounts_of
+from kvstore.movement.accounts import TierAccount, account_of, accounts_of
 from kvstore.movement.breaker import told_of
 from kvstore.movement.canary import Canaries
 from kvstore.movement.checks import Checks
 from kvstore.movement.clearing import Clearing
 from kvstore.movement.demotion import Demotions
 from kvstore.movement.eviction import Eviction
+from kvstore.movement.hbm import HbmCopies
 from kvstore.movement.levels import Levels, LevelsReached, SharedWrites
 from kvstore.movement.loading import Loading
 from kvstore.movement.loads import Loads
@@ -41,6 +42,7 @@ from kvstore.spec import Durability, MissReason
 from kvstore.telemetry import NO_TRACING, Counters, Tracing
 from kvstore.tiers import LocalTier, SharedUse, TierStatistics
 from kvstore.tiers.dram import DramTier
+from kvstore.tiers.hbm import HbmTier
 
 _log = logging.getLogger("kvstore.movement")
 
@@ -95,6 +97,8 @@ class Movement:
             catalog.table, self.names, parts.clock, parts.counters, self.shared_tiers.tiers, self.shared_writes
         )  # fmt: skip
         self.states = TierStates(parts.clock)
+        self.hbm: HbmCopies | None = None
+        """Copies of chunks in memory on a device, where there is a pool."""
         self.absent: list[str] = []
         """Reasons why configured tiers are not in use."""
         self.checks = Checks(
@@ -136,6 +140,12 @@ class Movement:
         seconds = round(parts.clock.monotonic() - started_s, 3)
         _log.info("tier attached", extra={"tier": tier.name, "chunks": count, "seconds": seconds})
 
+    async def attach_hbm(self, tier: HbmTier) -> None:
+        """Take a pool on a device into use, for copies of what memory has."""
+        hbm = HbmCopies(self._catalog, self.memory, tier, self.names, self._counters)
+        await hbm.begin()
+        self.hbm = hbm
+
     def attach_shared(self, use: SharedUse) -> None:
         """Take a shared tier into use, slower than those before it. From now on a chunk that is not here may be
         elsewhere."""
@@ -162,6 +172,9 @@ class Movement:
         self.shared_writes.clear()
         self._shared.clear()
         self._shared_targets.clear()
+        hbm, self.hbm = self.hbm, None
+        if hbm is not None:
+            await hbm.close()
         for copies in self._table.copies[:0:-1]:
             held = held_by(self._catalog, copies)
             self._table.drop_tier(copies)
@@ -169,10 +182,11 @@ class Movement:
         await self.shared_tiers.close()  # last: our own tiers are closed well whatever an engine does
 
     def statistics(self) -> tuple[TierStatistics, ...]:
-        """Return the statistics of every tier below memory, the fastest first, the shared ones last."""
+        """Return the statistics of every tier but memory, the fastest first, the shared ones last."""
+        device = [] if self.hbm is None else [self.states.seen(self.hbm.tier.statistics())]
         local = (self.states.seen(copies.tier.statistics()) for copies in self._table.copies[1:])
         shared = (self.states.seen(each.statistics(), each.failing_since_s()) for each in self.shared_tiers.tiers)
-        return *local, *shared
+        return *device, *local, *shared
 
     def looks(self, row: int) -> list[tuple[str, Callable[[], Awaitable[bool | None]]]]:
         """Return, for each copy of a chunk, its tier's name and a function that reads the whole copy. Its result: True,
@@ -184,11 +198,14 @@ class Movement:
             if row in copies
         ]
         shared = [(target.name, partial(target.check, row)) for target in self._shared_targets if row in target.shared]
-        return [*local, *shared]
+        hbm = self.hbm
+        device = [(hbm.tier.name, partial(hbm.check, row))] if hbm is not None and row in hbm else []
+        return [*device, *local, *shared]
 
     def accounts(self) -> list[TierAccount]:
         """Return the account of each tier, the fastest first."""
-        return accounts_of(self._table.copies, self.shared_tiers.tiers, self.all_writes, self.states)
+        device = [] if self.hbm is None else [account_of(self.hbm.tier, self.states)]
+        return [*device, *accounts_of(self._table.copies, self.shared_tiers.tiers, self.all_writes, self.states)]
 
     @property
     def problems(self) -> list[str]:
@@ -224,6 +241,8 @@ class Movement:
             for writes in self.all_writes:
                 group.create_task(writes.run())
             group.create_task(self.loads.run())
+            if self.hbm is not None:
+                group.create_task(self.hbm.run())
             group.create_task(self.checks.run())
             group.create_task(self.canaries.run())
             if self._shared:
@@ -293,6 +312,11 @@ class Movement:
         """See ``Loads.begin``."""
         return self.loads.begin(rows, keep, layers)
 
+    def bring_to_device(self, rows: Sequence[int]) -> None:
+        """Have chunks copied to the pool on a device, where there is one, beside the caller."""
+        if self.hbm is not None:
+            self.hbm.wants(rows)
+
     def placement(self, row: int) -> Placement:
         """Return the placement of a chunk that memory has."""
         return self.memory.placement(row)
@@ -306,6 +330,8 @@ class Movement:
         keys = [self._table.digests[row] for row in chain]
         for copies in self._table.copies:
             copies.used(keys, chain)
+        if self.hbm is not None:
+            self.hbm.used(chain)
         self.uses.count(chain)
 
     # ------------------------------------------------------------ copies go

@@ -7,19 +7,21 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import repeat
 
 from kvstore.arena.region import Region
 from kvstore.controller import Controller, Session, UsedChain
-from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, PermissionDenied
+from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, PermissionDenied, Unavailable
 from kvstore.handoff.messages import (
     MESSAGE_CHARACTERS_MAX,
     PROTOCOL_VERSION,
     REGIONS_MAX,
     Answer,
+    DeviceAnswer,
+    DeviceQuestion,
     Done,
     Hello,
     LookedUp,
@@ -41,6 +43,7 @@ from kvstore.presence import TAIL_TOKENS_MAX
 from kvstore.seams import Clock
 from kvstore.server.outbox import Outbox, Unread
 from kvstore.server.render import parse_query
+from kvstore.tiers.hbm import Pool
 from kvstore.v1 import cache_pb2 as pb
 
 HELLO_TIMEOUT_S = 5.0
@@ -55,15 +58,17 @@ class Handoff:
     """Serves the hand-off socket. Nothing a peer does ends more than its own connection."""
 
     def __init__(
-        self, controller: Controller, clock: Clock, uids: Set[int], *, outbox: Outbox, connection_count_max: int
-    ) -> None:
+        self, controller: Controller, clock: Clock, uids: Set[int], *, outbox: Outbox, connection_count_max: int,
+        pool: Callable[[], Pool | None],
+    ) -> None:  # fmt: skip
         """``uids``: users whose processes are served. ``connection_count_max``: connections with and without a
-        session."""
+        session. ``pool``: returns the pool on a device, where there is one."""
         self._controller = controller
         self._clock = clock
         self._uids = uids
         self._outbox = outbox
         self._connection_count_max = connection_count_max
+        self._pool = pool
         self._connection_count = 0
 
     async def serve(self, listener: socket.socket, group: asyncio.TaskGroup) -> None:
@@ -176,7 +181,8 @@ class Handoff:
         regions, generations = self._controller.regions()[:REGIONS_MAX], self._controller.generations()
         regions = regions[: self._outbox.room(connection, 1 + len(regions)) - 1]  # the client asks for the others
         secret, rows = session.secret.hex(), _rows(regions)
-        answer = Welcome(session.session_id, secret, os.getpid(), generations.bytes.size, rows, ("presence", "uses"))
+        offers = ("presence", "uses") if self._pool() is None else ("presence", "uses", "device")
+        answer = Welcome(session.session_id, secret, os.getpid(), generations.bytes.size, rows, offers)
         return answer, [generations.descriptor, *(region.mapping.descriptor for region in regions)]
 
     def _answer(self, session: Session, connection: socket.socket, question: Question) -> tuple[Answer, list[int]]:
@@ -200,6 +206,13 @@ class Handoff:
                 table = controller.presence()
                 answer = PresenceAnswer(table.bytes.size, controller.token_count_max, TAIL_TOKENS_MAX)
                 return answer, [table.descriptor]
+            case DeviceQuestion():
+                pool = self._pool()
+                if pool is None:
+                    raise Unavailable("this server has no pool on a device")
+                self._outbox.room(connection, 2)
+                device = DeviceAnswer(pool.identity, pool.generations.bytes.size, pool.region.byte_count)
+                return device, [pool.generations.descriptor, pool.region.descriptor]
         raise InvalidRequest(f"{question.op} is no question of an open session")
 
     def _note(self, done: LookedUp | Redeemed) -> None:

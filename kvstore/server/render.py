@@ -25,6 +25,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.keys import DIGEST_BYTES, ROOT_DIGEST
 from kvstore.seams import Pauses
 from kvstore.spec import LEVELS, Durability, EventKind, Exactness, Provenance
+from kvstore.tiers.hbm import PoolExtent
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire.bounds import check_parts
 
@@ -183,7 +184,7 @@ async def render_fetch(result: FetchResult, pauses: Pauses) -> pb.FetchResponse:
 
 
 def _resident(chunk: Resident) -> pb.ResidentChunk:
-    placement = chunk.placement
+    placement, device = chunk.placement, chunk.on_device
     return pb.ResidentChunk(
         index=chunk.chain_index,
         part=chunk.part,
@@ -195,6 +196,13 @@ def _resident(chunk: Resident) -> pb.ResidentChunk:
         generation_slot=placement.slot,
         generation=placement.generation,
         is_arriving=chunk.loading is not None,
+        device=None if device is None else _device_place(device),
+    )
+
+
+def _device_place(extent: PoolExtent) -> pb.DevicePlace:
+    return pb.DevicePlace(
+        offset=extent.offset, byte_count=extent.byte_count, generation_slot=extent.slot, generation=extent.generation
     )
 
 

@@ -78,10 +78,10 @@ class CacheService:
             if request.ticket:
                 hidden_layers = tuple(request.query.hidden_layers)
                 result = await self._controller.redeem(
-                    session, request.ticket, tuple(request.layers), hidden_layers, deadline
+                    session, request.ticket, tuple(request.layers), hidden_layers, deadline, on_device=request.on_device
                 )
             else:
-                query = render.parse_query(request.query, request.layers)
+                query = render.parse_query(request.query, request.layers)._replace(on_device=request.on_device)
                 result = await self._controller.fetch_wide(session, query, deadline)
             try:
                 yield await render.render_fetch(result, self._controller.begin_long_work())

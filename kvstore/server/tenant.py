@@ -40,6 +40,7 @@ from kvstore.server.warming import Warming
 from kvstore.server.world import TierOwner, World
 from kvstore.telemetry import Counters, log_as
 from kvstore.tiers import NotOurs
+from kvstore.tiers.hbm import Pool
 from kvstore.v1 import cache_pb2
 from kvstore.v1alpha import admin_pb2, prefill_pb2
 from kvstore.wire.limits import REPLY_BYTES_MAX
@@ -102,6 +103,7 @@ class Tenant:
         """Open the doors, and return when the tenant is served. Background work runs as tasks of ``group``. Raises
         Unavailable."""
         with log_as(self.said):
+            await self._attach_hbm()  # first: a session is told at its beginning whether there is a pool
             self._listener = self.sockets.listen()
             uids = {os.geteuid(), os.geteuid() if self.uid is None else self.uid}
             self._begin(group, self._handoff(uids).serve(self._listener, group))
@@ -132,8 +134,13 @@ class Tenant:
         share = int(self._world.descriptor_limit * IN_FLIGHT_SHARE) // len(self.settings.tenant_names)
         most = self.settings.limits.session_count_max + HELLO_COUNT_MAX
         return Handoff(
-            self.controller, self._world.clock, uids, outbox=Outbox(share), connection_count_max=most
+            self.controller, self._world.clock, uids, outbox=Outbox(share), connection_count_max=most, pool=self._pool
         )  # fmt: skip
+
+    def _pool(self) -> Pool | None:
+        """Return the pool on a device; None where there is none."""
+        hbm = self._parts.movement.hbm
+        return None if hbm is None else hbm.tier.pool
 
     def _begin(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
         self.tasks.append(group.create_task(work))
@@ -152,6 +159,15 @@ class Tenant:
                 built = shared_builder.build(self.settings, self._world, owner)
                 if built is not None:
                     self.controller.attach_shared(built)
+
+    async def _attach_hbm(self) -> None:
+        """Take the pool on a device into use. Without it, the service runs as without any other tier."""
+        if self._tiers.hbm is None:
+            return
+        with _without(self._tiers.hbm, self.controller):
+            hbm = self._tiers.hbm.build(self.settings, self._world, self._owner)
+            if hbm is not None:
+                await self._parts.movement.attach_hbm(hbm)
 
     async def close_doors(self, grace_s: float) -> None:
         """Let stores in flight finish, at most ``grace_s`` seconds, then stop answering. Cancel the tasks, but do not

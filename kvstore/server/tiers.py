@@ -13,14 +13,16 @@ from kvstore.chunk import Trust
 from kvstore.config import NvmeSettings, RedisAddress, Settings
 from kvstore.config.machine import CAPACITY_FILE
 from kvstore.directory import NodeDirectory
-from kvstore.errors import Unavailable
+from kvstore.errors import Exhausted, Unavailable
 from kvstore.seams import Clock, Disk, FaultPoints, MoverProcesses, OwnThreads, Workers, WorkerThreads
+from kvstore.seams.devices import Device, HostDevice
 from kvstore.seams.scheduler import MOVER_NICE
 from kvstore.server.descriptors import Need
 from kvstore.server.trust import trust_of
 from kvstore.server.world import TierOwner, World
 from kvstore.spec import encoding_of
 from kvstore.tiers import LocalTier, SharedUse, UploadClaims, WritePolicy
+from kvstore.tiers.hbm import HbmTier, Pool
 from kvstore.tiers.nvme import Directory, NvmeTier, PlainCopies, PosixIO, Regions
 from kvstore.tiers.redis.embedded import EmbeddedServer
 from kvstore.tiers.s3 import Lanes, S3Tier
@@ -61,13 +63,44 @@ class Tiers:
     """Builders of a tenant's tiers below memory, the fastest first. A shared tier comes with its settings of use."""
 
     local: tuple[Builder[LocalTier], ...]
+    hbm: Builder[HbmTier] | None = None
+    """Opens the pool on a device."""
     shared: tuple[Builder[SharedUse], ...] = ()
     directory: Callable[[Settings, World, str], NodeDirectory | None] = lambda *_: None
     """Opens the directory in which nodes tell each other what they have. The third argument is the owner's name."""
 
     def needs(self, settings: Settings) -> list[Need]:
         """Return the open files that all tiers may need."""
-        return [need for each in (*self.local, *self.shared) for need in each.needs(settings)]
+        hbm = () if self.hbm is None else (self.hbm,)
+        return [need for each in (*hbm, *self.local, *self.shared) for need in each.needs(settings)]
+
+
+def _build_hbm(settings: Settings, world: World, _owner: TierOwner) -> HbmTier | None:
+    """Open the pool; see ``Builder``. A CUDA context begins here, in this process, which forks no more: its byte movers
+    are there already. A tenant's pool is its own: whoever maps it may write it."""
+    hbm = settings.tiers.hbm
+    if not hbm.capacity_bytes:
+        return None
+    try:
+        device = _device(hbm.device, world)
+        first = 1 + int.from_bytes(world.random.bytes(7), "little")
+        pool = Pool(device, world.memory, hbm.capacity_bytes, first)
+    except Exhausted as error:
+        raise Exhausted(f"{error.message}: lower tiers.hbm.capacity_bytes, or use another device") from error
+    except Unavailable as error:
+        raise Unavailable(
+            f"{error.message}: install an NVIDIA driver, name a GPU that this process sees, or set "
+            "tiers.hbm.capacity_bytes = 0"
+        ) from error
+    return HbmTier(pool, WorkerThreads(1, "hbm", nice=MOVER_NICE))
+
+
+def _device(name: str, world: World) -> Device:
+    if name == HostDevice.identity:
+        return HostDevice(world.memory)
+    from kvstore.seams.devices.cuda import CudaDevice, ordinal_of  # only where there is to be a GPU
+
+    return CudaDevice(ordinal_of(name))
 
 
 def _build_nvme(settings: Settings, world: World, owner: TierOwner) -> NvmeTier | None:
@@ -81,6 +114,12 @@ def _build_nvme(settings: Settings, world: World, owner: TierOwner) -> NvmeTier 
         return open_nvme(nvme, world.disk, world.clock, world.faults, world.movers, owner.name, plain)
     except OSError as error:
         raise Unavailable(f"{nvme.directory}: {error.strerror}") from error
+
+
+def _needs_of_hbm(settings: Settings) -> list[Need]:
+    """Return the open files of a pool: its memory and its generations, and what a GPU's driver opens."""
+    hbm = settings.tiers.hbm
+    return [Need(64, "tiers.hbm.capacity_bytes", hbm.capacity_bytes, "0: none")] if hbm.capacity_bytes else []
 
 
 def _needs_of_nvme(settings: Settings) -> list[Need]:
@@ -177,6 +216,7 @@ def _needs_of_s3(settings: Settings) -> list[Need]:
 
 
 TIERS = Tiers(
+    hbm=Builder("hbm", "tiers.hbm.device", _build_hbm, _needs_of_hbm),
     local=(Builder("nvme", "tiers.nvme.directory", _build_nvme, _needs_of_nvme),),
     shared=(
         Builder("redis", "tiers.redis.url", _build_redis, _needs_of_redis),

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvstore.chunk import ChunkHeader, ChunkLayout, write_mark
 from kvstore.errors import DataLoss, Unavailable
 from kvstore.keys import DIGEST_BYTES
+from kvstore.seams.devices import DeviceMemory
 from kvstore.seams.memory import Bytes
 from kvstore.spec import Durability, Exactness, Provenance, Tier
 from kvstore.tiers.choice import EncodingFigures
@@ -30,15 +31,6 @@ SpaceName = tuple[bytes, Provenance, Exactness]
 HelpingCopies = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
 """Says of many copies which ones would help a tier that needs room; False for a negative number, which is no copy's.
 Equal ones say the same."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """A run of bytes in the memory of an accelerator."""
-
-    address: int
-    byte_count: int
-    device: int
 
 
 Buffer = Bytes | DeviceMemory

@@ -378,14 +378,16 @@ class LocateResponse(_message.Message):
     def __init__(self, chains: _Optional[_Iterable[_Union[LocatedChain, _Mapping]]] = ..., node: _Optional[str] = ..., reason: _Optional[str] = ..., unknown_tiers: _Optional[_Iterable[_Union[Tier, str]]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("query", "layers", "ticket")
+    __slots__ = ("query", "layers", "ticket", "on_device")
     QUERY_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    ON_DEVICE_FIELD_NUMBER: _ClassVar[int]
     query: ChainQuery
     layers: _containers.RepeatedScalarFieldContainer[int]
     ticket: bytes
-    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., layers: _Optional[_Iterable[int]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+    on_device: bool
+    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., layers: _Optional[_Iterable[int]] = ..., ticket: _Optional[bytes] = ..., on_device: _Optional[bool] = ...) -> None: ...
 
 class Extent(_message.Message):
     __slots__ = ("region", "offset", "byte_count")
@@ -398,7 +400,7 @@ class Extent(_message.Message):
     def __init__(self, region: _Optional[int] = ..., offset: _Optional[int] = ..., byte_count: _Optional[int] = ...) -> None: ...
 
 class ResidentChunk(_message.Message):
-    __slots__ = ("index", "part", "token_count", "extents", "generation_slot", "generation", "is_arriving")
+    __slots__ = ("index", "part", "token_count", "extents", "generation_slot", "generation", "is_arriving", "device")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -406,6 +408,7 @@ class ResidentChunk(_message.Message):
     GENERATION_SLOT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     IS_ARRIVING_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     index: int
     part: int
     token_count: int
@@ -413,7 +416,20 @@ class ResidentChunk(_message.Message):
     generation_slot: int
     generation: int
     is_arriving: bool
-    def __init__(self, index: _Optional[int] = ..., part: _Optional[int] = ..., token_count: _Optional[int] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., generation_slot: _Optional[int] = ..., generation: _Optional[int] = ..., is_arriving: _Optional[bool] = ...) -> None: ...
+    device: DevicePlace
+    def __init__(self, index: _Optional[int] = ..., part: _Optional[int] = ..., token_count: _Optional[int] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., generation_slot: _Optional[int] = ..., generation: _Optional[int] = ..., is_arriving: _Optional[bool] = ..., device: _Optional[_Union[DevicePlace, _Mapping]] = ...) -> None: ...
+
+class DevicePlace(_message.Message):
+    __slots__ = ("offset", "byte_count", "generation_slot", "generation")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    byte_count: int
+    generation_slot: int
+    generation: int
+    def __init__(self, offset: _Optional[int] = ..., byte_count: _Optional[int] = ..., generation_slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Arrival(_message.Message):
     __slots__ = ("chunk", "slabs", "lost", "is_provisional")

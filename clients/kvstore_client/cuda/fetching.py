@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.chunk import Part
+from kvstore.chunk import PartPlace
 from kvstore.seams import FaultPoints
 from kvstore_client.arrays import Tensor
 from kvstore_client.cuda.lanes import QueuedStep, run_in_turn, run_on
+from kvstore_client.cuda.mirror import DeviceBytes, Mirror
 from kvstore_client.cuda.slabs import Slabs, pieces
 from kvstore_client.fetch.fused import Fused
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.shared_memory.chunk import MappedRun, runs_of
 
-Put = Callable[[int, MappedRun, Part, Tensor], None]
+Put = Callable[[int, MappedRun, PartPlace, Tensor], None]
 """Puts a part of a wanted layer, given by its position, of a run's chunks in its place. The tensor, on the GPU, has the
 part's content: integers, [chunks, heads, tokens, dim]."""
 
@@ -105,8 +106,12 @@ def _copy(
     slab = layout.slabs[numbers[0]]
     skipped = int(layout.strip_offsets[slab.strip_first + first]) - slab.offset
     slabs = Slabs(layout, numbers, run.memory(numbers[0])[skipped:], len(run.chunks), run.stride, first, stop)
-    mirror = slabs.mirror(gpu)
-    mirror.load()
-    for place, part, content in slabs.parts(mirror):
+    on_gpu: Mirror | DeviceBytes
+    if isinstance(slabs.memory, DeviceBytes):  # a chunk of the sidecar's pool on this GPU
+        on_gpu = slabs.memory
+    else:
+        on_gpu = slabs.mirror(gpu)
+        on_gpu.load()
+    for place, part, content in slabs.parts(on_gpu):
         put(positions[place], run, part, content)
     faults.reach("fetch.copy.middle")

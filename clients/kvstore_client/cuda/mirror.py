@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.seams.mapping import Bytes, address_of
 from kvstore_client.arrays import Tensor, dtype_of, torch_module
@@ -59,12 +57,30 @@ class Mirror:
             sides = (host, pitch, here.data_ptr(), rows.width)
         library.copy_rows(*sides, rows.width, rows.row_count, direction, stream)
 
-    def view(self, array: NDArray[np.generic]) -> Tensor:
-        """Return the mirrored memory of an array that lies within the rows, as integers of its item size. Its first
-        axis goes from row to row."""
-        size = array.itemsize
-        offset = array.__array_interface__["data"][0] - address_of(self._rows.memory)
-        assert 0 <= offset < self._rows.width, "the array begins in the first row"
-        steps = (self._rows.width // size, *(step // size for step in array.strides[1:]))
-        items = self._bytes.view(dtype_of(_SIGNED[size]))
-        return items.as_strided(array.shape, steps, offset // size)
+    def view(self, shape: Sequence[int], strides: Sequence[int], offset: int, size: int) -> Tensor:
+        """Return what lies at byte ``offset`` of the first row, as integers of ``size`` bytes. ``strides``: in bytes of
+        the sidecar's memory; the first axis goes from row to row."""
+        assert 0 <= offset < self._rows.width, "it begins in the first row"
+        steps = (self._rows.width // size, *(step // size for step in strides[1:]))
+        return self._bytes.view(dtype_of(_SIGNED[size])).as_strided(shape, steps, offset // size)
+
+
+class DeviceBytes:
+    """A run of bytes of a device, sliced as an array of the host's bytes is. ``tensor``: all bytes of the pool."""
+
+    def __init__(self, tensor: Tensor, begin: int, stop: int) -> None:
+        self._tensor = tensor
+        self._begin = begin
+        self.size = stop - begin
+
+    def __getitem__(self, part: slice) -> DeviceBytes:
+        start, stop, _ = part.indices(self.size)
+        return DeviceBytes(self._tensor, self._begin + start, self._begin + max(start, stop))
+
+    def view(self, shape: Sequence[int], strides: Sequence[int], offset: int, size: int) -> Tensor:
+        """Return a view as integers of ``size`` bytes, from byte ``offset`` on. ``strides``: in bytes, multiples of
+        ``size``."""
+        reach = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) + size
+        assert offset + reach <= self.size, "a view beyond the chunk"
+        items = self._tensor.view(dtype_of(_SIGNED[size]))
+        return items.as_strided(shape, [stride // size for stride in strides], (self._begin + offset) // size)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvstore.chunk import ChunkLayout, Part, slab_parts
+from kvstore.chunk import ChunkLayout, PartPlace, part_places
 from kvstore.seams.mapping import Bytes
 from kvstore_client.arrays import Tensor
-from kvstore_client.cuda.mirror import HostRows, Mirror
+from kvstore_client.cuda.mirror import DeviceBytes, HostRows, Mirror
 
 PIECE_BYTES = 16 << 20
 """Bytes of scratch memory on the GPU per stream, but that a slab of one chunk may be larger. They cross the bus in
@@ -37,14 +37,15 @@ class Slabs(NamedTuple):
         width = int(offsets[end]) + int(lengths[end]) - int(offsets[first.strip_first + self.first])
         return Mirror(HostRows(self.memory, self.stride, width, self.chunk_count), device)
 
-    def parts(self, mirror: Mirror) -> Iterator[tuple[int, Part, Tensor]]:
-        """Yield each part of each slab: the place of its slab in ``numbers``, the part in memory, and the same on the
-        GPU, integers [chunks, heads, tokens, dim]."""
-        begin = self.layout.slabs[self.numbers[0]].offset
+    def parts(self, content: Mirror | DeviceBytes) -> Iterator[tuple[int, PartPlace, Tensor]]:
+        """Yield each part of each slab: the place of its slab in ``numbers``, the part, and its content on the GPU,
+        integers [chunks, heads, tokens, dim]. ``content``: the slabs there."""
+        layout = self.layout
+        begin = layout.slabs[self.numbers[0]].offset
         for place, number in enumerate(self.numbers):
-            memory = self.memory[self.layout.slabs[number].offset - begin :]
-            for part in slab_parts(self.layout, number, memory, self.chunk_count, self.stride, self.first, self.stop):
-                yield place, part, mirror.view(part.array)
+            offset = layout.slabs[number].offset - begin
+            for part in part_places(layout, number, self.chunk_count, self.stride, self.first, self.stop):
+                yield place, part, content.view(part.shape, part.strides, offset + part.offset, layout.item_size)
 
 
 def pieces(layout: ChunkLayout, numbers: Sequence[int], count: int, *, alone: bool) -> Iterator[tuple[range, range]]:

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from kvstore.chunk import Part
+from kvstore.chunk import PartPlace
+from kvstore.seams.mapping import address_of
 from kvstore.seams.memory import Bytes
 from kvstore_client.arrays import Tensor
 from kvstore_client.copying import copy
@@ -19,7 +20,7 @@ from kvstore_client.cuda.mirror import HostRows, Mirror
 from kvstore_client.cuda.slabs import Slabs, pieces
 from kvstore_client.planes.store import Steps, Unit
 
-Take = Callable[[int, Part, int, Tensor], None]
+Take = Callable[[int, PartPlace, int, Tensor], None]
 """Brings a part of a slab, given by its number, of chunks from a token on into a tensor on the GPU, integers [chunks,
 heads, tokens, dim]."""
 
@@ -48,7 +49,7 @@ def save_strips(gpu: Any, parts: Iterable[StripsPart]) -> None:
         pitch = array.strides[0] if heads > 1 else width
         memory = as_strided(array[0].view(np.uint8), (pitch * (heads - 1) + width,), (1,))
         mirror = Mirror(HostRows(memory, pitch, width, heads), gpu)
-        copy(mirror.view(array), source())
+        copy(mirror.view(array.shape, array.strides, 0, array.itemsize), source())
         mirror.save()
 
 
@@ -56,7 +57,8 @@ def save_whole(gpu: Any, memory: Bytes, parts: Iterable[StripsPart]) -> None:
     """Queue the copies of all parts of the strips that ``memory`` has, in one run, on the current stream."""
     mirror = Mirror(HostRows(memory, 0, memory.size, 1), gpu)
     for array, source in parts:
-        copy(mirror.view(array[None])[0], source())
+        offset = array.__array_interface__["data"][0] - address_of(memory)
+        copy(mirror.view((1, *array.shape), (0, *array.strides), offset, array.itemsize)[0], source())
     mirror.save()
 
 

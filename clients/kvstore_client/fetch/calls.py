@@ -11,7 +11,7 @@ from kvstore_client.fetch.fetched import FetchedKV, gathered
 from kvstore_client.fetch.held import open_held
 from kvstore_client.fetch.open import NoPrefix, open_resident
 from kvstore_client.fetch.stream import LayerStream
-from kvstore_client.fetch.target import Into, Places, given_places
+from kvstore_client.fetch.target import Into, Places, device_of, given_places
 from kvstore_client.fetch.ticket import TicketFields
 from kvstore_client.fetch.transfer import Transfer
 from kvstore_client.fetch.wanted import Heads, Wanted
@@ -21,7 +21,7 @@ from kvstore_client.prompt import EXACTNESSES, Prompt
 
 def fetch(context: Context, prompt: Prompt, wanted: Wanted, into: Into) -> FetchedKV:
     """See ``Client.fetch``."""
-    given = given_places(wanted, into)
+    given, wanted = given_places(wanted, into), wanted.on(device_of(into))
     if not prompt.digests:
         return gathered(wanted, NoPrefix(wanted, MissReason.NONE), given, context)
     with context.or_miss():
@@ -39,7 +39,7 @@ def fetch(context: Context, prompt: Prompt, wanted: Wanted, into: Into) -> Fetch
 
 def stream(context: Context, prompt: Prompt, wanted: Wanted, into: Into) -> LayerStream:
     """See ``Client.fetch_layers``."""
-    given = given_places(wanted, into)
+    given, wanted = given_places(wanted, into), wanted.on(device_of(into))
     if not prompt.digests:
         return LayerStream(NoPrefix(wanted, MissReason.NONE), None, context)
     with context.or_miss():
@@ -79,7 +79,7 @@ def redeem(
     """See ``Client.start_fetch``."""
     held = TicketFields(ticket)
     wanted = Wanted.of(held.spec, layers, heads, (), verify)
-    given = given_places(wanted, into)
+    given, wanted = given_places(wanted, into), wanted.on(device_of(into))
     given(held.token_count)  # raises now if it does not fit
     transfer = Transfer(held.token_count, wanted.layers, exactness=EXACTNESSES[held.exactness])
     transfer.start(partial(_redeemed, context, held, wanted, given))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.chunk import Part, slab_parts
+from kvstore.chunk import PartPlace, slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints
 from kvstore_client.arrays import Layer, Tensor, check_memory, is_array, is_tensor, settle_device
@@ -285,7 +285,7 @@ class PagedTarget:
                 for part in slab_parts(layout, index, chunk.slab(index)):
                     self._put(position, part.which, part.array[0, heads], chunk.token_start + part.token_start)
 
-    def _put_on_gpu(self, position: int, run: MappedRun, part: Part, content: Tensor) -> None:
+    def _put_on_gpu(self, position: int, run: MappedRun, part: PartPlace, content: Tensor) -> None:
         first, plane = run.chunks[0], self._pages.plane(position, part.which)
         self._pages.on_gpu.put(plane, content, first.token_start, first.layout.token_count, part)
 

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import TypeAlias
 
-from kvstore.chunk import ChunkLayout, Part, slab_parts
+from kvstore.chunk import ChunkLayout, PartPlace, slab_parts
 from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
 from kvstore_client.arrays import Layer, Tensor, is_tensor, presented, tell_graphs
@@ -126,7 +126,7 @@ class DenseTarget:
             return self._alike
         return Planes(list(zip(*(self._layers if self._are_tensors else self._raw), strict=True)))
 
-    def _put_on_gpu(self, position: int, run: MappedRun, part: Part, content: Tensor) -> None:
+    def _put_on_gpu(self, position: int, run: MappedRun, part: PartPlace, content: Tensor) -> None:
         first, count = run.chunks[0], len(run.chunks)
         plane = self._raw[position][part.which]
         copy(plane_run(plane, first.token_start, first.layout.token_count, count, part), content)
@@ -190,6 +190,16 @@ class DenseTarget:
         for part in slab_parts(layout, index, run.memory(index), len(run.chunks), run.stride):
             target = plane_run(planes[part.which], first.token_start, layout.token_count, len(run.chunks), part)
             copy(target, raw(part.array[:, start:stop]))
+
+
+def device_of(into: Into) -> str:
+    """Return the device of a destination, as torch names it: that of all its tensors; empty where these differ."""
+    entries = into.layers if isinstance(into, Paged) else into
+    flat = (plane for each in entries or () for plane in (each if isinstance(each, tuple | list) else (each,)))
+    first: Tensor = next(flat, None)
+    if not is_tensor(first) or first.is_cpu:  # the usual case, in which no more is asked
+        return "cpu"
+    return str(first.device) if all(plane.device == first.device for plane in flat) else ""
 
 
 def given_places(wanted: Wanted, into: Into) -> Places:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from operator import index
 from typing import TypeAlias
@@ -26,6 +26,12 @@ class Wanted:
     head_stop: int | None
     hidden_layers: tuple[int, ...]
     verify: bool
+    device: str = "cpu"
+    """The device that the bytes go to, as torch names it; empty: to several."""
+
+    def on(self, device: str) -> Wanted:
+        """Return the same part for another device."""
+        return self if device == self.device else _on(self, device)
 
     @staticmethod
     def of(
@@ -90,6 +96,12 @@ class Wanted:
 def _all_of(spec: ModelSpec, verify: bool) -> Wanted:
     """Return all layers and heads. Kept, because most fetches want these, and each property is computed once."""
     return Wanted(spec, spec.slab_layers, 0, None, (), verify)
+
+
+@lru_cache(maxsize=64)
+def _on(wanted: Wanted, device: str) -> Wanted:
+    """Return the part for a device. Kept, as that of ``_all_of``."""
+    return replace(wanted, device=device)
 
 
 def _numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:

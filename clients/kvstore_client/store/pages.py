@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.chunk import ChunkLayout, Part, layout_of, slab_parts
+from kvstore.chunk import ChunkLayout, PartPlace, layout_of, slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams.memory import Bytes
 from kvstore.spec import ModelSpec
@@ -92,7 +92,7 @@ class PagesSource:
             for row, numbers in rows
         ])  # fmt: skip
 
-    def _take_on_gpu(self, chunk_tokens: int, slab: int, part: Part, token: int, content: Tensor) -> None:
+    def _take_on_gpu(self, chunk_tokens: int, slab: int, part: PartPlace, token: int, content: Tensor) -> None:
         pages = self.slabs[slab].pages
         pages.on_gpu.take(pages.plane(slab, part.which), content, token, chunk_tokens, part)
 

@@ -10,7 +10,7 @@ import numpy as np
 from kvstore_copies import Blocks, batch_of, is_compiled
 from numpy.typing import NDArray
 
-from kvstore.chunk import ChunkLayout, Part, layout_of, slab_parts
+from kvstore.chunk import ChunkLayout, PartPlace, layout_of, slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, Exactness, ModelSpec
@@ -110,7 +110,7 @@ class Tensors:
         sides = list(zip(*planes, strict=True))
         return _calls(targets, sides, unit.token_start) or plainly(_steps, targets, sides, unit.token_start)
 
-    def _take_on_gpu(self, unit: Unit, slab: int, part: Part, token: int, content: Tensor) -> None:
+    def _take_on_gpu(self, unit: Unit, slab: int, part: PartPlace, token: int, content: Tensor) -> None:
         plane = self.planes[unit.part][slab][part.which]
         copy(content, plane_run(plane, token, unit.layout.token_count, content.shape[0], part))
 

@@ -37,12 +37,18 @@ class Fetches:
         self._tickets = tickets
 
     async def redeem(
-        self, session: Session, ticket_id: bytes, layers: tuple[int, ...], deadline: Deadline
+        self,
+        session: Session,
+        ticket_id: bytes,
+        layers: tuple[int, ...],
+        deadline: Deadline,
+        *,
+        on_device: bool = False,
     ) -> FetchResult:
         """Fetch the prefix of a ticket. Raises InvalidRequest for a ticket that is not open; DataLoss when a chunk was
         lost after all, or is not in the shared tier that was said to have it; Exhausted when the chunks cannot be
         brought into memory now."""
-        query = self._tickets.query(ticket_id)._replace(layers=layers)
+        query = self._tickets.query(ticket_id)._replace(layers=layers, on_device=on_device)
         result = await self.fetch_wide(session, query, deadline)
         is_whole = result.hit_count == len(query.digests)
         if is_whole and self._tickets.is_open(ticket_id):
@@ -100,14 +106,17 @@ class Fetches:
         tails, lengths = tails_after(self._catalog, spaces, query, count)
         if not count:
             return FetchResult(0, 0, Tier.NONE, reason, (), tails, lengths)
-        chunks = tuple(self._residents(chains, loadings))
+        chunks = tuple(self._residents(chains, loadings, on_device=query.on_device))
         byte_count = sum(chunk.placement.byte_count for chunk in chunks)
         lease = self._parts.leases.grant(session, tuple(row for chain in chains for row in chain), byte_count)
-        self._account(spaces, chains, loadings, byte_count)
+        device_count = sum(chunk.on_device is not None for chunk in chunks)
+        self._account(spaces, chains, loadings, byte_count, device_count)
         if not query.is_ahead:
             self._note(spaces[0], chains[0])
+        if query.on_device:
+            self._movement.bring_to_device([row for chain in chains for row in chain])
         slowest = max((each.source for each in loadings.values()), key=lambda source: source.rank, default=None)
-        tier = slowest.kind if slowest else self._movement.memory.kind
+        tier = slowest.kind if slowest else Tier.HBM if device_count == len(chunks) else self._movement.memory.kind
         return FetchResult(lease.lease_id, count, tier, reason, chunks, tails, lengths)
 
     def places(self, ticket_id: bytes) -> tuple[Resident, ...]:
@@ -136,12 +145,13 @@ class Fetches:
 
     def _account(
         self, spaces: Sequence[Namespace], chains: Sequence[Sequence[int]], loadings: Mapping[int, Loading],
-        byte_count: int,
+        byte_count: int, device_count: int = 0,
     ) -> None:  # fmt: skip
-        """Count a fetch of these chains, one per part: for what leaves memory first, and in the counters."""
+        """Count a fetch of these chains, one per part: for what leaves memory first, and in the counters.
+        ``device_count``: the parts that it was given from the device."""
         for chain in chains:
             self._movement.used(chain)
-        self._count(spaces, len(chains[0]), loadings)
+        self._count(spaces, len(chains[0]), loadings, device_count)
         self._parts.counters.add("fetch_bytes", byte_count)
 
     def _note(self, space: Namespace, chain: Sequence[int]) -> None:
@@ -151,7 +161,9 @@ class Fetches:
         self._parts.heat.add(space, table.digests[last])
         self._parts.served.add(space, (len(chain) - 1) * space.spec.chunk_tokens + table.token_counts[last])
 
-    def _count(self, spaces: Sequence[Namespace], count: int, loadings: Mapping[int, Loading]) -> None:
+    def _count(
+        self, spaces: Sequence[Namespace], count: int, loadings: Mapping[int, Loading], device_count: int
+    ) -> None:
         """Count the chunks that a fetch is given, each of its parts by kind and by tier."""
         counters, memory = self._parts.counters, self._movement.memory.tier.name
         counters.add("fetch_hit_chunks", count)
@@ -159,7 +171,9 @@ class Fetches:
             counters.add(f"fetched_{space.kind.value}_chunks", count)
         for loading in loadings.values():
             counters.add_of(loading.source.name, "fetched_chunks")
-        counters.add_of(memory, "fetched_chunks", count * len(spaces) - len(loadings))
+        if self._movement.hbm is not None:
+            counters.add_of(self._movement.hbm.tier.name, "fetched_chunks", device_count)
+        counters.add_of(memory, "fetched_chunks", count * len(spaces) - len(loadings) - device_count)
 
     def used(self, queries: Iterable[UsedChain]) -> None:
         """Count chains that clients copied without a call as used, the last chain as the most recent. Chains that are
@@ -203,13 +217,16 @@ class Fetches:
         loadings = {row: loading for row, loading in zip(brought, found, strict=False) if loading is not None}
         return [chain[:whole] for chain in walk.chains], loadings, reason or walk.reason
 
-    def _residents(self, chains: Sequence[Sequence[int]], loadings: Mapping[int, Loading]) -> Iterator[Resident]:
-        table = self._catalog.table
+    def _residents(
+        self, chains: Sequence[Sequence[int]], loadings: Mapping[int, Loading], *, on_device: bool = False
+    ) -> Iterator[Resident]:
+        table, hbm = self._catalog.table, self._movement.hbm if on_device else None
         for part, chain in enumerate(chains):
             for index, row in enumerate(chain):
                 loading = loadings.get(row)
                 placement = loading.placement if loading else self._movement.placement(row)
-                yield Resident(index, part, table.token_counts[row], placement, loading)
+                extent = hbm.extent(row) if hbm is not None and loading is None else None
+                yield Resident(index, part, table.token_counts[row], placement, loading, extent)
 
 
 def _told(result: FetchResult, *, is_known: bool) -> FetchResult:

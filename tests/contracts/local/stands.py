@@ -7,7 +7,7 @@ import errno
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,9 +24,12 @@ from kvstore.seams import (
     Workers,
     WorkerThreads,
 )
+from kvstore.seams.devices import DeviceRegion
+from kvstore.seams.devices.memory import HostRegion
 from kvstore.spec import Encoding
 from kvstore.tiers import IndexColumns, LocalTier, Recovered, Residency
 from kvstore.tiers.dram import DramTier
+from kvstore.tiers.hbm import HbmTier, Pool
 from kvstore.tiers.nvme import Directory, NvmeTier, PlainCopies, PosixIO, Regions
 from kvstore.tiers.nvme.newest import Newest
 from kvstore.tiers.nvme.recovery import ErasedSlot, Gathered, LockedSlot, ScannedSlot, read_slot
@@ -175,6 +178,29 @@ class DramStand(Stand):
                 return
             offset -= piece.size
         raise AssertionError("nothing there to flip")
+
+
+class HbmStand(Stand):
+    """A pool in the host's memory: the same code as on a device."""
+
+    def build(self) -> LocalTier:
+        memory = BytearrayMemory()
+        self.region = HostRegion(memory, self.capacity_bytes)
+        self.hbm = HbmTier(Pool(OneRegion(self.region), memory, self.capacity_bytes), SeededWorkers(SEED))
+        return self.hbm
+
+    def flip(self, residency: Residency, offset: int) -> None:
+        self.region.bytes[self.hbm.extent(residency).offset + offset] ^= 1
+
+
+class OneRegion(NamedTuple):
+    """A device that has one region to give, which a test can damage."""
+
+    region: HostRegion
+    identity: str = "cpu"
+
+    def allocate(self, byte_count: int) -> DeviceRegion:
+        return self.region
 
 
 def nvme_tier(
@@ -344,6 +370,7 @@ def flip_in(path: Path, place: int) -> None:
 
 STANDS: dict[str, Any] = {
     "dram": lambda _, **options: DramStand(**options),
+    "hbm": lambda _, **options: HbmStand(**options),
     "nvme": lambda _, **options: NvmeStand(**options),
     "nvme lz4": lambda _, **options: Lz4Stand(**options),
     "nvme mac": lambda _, **options: MacStand(**options),

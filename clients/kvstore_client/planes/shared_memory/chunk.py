@@ -27,6 +27,8 @@ class Chunk:
     """(region bytes, region index, offset) when the chunk lies in one extent."""
     is_provisional: bool = False
     """True while its store is in flight: its checksums are not known yet."""
+    near: Chunk | None = None
+    """The copy of it in the sidecar's pool on the device that the bytes go to; its ``extents`` are that device's."""
 
     def slab(self, index: int) -> Bytes:
         """Return the bytes of one slab."""

@@ -7,6 +7,7 @@ After a fork the child has no mapping (they are not inherited), closes the socke
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import struct
@@ -24,6 +25,8 @@ from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.handoff.messages import (
     PROTOCOL_VERSION,
     Answer,
+    DeviceAnswer,
+    DeviceQuestion,
     Done,
     Hello,
     PresenceAnswer,
@@ -43,9 +46,11 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import cache_pb2_grpc
 from kvstore.v1alpha import admin_pb2_grpc, prefill_pb2_grpc
 from kvstore.wire import METADATA_SESSION
+from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.lookup.presence import Presence
 from kvstore_client.planes.session import ClientSession
 from kvstore_client.planes.shared_memory.known import KnownChunks
+from kvstore_client.planes.shared_memory.pool import DevicePool, is_same_device, opened_pool
 from kvstore_client.planes.store import StagingRun
 
 _CHANNEL_OPTIONS = (
@@ -58,6 +63,7 @@ CALL_FILLS_MAX = 64
 """Runs of one call, of 37 bytes at most each: so many fit into the smallest limits.message_bytes_max, 4 KiB, and the
 sidecar begins them at once: where it refuses a call, it reads none of them."""
 _clock = SystemClock()
+_log = logging.getLogger("kvstore.client")
 _live: weakref.WeakSet[MappedMemory] = weakref.WeakSet()
 
 
@@ -78,6 +84,8 @@ class MappedMemory(ClientSession):
         self._maps: list[SharedMap] = []
         self.warm = KnownChunks()
         self._regions: dict[int, Bytes] = {}
+        self._pools: dict[str, DevicePool | None] = {}
+        """The sidecar's pool, by the device that was asked for; None where it lies on another one."""
         self._socket = self._connect(socket_path, timeout_s)
         try:
             welcome, descriptors = self._welcome(socket_path)
@@ -94,6 +102,7 @@ class MappedMemory(ClientSession):
             raise
         self._bound_sends()
         self._is_told = "uses" in welcome.offers
+        self._has_pool = "device" in welcome.offers
         self._say = partial(_send_now, self._socket)
         if "presence" in welcome.offers:
             self.presence = Presence(self._say, partial(_is_open, self._socket))
@@ -226,6 +235,32 @@ class MappedMemory(ClientSession):
             step = pb.FillStrips(reservation_id=reservation_id, fills=fills[start : start + CALL_FILLS_MAX])
             self.call(self.cache.Store, pb.StoreRequest(fill=step), deadline.left_s)
 
+    def pool_for(self, wanted: Wanted) -> DevicePool | None:
+        """Return the sidecar's pool on the device that these bytes go to; None where there is none. What is to be
+        verified is not taken from there: clients may write it. Raises Unavailable once the session ended."""
+        device = wanted.device
+        if not self._has_pool or wanted.verify or not device:
+            return None
+        if device not in self._pools:
+            with self._growing:
+                if device not in self._pools:
+                    self._pools[device] = self._open_pool(device)
+        return self._pools[device]
+
+    def _open_pool(self, device: str) -> DevicePool | None:
+        """Map the pool, if it lies on this device. Where that fails, fetches go on without it."""
+        answer, descriptors = self._exchange(DeviceQuestion(), DeviceAnswer)
+        with closing_all(descriptors):
+            try:
+                check_descriptors(answer, descriptors)
+                return opened_pool(answer, descriptors, device) if is_same_device(answer, device) else None
+            except (KVStoreError, RuntimeError) as error:  # RuntimeError: torch's
+                _log.warning(
+                    "the sidecar's pool on the device cannot be used here: fetches take the bytes from memory",
+                    extra={"device": device, "reason": str(error)},
+                )
+                return None
+
     # ------------------------------------------------------------ end
 
     def close(self) -> None:
@@ -246,6 +281,8 @@ class MappedMemory(ClientSession):
         self.warm.clear()
         self._maps.clear()
         self._regions.clear()
+        self._has_pool = False
+        self._pools.clear()
         self.staging = None  # type: ignore[assignment]  # it keeps the session, and the memory
         self.generations = np.empty(0, np.uint64)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from kvstore.chunk import ChunkLayout, layout_of, parse_header
@@ -49,7 +50,10 @@ def read_chunk(
         extent = entry.extents[0]
         home = (session.region(extent.region), extent.region, extent.offset)
     start = entry.index * wanted.spec.chunk_tokens
-    return Chunk(entry.part, start, layout, extents, entry.generation_slot, entry.generation, header, home)
+    found = Chunk(entry.part, start, layout, extents, entry.generation_slot, entry.generation, header, home)
+    pool = session.pool_for(wanted) if entry.HasField("device") else None
+    near = pool.found(found, entry.device) if pool is not None else None
+    return found if near is None else replace(found, near=near)
 
 
 def _hold(extents: Sequence[Bytes], layout: ChunkLayout) -> bool:

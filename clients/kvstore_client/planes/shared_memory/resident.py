@@ -32,10 +32,13 @@ class ResidentPrefix:
         self.chunks: list[Chunk] = []
         self.token_count = self._stop = 0
         self._generations = session.generations
+        self._pool = session.pool_for(wanted)
 
     def runs(self, part: int) -> list[MappedRun]:
-        """Return the chunks of one part, grouped for copying."""
-        return runs_of([chunk for chunk in self.chunks if chunk.part == part])
+        """Return the chunks of one part, grouped for copying: the cache from the device that it goes to, where it is
+        there."""
+        chunks = [chunk for chunk in self.chunks if chunk.part == part]
+        return runs_of(chunks if part or self._pool is None else [chunk.near or chunk for chunk in chunks])
 
     def copy_all(self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], timeout_s: float) -> None:
         """Copy every requested layer of the chunks in memory; two threads share large ones."""
@@ -60,7 +63,7 @@ class ResidentPrefix:
         good = self._stop
         fence()  # the copies' loads come before the generations'
         for chunk in self.chunks:
-            current = self._is_current(chunk.slot, chunk.generation)
+            current = self._is_current(chunk.slot, chunk.generation) and self._is_near_current(chunk)
             if chunk.token_start < good and not (current and id(chunk) not in bad):
                 good = chunk.token_start
                 self.reason = MissReason.CORRUPT if current else MissReason.STALE
@@ -70,6 +73,9 @@ class ResidentPrefix:
         """Return True when all bytes read from a chunk before the last ``fence`` were the chunk's. A slot that does not
         exist has no chunk."""
         return slot < len(self._generations) and bool(self._generations[slot] == generation)
+
+    def _is_near_current(self, chunk: Chunk) -> bool:
+        return self._pool is None or chunk.near is None or self._pool.is_current(chunk.near)
 
 
 def _run(copy: Callable[[], None]) -> None:

@@ -33,6 +33,8 @@ class MappedSession(MappedMemory):
         self, wanted: Wanted, request: pb.FetchRequest, digests: list[bytes], timeout_s: float, exactness: Exactness
     ) -> MappedPrefix:
         """Open a prefix by a stream: the first message names the chunks' places, the later ones report arrivals."""
+        if self.pool_for(wanted) is not None:
+            request.on_device = True
         stream, response = opened(self, self.cache.Fetch, request, timeout_s, self._lease)
         prefix = MappedPrefix(self, wanted, response, digests, stream, exactness)
         if self._is_told and prefix.was_in_memory:
@@ -63,7 +65,10 @@ class MappedSession(MappedMemory):
             self.presence.count(fetch_calls=1, fetch_hit_chunks=hits, fetch_miss_chunks=misses, fetch_bytes=byte_count)
 
     def open_placed(self, wanted: Wanted, held: TicketFields) -> PlacedPrefix | None:
-        """Open the prefix of a ticket from its places. The sidecar is told when it has been copied."""
+        """Open the prefix of a ticket from its places. The sidecar is told when it has been copied. None where a call
+        is needed, and where the bytes go to the device of the pool: a call says what lies there."""
+        if self.pool_for(wanted) is not None:
+            return None
         say = partial(self._say, Redeemed(held.ticket.hex()))
         return placed_prefix(self, wanted, held, partial(_said_soon, say, self.returns))
 

@@ -29,10 +29,10 @@ class WarmPrefix(ResidentPrefix):
     tails, tail_lengths = (), b""
 
     def __init__(
-        self, session: MappedMemory, wanted: Wanted, chunks: list[Chunk], exactness: Exactness, reason: MissReason,
-        on_used: Callable[[Sequence[Chunk]], None],
+        self, session: MappedMemory, wanted: Wanted, chunks: list[Chunk], exactness: Exactness, tier: Tier,
+        reason: MissReason, on_used: Callable[[Sequence[Chunk]], None],
     ) -> None:  # fmt: skip
-        super().__init__(session, wanted, exactness, Tier.DRAM, reason)
+        super().__init__(session, wanted, exactness, tier, reason)
         self.chunks = chunks
         last = chunks[-1]
         self._stop = last.token_start + last.layout.token_count
@@ -81,5 +81,9 @@ def warm_prefix(
     chunks = session.warm.of(name, digests[:hits], wanted.spec.chunk_tokens)
     if chunks is None:
         return None
+    is_near = session.pool_for(wanted) is not None
+    if is_near and not all(chunk.near for chunk in chunks):  # a call says what lies on the device by now
+        return None
+    tier = Tier.HBM if is_near else Tier.DRAM
     reason = MissReason.NONE if hits == len(digests) else MissReason(seen.runs[1].reason or MissReason.COLD)
-    return WarmPrefix(session, wanted, chunks, exactness, reason, on_used)
+    return WarmPrefix(session, wanted, chunks, exactness, tier, reason, on_used)

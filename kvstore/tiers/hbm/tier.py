@@ -1,0 +1,252 @@
+"""The HBM tier: whole chunks in a pool of device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.chunk import ChunkHeader, ChunkLayout, StripMemory, are_right, pack_header, parse_header, slab_runs
+from kvstore.errors import DataLoss, Exhausted, KVStoreError
+from kvstore.seams import Workers
+from kvstore.seams.devices import DeviceRegion
+from kvstore.seams.jobs import NotBegun, done
+from kvstore.seams.memory import Bytes
+from kvstore.spec import Durability, Encoding, Tier
+from kvstore.tiers.contract import (
+    Buffer,
+    ChunkName,
+    Evictor,
+    IndexColumns,
+    Recovered,
+    Residency,
+    TierStatistics,
+    check_header,
+    host_memory,
+)
+from kvstore.tiers.hbm.pool import Pool, PoolExtent
+
+
+class _Copy(NamedTuple):
+    """One copy. The packed header is the tier's own: what lies on the device may have been written by others."""
+
+    extent: PoolExtent
+    packed: bytes
+
+
+class HbmTier:
+    """Copies into and out of a pool. A residency is a generation slot. ``workers``: threads of the process that owns
+    the pool, for no fork of it can reach a CUDA device."""
+
+    name = "hbm"
+    kind = Tier.HBM
+    durability = Durability.MEMORY
+
+    def __init__(self, pool: Pool, workers: Workers) -> None:
+        self.pool = pool
+        self._workers = workers
+        self._evictor: Evictor | None = None
+        self._copies: dict[Residency, _Copy] = {}
+        self._readers: dict[Residency, int] = {}
+        self._leaving: dict[Residency, PoolExtent] = {}
+        """Copies that were given up while a reader had them open."""
+        self._problem = ""
+        self._read_bytes = self._written_bytes = 0
+
+    async def recover(self, evictor: Evictor) -> Recovered:
+        """Return no copies: the device keeps nothing over a start."""
+        self._evictor = evictor
+        return Recovered(IndexColumns(), np.empty(0, np.bool_))
+
+    async def close(self, held: Recovered | None) -> None:
+        """Let go of the device's memory."""
+        self._workers.close()
+        self.pool.close()
+
+    # ------------------------------------------------------------ copies come
+
+    def extent(self, residency: Residency) -> PoolExtent:
+        """Return the place of a copy, which clients read without a call. The caller knows that it is there."""
+        return self._copies[residency].extent
+
+    async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> Residency:
+        source = host_memory(pieces)
+        extent = self._allocate(layout.total_bytes)
+        try:
+            await self._moved(_write, self.pool.region, extent.offset, source)
+        except BaseException:
+            self.pool.free(extent)
+            raise
+        self._written_bytes += extent.byte_count
+        self._copies[extent.slot] = _Copy(extent, pack_header(header, layout))
+        return extent.slot
+
+    def _allocate(self, byte_count: int) -> PoolExtent:
+        """Return room for a chunk; other copies go for it. Raises Exhausted."""
+        found = self.pool.allocate(byte_count)
+
+        def enough() -> bool:
+            nonlocal found
+            found = self.pool.allocate(byte_count)
+            return found is not None
+
+        if found is None and self._evictor is not None and byte_count <= self.pool.capacity_bytes:
+            self._evictor.evict(lambda _: True, enough)
+        if found is None:
+            raise Exhausted("the pool on the device is full: raise tiers.hbm.capacity_bytes")
+        return found
+
+    async def _moved(self, job: object, *arguments: object) -> None:
+        """Move bytes. Remembers what the device says: nothing else tells that it has failed."""
+        try:
+            await done(self._workers, job, *arguments)  # type: ignore[arg-type]  # one of the functions below
+        except NotBegun:
+            raise
+        except KVStoreError as error:
+            self._problem = error.message
+            raise
+        self._problem = ""
+
+    def has_room(self, layout: ChunkLayout) -> bool:
+        """See ``LocalTier.has_room``. Only a trial tells whether the free bytes are in one piece."""
+        found = self.pool.allocate(layout.total_bytes)
+        if found is not None:
+            self.pool.free(found)
+        return found is not None
+
+    # ------------------------------------------------------------ copies are read
+
+    async def open(self, name: ChunkName, residency: Residency) -> HbmChunk:
+        found = self._copies.get(residency)
+        if found is None:
+            raise DataLoss("the pool holds no such chunk", reason="absent")
+        header = check_header(name, parse_header(np.frombuffer(found.packed, np.uint8), name.layout))
+        packed = np.empty(len(found.packed), np.uint8)
+        self._readers[residency] = self._readers.get(residency, 0) + 1
+        chunk = HbmChunk(self, residency, found.extent, header, name.layout)
+        try:
+            await self.read_into([(found.extent.offset, packed)])
+            if packed.tobytes() != found.packed:
+                raise DataLoss("the header on the device is not the one that was written", reason="header")
+        except BaseException:
+            chunk.close()
+            raise
+        return chunk
+
+    async def read_into(self, reads: Sequence[tuple[int, Bytes]]) -> None:
+        """Copy bytes of the region to host memory: (offset, target) of each."""
+        await self._moved(_read, self.pool.region, reads)
+
+    async def are_right(self, runs: Sequence[StripMemory], expected: bytes) -> bool:
+        """Return True when strips in host memory have these checksums; they count as read then. Bytes that no strip
+        covers become zero."""
+        good = await done(self._workers, _are_right, runs, expected)
+        if good:
+            self._read_bytes += sum(data.size for data, _ in runs)
+        return good
+
+    def closed(self, residency: Residency) -> None:
+        """Count a reader out; free the copy if it was given up and this was its last reader."""
+        self._readers[residency] -= 1
+        if not self._readers[residency]:
+            del self._readers[residency]
+            if residency in self._leaving:
+                self.pool.free(self._leaving.pop(residency))
+
+    # ------------------------------------------------------------ copies go
+
+    def remove(self, residencies: Sequence[Residency], *, erase: bool = False) -> None:
+        """See ``LocalTier.remove``. ``erase`` makes no difference: no start finds a copy on the device again."""
+        for residency in residencies:
+            extent = self._copies.pop(residency).extent
+            if residency in self._readers:
+                self._leaving[residency] = extent
+            else:
+                self.pool.free(extent)
+
+    async def quarantine(self, residency: Residency) -> None:
+        """Remove the copy. Memory has no bad places: a client may have written there."""
+        self.remove([residency])
+
+    async def renew(self, residency: Residency) -> bool:
+        return True
+
+    async def supersede(self, writes: Mapping[bytes, int], wait_s: float) -> None:
+        """Do nothing: no start finds a copy here."""
+
+    async def tidy(self) -> None:
+        """Do nothing: no copy waits to be erased."""
+
+    # ------------------------------------------------------------ the tier is asked
+
+    def encodings(self, residencies: NDArray[np.int64]) -> NDArray[np.uint8]:
+        return np.full(len(residencies), Encoding.RAW, np.uint8)
+
+    def stalled_s(self) -> float:
+        return 0.0
+
+    def statistics(self) -> TierStatistics:
+        capacity, free = self.pool.capacity_bytes, self.pool.free_bytes
+        return TierStatistics(
+            name=self.name, state="failing" if self._problem else "up", capacity_bytes=capacity, file_bytes=capacity,
+            allocated_bytes=capacity - free, free_bytes=free, quarantined_bytes=0, overhead_bytes=0,
+            chunk_count=len(self._copies), read_bytes=self._read_bytes, written_bytes=self._written_bytes,
+            reason=self._problem,
+        )  # fmt: skip
+
+
+class HbmChunk:
+    """An opened copy. Its extent is not reused until it is closed."""
+
+    def __init__(
+        self, tier: HbmTier, residency: Residency, extent: PoolExtent, header: ChunkHeader, layout: ChunkLayout
+    ) -> None:
+        self.header = header
+        self._tier = tier
+        self._residency = residency
+        self._extent = extent
+        self._layout = layout
+        self._is_closed = False
+
+    async def read(self, slabs: range, target: Sequence[Buffer]) -> None:
+        """See ``StoredChunk.read``. The bytes are checked where they were copied to: those on the device may change."""
+        into, layout = host_memory(target), self._layout
+        begin = self._extent.offset + layout.header_bytes
+        await self._tier.read_into(
+            [(begin + layout.slabs[slab].offset, each) for slab, each in zip(slabs, into, strict=True)]
+        )
+        runs = slab_runs(layout, self.header.storage_key, self.header.write_id, slabs, into)
+        if not await self._tier.are_right(runs, self.header.checksums_of(*layout.strips_of(slabs))):
+            raise DataLoss(
+                f"slabs {slabs.start}..{slabs.stop} on the device fail their check", reason="checksum",
+                slab=slabs.start,
+            )  # fmt: skip
+
+    async def check(self, slabs: range) -> None:
+        """See ``StoredChunk.check``."""
+        await self.read(slabs, [np.empty(self._layout.slabs[slab].byte_count, np.uint8) for slab in slabs])
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._tier.closed(self._residency)
+
+
+def _write(region: DeviceRegion, offset: int, source: Sequence[Bytes]) -> None:
+    """Copy a chunk's pieces to the device. Blocking."""
+    region.write(offset, source)
+
+
+def _read(region: DeviceRegion, reads: Sequence[tuple[int, Bytes]]) -> None:
+    """Copy bytes of the device to host memory. Blocking."""
+    for offset, target in reads:
+        region.read(offset, target)
+
+
+def _are_right(runs: Sequence[StripMemory], expected: bytes) -> bool:
+    """Check strips, and zero the gaps between them. Blocking."""
+    for data, strips in runs:
+        strips.zero_gaps(data)
+    return are_right(runs, expected)

@@ -1,0 +1,258 @@
+"""A pool in the host's memory in the place of a GPU's: what was fetched once comes from there: right bytes or none."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from kvstore_client import Client, Paged, connect
+from kvstore_client.cuda import lanes, mirror
+from kvstore_client.planes.shared_memory import pool as pools
+from kvstore_client.planes.shared_memory.resident import ResidentPrefix
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.errors import Unavailable
+from kvstore.handoff.messages import DeviceAnswer
+from kvstore.seams.mapping import SharedMap
+from kvstore.spec import ModelSpec, Tier
+from kvstore.v1 import cache_pb2 as pb
+from tests.server.raw import eventually
+from tests.specs import bits, random_cache, small_spec, tokens_of
+
+SPEC = small_spec()
+COUNT = 48
+
+
+def environment(capacity: str, device: str = "cpu") -> dict[str, str]:
+    return {**os.environ, "KVSTORE__TIERS__HBM__CAPACITY_BYTES": capacity, "KVSTORE__TIERS__HBM__DEVICE": device}
+
+
+@pytest.fixture(scope="module")
+def sidecar() -> Iterator[Sidecar]:
+    with Sidecar("--capacity", "16 MiB", environment=environment("4 MiB")) as running:
+        yield running
+
+
+@pytest.fixture
+def client(sidecar: Sidecar) -> Iterator[Client]:
+    with connect(sidecar.address, timeout_s=5.0) as connected:
+        connected.lookup(SPEC, tokens_of(16, 1))
+        eventually(lambda: connected.connect_now().presence.is_there)
+        yield connected
+
+
+def stored(client: Client, seed: int, count: int = COUNT, spec: ModelSpec = SPEC) -> tuple[np.ndarray, list]:
+    tokens, cache = tokens_of(count, seed), random_cache(spec, count, seed)
+    client.store(spec, tokens, cache).wait(10)
+    return tokens, cache
+
+
+def same(found: object, cache: list) -> bool:
+    return all(
+        (bits(a) == bits(b)).all()
+        for got, want in zip(found, cache, strict=True)
+        for a, b in zip(got, want, strict=True)
+    )
+
+
+def hbm_of(client: Client) -> object:
+    return next(each for each in client.stats().tiers if each.name == "hbm")
+
+
+def brought(client: Client, tokens: np.ndarray) -> None:
+    """Fetch until all of it comes from the pool."""
+    eventually(lambda: client.fetch(SPEC, tokens).tier is Tier.HBM)
+
+
+def test_the_second_fetch_is_served_from_the_pool(client: Client) -> None:
+    tokens, cache = stored(client, 1)
+    first = client.fetch(SPEC, tokens)
+    assert first.tier is Tier.DRAM
+    assert same(first, cache)
+    brought(client, tokens)
+    for _ in range(3):  # with a call, and then without one
+        found = client.fetch(SPEC, tokens)
+        assert found.tier is Tier.HBM
+        assert found.token_count == COUNT
+        assert same(found, cache)
+
+
+def test_the_bytes_come_from_the_pool_and_from_nowhere_else(
+    sidecar: Sidecar, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Proven by a copy in which another byte lies."""
+    tokens, cache = stored(client, 2)
+    brought(client, tokens)
+    found = pools.DevicePool.found
+
+    def other(self: pools.DevicePool, chunk: object, place: pb.DevicePlace) -> object:
+        near = found(self, chunk, place)
+        near.extents[0] = near.extents[0] ^ 1
+        object.__setattr__(near, "home", None)
+        return near
+
+    monkeypatch.setattr(pools.DevicePool, "found", other)
+    with connect(sidecar.address) as fresh:
+        got = fresh.fetch(SPEC, tokens)
+        assert got.tier is Tier.HBM
+        assert not same(got, cache)
+        assert same(fresh.fetch(SPEC, tokens, verify=True), cache)  # what is verified is not taken from the pool
+
+
+def test_layers_pages_tickets_and_parts_of_a_cache(client: Client) -> None:
+    tokens, cache = stored(client, 3)
+    brought(client, tokens)
+    layers = client.fetch_layers(SPEC, tokens)
+    assert layers.tier is Tier.HBM
+    assert same([entry for _, entry in layers], cache)
+    layer = SPEC.layers[0]
+    pages = [torch.full((2, COUNT // 8, 8, layer.kv_heads, layer.k_dim), 7, dtype=torch.bfloat16) for _ in SPEC.layers]
+    order = np.random.default_rng(1).permutation(COUNT // 8)
+    slots = (order[:, None] * 8 + np.arange(8)).reshape(-1)
+    match = client.lookup(SPEC, tokens, hold=True)
+    client.start_fetch(match.ticket, into=Paged(pages, slots)).wait(10)
+    flat = [page.flatten(1, 2)[:, slots].transpose(1, 2) for page in pages]
+    assert same(flat, cache)
+    some = client.fetch(SPEC, tokens, layers=[1], heads=(1, 2))
+    assert some.tier is Tier.HBM
+    assert same(some, [tuple(plane[1:2] for plane in cache[1])])
+
+
+def test_what_leaves_memory_leaves_the_pool(sidecar: Sidecar, client: Client) -> None:
+    tokens, _ = stored(client, 4)
+    brought(client, tokens)
+    before = hbm_of(client).chunk_count
+    assert before
+    with connect(sidecar.address) as other:
+        for seed in range(40, 60):  # more than memory has room for
+            stored(other, seed, 100 * 16)
+    assert client.fetch(SPEC, tokens).token_count == 0
+    assert hbm_of(client).chunk_count == 0
+
+
+def test_eviction_under_fetches_never_shows_other_bytes(sidecar: Sidecar) -> None:
+    """Several clients fetch more than the pool has room for, while chunks come and go."""
+    failures: list[str] = []
+
+    def fetches(seed: int) -> None:
+        with connect(sidecar.address, timeout_s=10.0) as client:
+            chains = [stored(client, 1000 * (seed + 1) + number, 10 * 16) for number in range(8)]
+            for number in range(120):
+                tokens, cache = chains[number * 7 % 8]
+                found = client.fetch(SPEC, tokens)
+                expected = [tuple(plane[:, : found.token_count] for plane in layer) for layer in cache]
+                if not same(found, expected):
+                    failures.append(f"{seed} {number} {found.tier}")
+
+    threads = [threading.Thread(target=fetches, args=(seed,)) for seed in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not failures
+
+
+def test_a_copy_that_leaves_the_pool_under_a_fetch_is_asked_for_again(
+    sidecar: Sidecar, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a lease nothing holds it: its generation says that it went, and a call brings the right bytes."""
+    tokens, cache = stored(client, 5)
+    brought(client, tokens)
+    assert client.fetch(SPEC, tokens).tier is Tier.HBM
+    calls: list[object] = []
+    opened, settled = type(client.connect_now()).open_prefix, ResidentPrefix.settle
+
+    def counted(*arguments: object) -> object:
+        calls.append(arguments)
+        return opened(*arguments)
+
+    def goes(self: ResidentPrefix, bad: set[int]) -> int:
+        """The copy has ended; other chains take the pool before its generation is read."""
+        monkeypatch.setattr(ResidentPrefix, "settle", settled)
+        with connect(sidecar.address) as other:
+            for seed in range(50, 62):  # more than the pool has room for, and less than memory
+                brought(other, stored(other, seed, 40 * 16)[0])
+        monkeypatch.setattr(type(client.connect_now()), "open_prefix", counted)
+        good = settled(self, bad)
+        assert good == 0
+        return good
+
+    monkeypatch.setattr(ResidentPrefix, "settle", goes)
+    found = client.fetch(SPEC, tokens)
+    assert len(calls) == 1
+    assert found.token_count == COUNT
+    assert same(found, cache)
+
+
+def test_a_pool_that_only_torch_reaches(sidecar: Sidecar, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is on a GPU, for which the CPU stands in."""
+
+    def opened(answer: DeviceAnswer, descriptors: Sequence[int], device: str) -> pools.DevicePool:
+        generations = SharedMap(descriptors[0], answer.generations_bytes, writable=False).bytes
+        memory = torch.from_numpy(SharedMap(descriptors[1], answer.byte_count, writable=False).bytes)
+        return pools.DevicePool(mirror.DeviceBytes(memory, 0, answer.byte_count), generations)
+
+    spec = small_spec()
+    tokens, cache = stored(client, 6, 90)
+    brought(client, tokens)
+    monkeypatch.setattr("kvstore_client.planes.shared_memory.mapped.opened_pool", opened)
+    monkeypatch.setattr(lanes, "gpu_of", lambda plane: plane.device)
+    monkeypatch.setattr("kvstore_client.fetch.given._alike", lambda *_: None)
+    layer = spec.layers[0]
+    with connect(sidecar.address) as fresh:
+        shape = (layer.kv_heads, 100, layer.k_dim)
+        into = [tuple(torch.full(shape, 7, dtype=torch.bfloat16) for _ in "KV") for _ in spec.layers]
+        assert fresh.fetch(SPEC, tokens, into=into).tier is Tier.HBM
+        assert same([tuple(plane[:, :90] for plane in each) for each in into], cache)
+        assert all(bool((plane[:, 90:] == 7).all()) for each in into for plane in each)
+        one = tuple(torch.full((1, 90, layer.k_dim), 7, dtype=torch.bfloat16) for _ in "KV")
+        assert fresh.fetch(SPEC, tokens, layers=[1], heads=(1, 2), into=[one]).tier is Tier.HBM
+        assert same([one], [tuple(plane[1:2] for plane in cache[1])])
+        for planes in into:
+            for plane in planes:
+                plane.fill_(7)
+        assert [number for number, _ in fresh.fetch_layers(SPEC, tokens, into=into)] == [0, 1]
+        assert same([tuple(plane[:, :90] for plane in each) for each in into], cache)
+        for size in (8, 16, 5):
+            count = -(-90 // size)
+            pages = [torch.full((2, count, size, layer.kv_heads, layer.k_dim), 7, dtype=torch.bfloat16) for _ in cache]
+            order = np.random.default_rng(size).permutation(count)
+            slots = (order[:, None] * size + np.arange(size)).reshape(-1)[:90]
+            assert fresh.fetch(SPEC, tokens, into=Paged(pages, slots)).tier is Tier.HBM
+            assert same([page.flatten(1, 2)[:, slots].transpose(1, 2) for page in pages], cache)
+
+
+def test_without_a_gpu_the_service_runs_and_names_the_setting() -> None:
+    with Sidecar("--capacity", "16 MiB", environment=environment("4 MiB", "cuda:0")) as running:
+        with connect(running.address) as client:
+            tokens, cache = stored(client, 1)
+            assert same(client.fetch(SPEC, tokens), cache)
+            problem = client.stats().tier_problem
+            assert "tiers.hbm.device" in problem
+            assert "tiers.hbm.capacity_bytes = 0" in problem
+
+
+def test_a_pool_larger_than_memory_is_refused() -> None:
+    with pytest.raises(Unavailable, match=r"tiers\.hbm\.capacity_bytes"):
+        with Sidecar("--capacity", "16 MiB", environment=environment("17 MiB")):
+            pass
+
+
+def test_a_pool_that_cannot_be_mapped_costs_nothing_else(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: object) -> None:
+        raise Unavailable("the driver says no")
+
+    monkeypatch.setattr("kvstore_client.planes.shared_memory.mapped.opened_pool", refused)
+    with connect(sidecar.address) as client:
+        tokens, cache = stored(client, 77)
+        for _ in range(3):
+            found = client.fetch(SPEC, tokens)
+            assert found.tier is Tier.DRAM
+            assert same(found, cache)
+    assert caplog.text.count("cannot be used here") == 1

@@ -1,0 +1,233 @@
+"""Copies on a device: filled by use, the right bytes, the first to give way, and never the only ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.controller import FetchResult
+from kvstore.errors import Unavailable
+from kvstore.movement.hbm import HbmCopies
+from kvstore.seams.devices.memory import HostDevice, HostRegion
+from kvstore.spec import MissReason, Tier
+from kvstore.tiers.hbm import HbmTier, Pool
+from tests.controller.service import soon
+from tests.simulated import InlineWorkers
+from tests.tiers.service import DeviceService
+
+ROOM = 4
+"""Chunks that the pool has room for."""
+
+
+class Moving(InlineWorkers):
+    """Moves bytes at once; fails while it is told to; ``before`` runs before each job."""
+
+    fails = False
+    before: Callable[[], None] = staticmethod(lambda: None)
+
+    def submit(self, function: Callable[..., Any], /, *args: object) -> Future[Any]:
+        self.before()
+        if self.fails:
+            failed: Future[Any] = Future()
+            failed.set_exception(Unavailable("the device is lost"))
+            return failed
+        return super().submit(function, *args)
+
+
+class HbmService(DeviceService):
+    """A service with a pool in the host's memory."""
+
+    async def attach(self) -> None:
+        self.moving = Moving()
+        self.pool = Pool(HostDevice(self.memory), self.memory, ROOM * self.layout.total_bytes)
+        await self.parts.movement.attach_hbm(HbmTier(self.pool, self.moving))
+        await super().attach()
+
+    @property
+    def hbm(self) -> HbmCopies:
+        found = self.parts.movement.hbm
+        assert found is not None
+        return found
+
+    def row(self, *path: int) -> int:
+        namespace = self.parts.catalog.model(self.model).namespace(None, self.query(*path).exactness)
+        return namespace.index[self.query(*path).digests[-1]]
+
+    def ask(self, *path: int, keep: bool = False) -> FetchResult:
+        """Fetch to the device; what is said to lie there is the chunk, whole."""
+        query = self.query(*path, on_device=True)
+        result = self.controller.fetch(self.session, query)
+        region = self.pool.region
+        assert isinstance(region, HostRegion)
+        for chunk in result.chunks:
+            assert chunk.placement is not None
+            if (extent := chunk.on_device) is not None:
+                there = region.bytes[extent.offset : extent.offset + extent.byte_count]
+                assert (there == np.concatenate(chunk.placement.pieces)).all()
+                assert int(self.pool.generations.bytes.view(np.uint64)[extent.slot]) == extent.generation
+        if not keep:
+            self.controller.release(self.session, [result.lease_id])
+        return result
+
+    async def bring(self, *path: int) -> None:
+        self.ask(*path)
+        await soon(lambda: self.row(*path) in self.hbm)
+
+
+def test_filled_by_use_and_told() -> None:
+    service = HbmService()
+
+    async def scenario() -> None:
+        await service.store(service.session, 1, 2)
+        plain = service.controller.fetch(service.session, service.query(1, 2))
+        assert plain.tier is Tier.DRAM
+        first = service.ask(1, 2)
+        assert (first.tier, [each.on_device for each in first.chunks]) == (Tier.DRAM, [None, None])
+        await soon(lambda: service.row(1, 2) in service.hbm)
+        second = service.ask(1, 2)
+        assert second.tier is Tier.HBM
+        assert all(each.on_device for each in second.chunks)
+        assert service.controller.fetch(service.session, service.query(1, 2)).chunks[0].on_device is None
+        counters = service.counters()
+        assert counters["hbm_fetched_chunks"] == counters["hbm_written_chunks"] == 2
+        tiers = {each.name: each for each in service.controller.stats().tiers}
+        assert tiers["hbm"].chunk_count == 2
+        assert [each.stats.name for each in service.parts.movement.accounts()] == ["hbm", "dram", "nvme"]
+
+    service.run(scenario)
+
+
+def test_what_leaves_memory_leaves_the_device_and_is_read_from_nowhere_there() -> None:
+    service = HbmService()
+
+    async def scenario() -> None:
+        await service.keep(1)
+        await service.bring(1)
+        before = service.ask(1).chunks[0].on_device
+        service.drop(service.row(1))
+        assert service.row(1) not in service.hbm
+        assert int(service.pool.generations.bytes.view(np.uint64)[before.slot]) != before.generation
+        assert service.pool.free_bytes == service.pool.capacity_bytes
+        assert await service.fetch(1) == (1, MissReason.NONE)  # read from the device below
+        assert service.ask(1).chunks[0].on_device is None
+
+    service.run(scenario)
+
+
+def test_a_chunk_without_another_copy_is_lost_with_memory() -> None:
+    service = HbmService()
+
+    async def scenario() -> None:
+        await service.keep(1)
+        await service.bring(1)
+        service.parts.movement.removal.remove(service.row(1), MissReason.EVICTED)
+        assert service.controller.fetch(service.session, service.query(1)).hit_count == 0
+        assert service.pool.free_bytes == service.pool.capacity_bytes
+
+    service.run(scenario)
+
+
+def test_the_least_recently_used_go_first_and_held_ones_stay() -> None:
+    service = HbmService()
+
+    async def scenario() -> None:
+        for number in range(1, 7):
+            await service.keep(number)
+        for number in range(1, 5):
+            await service.bring(number)
+        held = service.ask(1, keep=True)
+        service.ask(2)
+        await service.bring(5)  # 3 is the least recently used that nothing holds
+        assert [number for number in range(1, 6) if service.row(number) in service.hbm] == [1, 2, 4, 5]
+        service.controller.release(service.session, [held.lease_id])
+        await service.bring(6)
+        assert [number for number in range(1, 7) if service.row(number) in service.hbm] == [1, 2, 5, 6]
+        assert service.counters()["hbm_demoted_chunks"] == 2
+
+    service.run(scenario)
+
+
+def test_a_chain_longer_than_the_pool_keeps_its_beginning() -> None:
+    service = HbmService()
+
+    async def scenario() -> None:
+        path = tuple(range(1, 8))
+        await service.store(service.session, *path)
+        for _ in range(3):
+            service.ask(*path)
+            await soon(lambda: service.hbm.tier.statistics().chunk_count == ROOM)
+        assert [each.on_device is not None for each in service.ask(*path).chunks] == [True] * ROOM + [False] * 3
+        assert service.counters()["hbm_written_chunks"] == ROOM
+
+    service.run(scenario)
+
+
+@pytest.mark.parametrize("place", ["header", "strip"])
+def test_a_check_finds_what_somebody_wrote_there(place: str) -> None:
+    service = HbmService()
+
+    async def scenario() -> None:
+        await service.keep(1)
+        await service.bring(1)
+        looks = dict(service.parts.movement.looks(service.row(1)))
+        assert list(looks) == ["hbm", "dram", "nvme"]
+        assert await looks["hbm"]() is True
+        extent, region = service.hbm.extent(service.row(1)), service.pool.region
+        assert isinstance(region, HostRegion)
+        region.bytes[extent.offset + (40 if place == "header" else service.layout.header_bytes)] ^= 1
+        assert await looks["hbm"]() is False
+        assert service.row(1) not in service.hbm
+        assert await looks["dram"]() is True
+        assert service.check(service.session, 1) == 1
+
+    service.run(scenario)
+
+
+def test_a_copy_that_left_memory_on_its_way_does_not_count() -> None:
+    service = HbmService()
+
+    async def scenario() -> None:
+        await service.keep(1)
+        row = service.row(1)
+        service.moving.before = lambda: service.parts.movement.removal.remove(row, MissReason.EVICTED)
+        service.ask(1)
+        await soon(
+            lambda: service.pool.free_bytes == service.pool.capacity_bytes and not service.mapped.have_all([row])
+        )
+        assert row not in service.hbm
+
+    service.run(scenario)
+
+
+def test_a_device_that_fails_costs_copies_and_nothing_else() -> None:
+    service = HbmService()
+
+    async def scenario() -> None:
+        await service.store(service.session, 1, 2)
+        service.moving.fails = True
+        service.ask(1, 2)
+        await soon(lambda: service.hbm.tier.statistics().state == "failing")
+        assert service.check(service.session, 1, 2) == 2
+        assert service.pool.free_bytes == service.pool.capacity_bytes
+        service.moving.fails = False
+        await service.bring(1, 2)
+        assert service.hbm.tier.statistics().state == "up"
+
+    service.run(scenario)
+
+
+def test_a_stop_gives_the_memory_back() -> None:
+    service = HbmService()
+
+    async def scenario() -> None:
+        await service.keep(1)
+        await service.bring(1)
+        await service.restart()
+        assert service.row(1) not in service.hbm
+        assert await service.fetch(1) == (1, MissReason.NONE)
+
+    service.run(scenario)
