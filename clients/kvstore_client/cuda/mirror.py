@@ -28,6 +28,7 @@ class Mirror:
 
     def __init__(self, rows: HostRows, device: Any) -> None:
         self._rows = rows
+        self._items: dict[int, Tensor] = {}
         self._bytes = torch_module().empty(rows.row_count * rows.width, dtype=torch_module().uint8, device=device)
 
     def load(self) -> None:
@@ -62,7 +63,10 @@ class Mirror:
         the sidecar's memory; the first axis goes from row to row."""
         assert 0 <= offset < self._rows.width, "it begins in the first row"
         steps = (self._rows.width // size, *(step // size for step in strides[1:]))
-        return self._bytes.view(dtype_of(_SIGNED[size])).as_strided(shape, steps, offset // size)
+        items = self._items.get(size)
+        if items is None:
+            items = self._items[size] = self._bytes.view(dtype_of(_SIGNED[size]))
+        return items.as_strided(shape, steps, offset // size)
 
 
 class DeviceBytes:

@@ -16,9 +16,15 @@ class GpuSlots:
 
     def __init__(self, slots: NDArray[np.int64], page_size: int, device: Any) -> None:
         """``slots``: [tokens], negative where a token has none."""
-        self._slots = slots
-        both = torch_module().from_numpy(np.stack(np.divmod(slots, page_size))).to(device)
-        self._pages, self._rows = both[0], both[1]
+        self._slots, self._device = slots, device
+        self._here = np.stack(np.divmod(slots, page_size))
+        self._pages, self._rows = self._brought(self._here)
+        self._found: dict[tuple[int, int, int, int, int], tuple[Tensor, Tensor, Tensor | None]] = {}
+        """What ``_of`` returned: it is the same for each layer."""
+
+    def _brought(self, numbers: NDArray[np.int64]) -> Tensor:
+        """Return numbers on the GPU. They are there on return: any stream may use them."""
+        return torch_module().from_numpy(np.ascontiguousarray(numbers)).to(self._device)
 
     def put(self, plane: Tensor, content: Tensor, token: int, chunk_tokens: int, part: PartPlace) -> None:
         """Write ``content``, [chunks, heads, tokens, dim], the part of chunks from ``token`` on, into all pages of one
@@ -39,11 +45,19 @@ class GpuSlots:
 
     def _of(self, token: int, step: int, count: int, part: PartPlace) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return pages, rows in them, and the numbers of the tokens that have a slot; None: all have."""
-        where = slice(token, token + step * count)
-        tokens = slice(part.token_start, part.token_stop)
-        pages, rows = (each[where].view(count, step)[:, tokens] for each in (self._pages, self._rows))
+        key = token, step, count, part.token_start, part.token_stop
+        if key not in self._found:
+            self._found[key] = self._looked_up(*key)
+        return self._found[key]
+
+    def _looked_up(
+        self, token: int, step: int, count: int, token_start: int, token_stop: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        where, tokens = slice(token, token + step * count), slice(token_start, token_stop)
         there = np.flatnonzero(self._slots[where].reshape(count, step)[:, tokens] >= 0)
-        if len(there) == count * (part.token_stop - part.token_start):
+        if len(there) == count * (token_stop - token_start):
+            pages, rows = (each[where].view(count, step)[:, tokens] for each in (self._pages, self._rows))
             return pages, rows, None
-        numbers = torch_module().from_numpy(there).to(pages.device)
-        return pages.flatten()[numbers], rows.flatten()[numbers], numbers
+        some = self._here[:, where].reshape(2, count, step)[:, :, tokens].reshape(2, -1)[:, there]
+        pages, rows, numbers = self._brought(np.stack([*some, there]))
+        return pages, rows, numbers

@@ -14,7 +14,6 @@ from kvstore.chunk import PartPlace
 from kvstore.seams.mapping import address_of
 from kvstore.seams.memory import Bytes
 from kvstore_client.arrays import Tensor
-from kvstore_client.copying import copy
 from kvstore_client.cuda.lanes import run_on
 from kvstore_client.cuda.mirror import HostRows, Mirror
 from kvstore_client.cuda.slabs import Slabs, pieces
@@ -49,7 +48,7 @@ def save_strips(gpu: Any, parts: Iterable[StripsPart]) -> None:
         pitch = array.strides[0] if heads > 1 else width
         memory = as_strided(array[0].view(np.uint8), (pitch * (heads - 1) + width,), (1,))
         mirror = Mirror(HostRows(memory, pitch, width, heads), gpu)
-        copy(mirror.view(array.shape, array.strides, 0, array.itemsize), source())
+        mirror.view(array.shape, array.strides, 0, array.itemsize).copy_(source())
         mirror.save()
 
 
@@ -58,7 +57,7 @@ def save_whole(gpu: Any, memory: Bytes, parts: Iterable[StripsPart]) -> None:
     mirror = Mirror(HostRows(memory, 0, memory.size, 1), gpu)
     for array, source in parts:
         offset = array.__array_interface__["data"][0] - address_of(memory)
-        copy(mirror.view((1, *array.shape), (0, *array.strides), offset, array.itemsize)[0], source())
+        mirror.view((1, *array.shape), (0, *array.strides), offset, array.itemsize)[0].copy_(source())
     mirror.save()
 
 

@@ -127,9 +127,12 @@ class DenseTarget:
         return Planes(list(zip(*(self._layers if self._are_tensors else self._raw), strict=True)))
 
     def _put_on_gpu(self, position: int, run: MappedRun, part: PartPlace, content: Tensor) -> None:
-        first, count = run.chunks[0], len(run.chunks)
+        first = run.chunks[0]
         plane = self._raw[position][part.which]
-        copy(plane_run(plane, first.token_start, first.layout.token_count, count, part), content)
+        head, token, item = plane.stride()  # one view: each of the steps of ``plane_run`` costs as much as a launch
+        begin = plane.storage_offset() + (first.token_start + part.token_start) * token
+        steps = (first.layout.token_count * token, head, token, item)
+        plane.as_strided(content.shape, steps, begin).copy_(content)
 
     def copy_hidden(self, layer: int, runs: Sequence[MappedRun], bad: set[int]) -> None:
         for run in runs:

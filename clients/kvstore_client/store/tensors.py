@@ -112,7 +112,7 @@ class Tensors:
 
     def _take_on_gpu(self, unit: Unit, slab: int, part: PartPlace, token: int, content: Tensor) -> None:
         plane = self.planes[unit.part][slab][part.which]
-        copy(content, plane_run(plane, token, unit.layout.token_count, content.shape[0], part))
+        content.copy_(plane_run(plane, token, unit.layout.token_count, content.shape[0], part))
 
 
 def _calls(
