@@ -15,7 +15,12 @@ PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope
 # Where this is set, every process of every test would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup model demo test test-full setup-vllm test-vllm setup-sglang test-sglang test-s3 test-redis sim crash outage fuzz mutants check bench proto proto-baseline format docs clean
+# A GPU's torch is the machine's own more often than .venv's. The first of the two that has CUDA, else one that is there.
+HAS_CUDA := -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
+GPU_PYTHON = $(shell for each in $(CURDIR)/$(BIN)/python $(PYTHON); do $$each $(HAS_CUDA) && echo $$each && exit; done; \
+	test -x $(BIN)/python && echo $(CURDIR)/$(BIN)/python || echo $(PYTHON))
+
+.PHONY: help setup model demo test test-full setup-vllm test-vllm setup-sglang test-sglang test-s3 test-redis sim crash outage fuzz mutants check bench gpu proto proto-baseline format docs clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -97,6 +102,9 @@ check: $(STAMP) ## Format, lint, types, wire contract
 
 bench: $(STAMP) ## All benchmarks, quick
 	$(BIN)/kvstore bench all --quick
+
+gpu: ## The tests and benchmarks that need a GPU, within 9 minutes: one table, and kvstore-gpu.json
+	PYTHONPATH=$(CURDIR):$(CURDIR)/clients:$(CURDIR)/ops:$(CURDIR)/kernels$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m kvstore_ops.gpu
 
 proto: $(STAMP) ## Generate the stubs in kvstore/v1 and kvstore/v1alpha from proto/
 	$(BIN)/python -m kvstore_ops.contract generate

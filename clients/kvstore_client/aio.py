@@ -29,6 +29,7 @@ from kvstore_client.planes.place import TLS
 from kvstore_client.prompt import GivenTokens
 from kvstore_client.store.receipt import Receipt
 from kvstore_client.store.writer import StoreWriter
+from kvstore_client.streams import within_streams
 from kvstore_client.tracing import within_trace
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class AsyncClient:
         if awaited is not None:
             found: Result = await awaited(self, function.__self__, *args, **options)  # type: ignore[attr-defined]  # bound
             return found
-        future = begun(self._threads, within_trace(lambda: function(*args, **options)))
+        future = begun(self._threads, within_trace(within_streams(lambda: function(*args, **options))))
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:

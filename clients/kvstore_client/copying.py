@@ -20,13 +20,21 @@ import numpy as np
 from kvstore_copies import Batch
 from numpy.typing import NDArray
 
-from kvstore.chunk import Part
+from kvstore.chunk import Part, PartPlace
 from kvstore.errors import DeadlineExceeded, KVStoreError
 from kvstore.seams import SystemClock, Workers, WorkerThreads
 from kvstore.seams.jobs import NotBegun, begun, failure_of
 from kvstore.seams.scheduler import run_for, start_thread
 from kvstore.spec import Durability
-from kvstore_client.arrays import Tensor, dtype_of, is_shareable, is_tensor, raw_array, torch_module
+from kvstore_client.arrays import (
+    Tensor,
+    dtype_of,
+    is_shareable,
+    is_tensor,
+    raw_array,
+    settle_device,
+    torch_module,
+)
 from kvstore_client.tracing import within_trace
 
 COPY_THREADS = 2
@@ -60,10 +68,13 @@ def raw(value: Tensor) -> Tensor:
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """``target[:] = source``; both came from ``raw`` and have one shape. Releases the GIL."""
+    """``target[:] = source``; both came from ``raw`` and have one shape. Releases the GIL. A copy to a GPU has ended on
+    return: torch brings the bytes there, and puts them in their places by a kernel that it does not wait for."""
     assert target.shape == source.shape, "a copy of another shape would be repeated"
     if is_tensor(target):
         target.copy_(source)
+        if target.is_cuda:
+            settle_device([target])
     else:
         np.copyto(target, source)
 
@@ -85,7 +96,7 @@ def copy_small(target: Tensor, source: NDArray[np.generic]) -> None:
         np.copyto(target, source)
 
 
-def plane_run(plane: Tensor, start: int, chunk_tokens: int, chunk_count: int, part: Part) -> Tensor:
+def plane_run(plane: Tensor, start: int, chunk_tokens: int, chunk_count: int, part: Part | PartPlace) -> Tensor:
     """Return the tokens of ``part`` in each of ``chunk_count`` chunks, as [chunks, heads, tokens, dim]. A view.
 
     ``plane``: raw [heads, tokens, dim]; ``start``: the first chunk's first token.

@@ -1,5 +1,5 @@
 """Kernels of reuse and recompute on the engine's tensors: arrival, deviation and selection, attention of
-selected rows. Each has a plain torch path, which is the reference and runs on the CPU.
+selected rows. Each has a plain torch path, which is the reference and runs anywhere; on a GPU, `gpu` takes its place.
 
 Planes are [heads, tokens, dim], one sequence; positions and rows int64. Arithmetic is fp32, rounded once to the
 destination's dtype. No loop runs over tokens or heads; the docstrings give the size of temporary blocks.

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 
 from kvstore.errors import InvalidRequest
+from kvstore_kernels import gpu
+from kvstore_kernels.gpu.strips import launch_arrival, takes
 from kvstore_kernels.rotary import Rotation, check_turn, turn_into
 
 
@@ -17,14 +19,19 @@ def arrive(source: torch.Tensor, target: torch.Tensor, *, turn: Rotation | None 
 
     Shapes: ``source`` and ``target`` [kv_heads, tokens, dim]; ``target`` is a view of the rows to write, of any
     strides and dtype. ``scale``: the factor by which the values of a scaled (fp8) source are multiplied.
-    Cost: one copy; with a turn, as ``rotate``.
+    Cost: one copy; with a turn, as ``rotate``; on a GPU one launch, in both cases.
     Raises: InvalidRequest for shapes that differ.
     """
     if source.shape != target.shape:
         raise InvalidRequest(f"source has shape {tuple(source.shape)}, target {tuple(target.shape)}")
+    if turn is not None:
+        check_turn(source, turn)
+    given = (source, target, None if turn is None else turn.cos)
+    if gpu.serves(*given) and takes(source.dtype, target.dtype, turned=turn is not None, scaled=scale != 1.0):
+        if gpu.attempt("arrival", lambda: launch_arrival(source, target, turn, scale)):
+            return
     with torch.no_grad():
         if turn is not None:
-            check_turn(source, turn)
             turn_into(target, source, turn, scale)
         else:
             target.copy_(source if scale == 1.0 else source.float() * scale)

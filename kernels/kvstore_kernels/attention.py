@@ -14,6 +14,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvstore.errors import InvalidRequest
+from kvstore_kernels import gpu
+from kvstore_kernels.gpu.attention import Keys, launch_attention, launch_mass, runs_seen, takes
 
 BLOCK_ROWS = 128
 BLOCK_KEYS = 4096
@@ -30,17 +32,29 @@ def attend(
     *,
     window: int = 0,
     scale: float | None = None,
+    slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention output of the given rows, [heads, rows, v_dim], of ``q``'s dtype.
 
     Shapes: ``q`` [heads, rows, dim], ``k`` [kv_heads, tokens, dim], ``v`` [kv_heads, tokens, v_dim], heads a multiple
-    of kv_heads; positions int64 [rows] and [tokens], both ascending. ``window`` 0: none; ``scale``: dim ** -0.5.
-    Memory: a mask of 128 rows by the keys they can see, 1 byte and one of ``q``'s dtype each, and none where every
-    token is a row; keys and values are not repeated for their groups. Cost: keys beyond a block's last position (and
-    before its window) are not touched.
+    of kv_heads; positions int64 [rows] and [tokens], both ascending. ``window`` 0: none; ``scale``: dim ** -0.5. With
+    ``slots``, int64 [tokens], keys and values lie in pages, [pages, page_size, kv_heads, dim], each in its slot: page *
+    page_size + its place there.
+    On a GPU: one pass without further memory; weights are rounded to ``q``'s dtype, sums are fp32. What would wait for
+    the device is not checked: the order of positions, and slots.
+    Memory elsewhere: a mask of 128 rows by the keys they can see, 1 byte and one of ``q``'s dtype each, and none where
+    every token is a row; keys and values are not repeated for their groups. Cost: keys beyond a block's last position
+    (and before its window) are not touched.
     Raises: InvalidRequest for shapes that do not fit.
     """
-    _check(q, k, v, q_positions, k_positions)
+    _check(q, k, v, q_positions, k_positions, slots)
+    given, factor = (q, k, v, q_positions, k_positions, slots), q.shape[2] ** -0.5 if scale is None else scale
+    if gpu.serves(*given) and takes(q, Keys(k, v, slots), factor):
+        found = gpu.attempt("attention", lambda: _launched(*given, window, factor))
+        if found is not None:
+            return found
+    k, v = _planes(k, v, slots)
+    _check_order(q_positions, k_positions)
     if q.shape[1]:
         stop = int(torch.searchsorted(k_positions, q_positions[-1:], right=True))
         k, v, k_positions = k[:, : max(1, stop)], v[:, : max(1, stop)], k_positions[: max(1, stop)]
@@ -74,23 +88,40 @@ def attend_with_mass(
     window: int = 0,
     scale: float | None = None,
     peak: bool = False,
+    slots: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output of ``attend``, and the attention that the last ``suffix_rows`` rows give each key: fp32
     [tokens], summed over these rows and over the heads. With ``peak`` it is the sum in the head where it is largest.
-    Scores, softmax and sums of those rows are fp32.
+    Scores, softmax and sums of those rows are fp32. ``slots``: as for ``attend``.
 
-    Memory: as ``attend``; for the suffix also two runs of fp32 scores, of as many rows as fit in 16 MiB or of 8 rows,
-    and keys and values in fp32, 4,096 tokens at a time.
+    Memory on a GPU: fp32 [heads, tokens]; scores are computed twice. Memory elsewhere: as ``attend``; for the suffix
+    also two runs of fp32 scores, of as many rows as fit in 16 MiB or of 8 rows, and keys and values in fp32, 4,096
+    tokens at a time.
     Raises: InvalidRequest for shapes that do not fit.
     """
-    _check(q, k, v, q_positions, k_positions)
+    _check(q, k, v, q_positions, k_positions, slots)
     if not 0 <= suffix_rows <= q.shape[1]:
         raise InvalidRequest(f"suffix_rows {suffix_rows} must be in 0..{q.shape[1]}")
+    given, factor = (q, k, v, q_positions, k_positions, slots), q.shape[2] ** -0.5 if scale is None else scale
+    if gpu.serves(*given) and takes(q, Keys(k, v, slots), factor):
+        found = gpu.attempt("mass", lambda: _launched_with_mass(*given, window, factor, suffix_rows, peak))
+        if found is not None:
+            return found
+    k, v = _planes(k, v, slots)
+    _check_order(q_positions, k_positions)
+    out, mass = _with_mass(q, k, v, q_positions, k_positions, suffix_rows, window, factor)
+    return out, mass.amax(0) if peak else mass.sum(0)
+
+
+def _with_mass(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_positions: torch.Tensor, k_positions: torch.Tensor,
+    suffix_rows: int, window: int, factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the output, and the mass per head."""
     split, tokens = q.shape[1] - suffix_rows, k.shape[1]
     mass = torch.zeros(q.shape[0], tokens, dtype=torch.float32, device=q.device)
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
-    out[:, :split] = attend(q[:, :split], k, v, q_positions[:split], k_positions, window=window, scale=scale)
-    factor = q.shape[2] ** -0.5 if scale is None else scale
+    out[:, :split] = attend(q[:, :split], k, v, q_positions[:split], k_positions, window=window, scale=factor)
     step = max(ROWS_MIN, SCORES_MAX // (q.shape[0] * tokens))
     for start in range(split, q.shape[1], step):
         rows = slice(start, start + step)
@@ -107,6 +138,27 @@ def attend_with_mass(
             keys = slice(first, first + BLOCK_KEYS)
             result += torch.einsum("ghrt,gtd->ghrd", weights[..., keys], v[:, keys].float())
         out[:, rows] = result.flatten(0, 1).to(q.dtype)
+    return out, mass
+
+
+def _launched(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_positions: torch.Tensor, k_positions: torch.Tensor,
+    slots: torch.Tensor | None, window: int, factor: float,
+) -> torch.Tensor:  # fmt: skip
+    seen = runs_seen(q_positions, k_positions, window)
+    return launch_attention(q, Keys(k, v, slots), seen, factor, q.new_empty(*q.shape[:2], v.shape[-1]))
+
+
+def _launched_with_mass(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_positions: torch.Tensor, k_positions: torch.Tensor,
+    slots: torch.Tensor | None, window: int, factor: float, suffix_rows: int, peak: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    keys, seen = Keys(k, v, slots), runs_seen(q_positions, k_positions, window)
+    logs = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    out = launch_attention(q, keys, seen, factor, q.new_empty(*q.shape[:2], v.shape[-1]), logs)
+    split = q.shape[1] - suffix_rows
+    last = seen[0][split:], seen[1][split:]
+    mass = launch_mass(q[:, split:], keys, last, factor, logs[:, split:], len(k_positions))
     return out, mass.amax(0) if peak else mass.sum(0)
 
 
@@ -146,16 +198,30 @@ def _grouped(plane: torch.Tensor, group: int) -> torch.Tensor:
     return plane[:, None].expand(-1, group, -1, -1)
 
 
+def _planes(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values as planes."""
+    if slots is None:
+        return k, v
+    page, place = slots // k.shape[1], slots % k.shape[1]
+    return k[page, place].transpose(0, 1), v[page, place].transpose(0, 1)
+
+
 def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_positions: torch.Tensor, k_positions: torch.Tensor
-) -> None:
-    if k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2] or q.shape[0] % k.shape[0]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_positions: torch.Tensor, k_positions: torch.Tensor,
+    slots: torch.Tensor | None,
+) -> None:  # fmt: skip
+    kv_heads, axes = (k.shape[0], 2) if slots is None else (k.shape[2], 3)
+    if k.shape[:axes] != v.shape[:axes] or q.shape[2] != k.shape[-1] or q.shape[0] % kv_heads:
         raise InvalidRequest(f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
-    if q_positions.shape != (q.shape[1],) or k_positions.shape != (k.shape[1],):
+    tokens = k.shape[1] if slots is None else len(slots)
+    if q_positions.shape != (q.shape[1],) or k_positions.shape != (tokens,):
         raise InvalidRequest(
             f"q_positions and k_positions have shapes {tuple(q_positions.shape)} and {tuple(k_positions.shape)}, "
-            f"expected {(q.shape[1],)} and {(k.shape[1],)}"
+            f"expected {(q.shape[1],)} and {(tokens,)}"
         )
+
+
+def _check_order(q_positions: torch.Tensor, k_positions: torch.Tensor) -> None:
     for name, positions in (("q_positions", q_positions), ("k_positions", k_positions)):
         if bool((positions.diff() < 0).any()):
             raise InvalidRequest(f"{name} must ascend")

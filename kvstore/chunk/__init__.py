@@ -43,7 +43,7 @@ from kvstore.chunk.header import (
 )
 from kvstore.chunk.layout import FIXED_HEADER_BYTES, STRIP_ALIGNMENT, ChunkLayout, StoredStrips, layout_of
 from kvstore.chunk.making import SAVES_MIN, EncodingCost, Making, decode_slabs, encoding_cost
-from kvstore.chunk.parts import Part, part_places, slab_parts
+from kvstore.chunk.parts import Part, PartPlace, part_places, slab_parts
 from kvstore.chunk.seal import AEAD, MAC, check_available
 from kvstore.chunk.sealed_file import open_file, seal_file
 from kvstore.chunk.strips import StripMemory, StripRun, are_right, slab_runs, strip_run
@@ -61,6 +61,7 @@ __all__ = [
     "EncodingCost",
     "Making",
     "Part",
+    "PartPlace",
     "Sealer",
     "Sealing",
     "StoredStrips",

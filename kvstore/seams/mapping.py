@@ -13,7 +13,7 @@ import errno
 import mmap
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -47,18 +47,52 @@ def address_of(memory: Bytes) -> int:
     return memory.ctypes.data
 
 
-class _Pages:
-    """Owns the addresses: they are unmapped when the last array over them is gone."""
+class MappedPages:
+    """Owns the addresses: they are unmapped when the last array over them is gone. ``before_unmapping``: called then,
+    in the process that mapped them, while they are still there."""
 
-    def __init__(self, address: int, byte_count: int) -> None:
+    def __init__(self, address: int, byte_count: int, *, writable: bool) -> None:
         # Never marked read-only: torch warns about read-only arrays, and the kernel refuses a write anyway.
         self.__array_interface__ = {"data": (address, False), "shape": (byte_count,), "typestr": "|u1", "version": 3}
-        weakref.finalize(self, _unmap, os.getpid(), address, byte_count).atexit = False
+        self.address, self.byte_count, self.writable = address, byte_count, writable
+        self.before_unmapping: list[Callable[[], object]] = []
+        weakref.finalize(self, _unmap, os.getpid(), address, byte_count, self.before_unmapping).atexit = False
+
+    def back(self) -> bool:
+        """Back all of the mapping, whether it may be written or only read, with huge pages where the kernel makes them.
+        Blocks. Returns False where the machine has no memory for it."""
+        _make_huge(self.address, self.byte_count)
+        return _advise(self.address, self.byte_count, _MADV_POPULATE_READ) in (0, errno.EINVAL)  # before Linux 5.14
 
 
-def _unmap(owner_pid: int, address: int, byte_count: int) -> None:
+def _advise(address: int, byte_count: int, advice: int) -> int:
+    """Call madvise, and return 0 or the error's number. Other threads run meanwhile."""
+    return ctypes.get_errno() if _libc.madvise(address, byte_count, advice) else 0
+
+
+def _make_huge(address: int, byte_count: int) -> None:
+    """Back the huge pages that lie whole in a range, where the kernel makes them. Mappings begin at a huge page's
+    boundary."""
+    first = -(-address // HUGE_BYTES) * HUGE_BYTES
+    # Page by page: the kernel holds the process's memory map meanwhile, and a killed process ends only in between.
+    for block in range(first, (address + byte_count) // HUGE_BYTES * HUGE_BYTES, HUGE_BYTES):
+        _advise(block, mmap.PAGESIZE, _MADV_POPULATE_READ)  # the kernel collapses no block without a page
+        _advise(block, HUGE_BYTES, _MADV_COLLAPSE)
+
+
+def pages_of(memory: Bytes) -> MappedPages | None:
+    """Return the mapping that an array is a view of; None for other memory."""
+    owner: object = memory
+    while owner is not None and not isinstance(owner, MappedPages):
+        owner = owner.obj if isinstance(owner, memoryview) else getattr(owner, "base", None)
+    return owner
+
+
+def _unmap(owner_pid: int, address: int, byte_count: int, before: Sequence[Callable[[], object]]) -> None:
     # A forked child does not have these pages (MADV_DONTFORK): by now something else may lie at their addresses.
     if os.getpid() == owner_pid:
+        for each in before:
+            each()
         _libc.munmap(address, byte_count)
 
 
@@ -111,23 +145,14 @@ class SharedMap:
                 byte_count=byte_count,
             ) from error
         self.byte_count = byte_count
-        self.bytes: Bytes = np.asarray(_Pages(self._address, byte_count))
-        self._advise(0, byte_count, mmap.MADV_DONTFORK)
-
-    def _advise(self, offset: int, byte_count: int, advice: int) -> int:
-        """Call madvise, and return 0 or the error's number. Other threads run meanwhile."""
-        return ctypes.get_errno() if _libc.madvise(self._address + offset, byte_count, advice) else 0
+        self.bytes: Bytes = np.asarray(MappedPages(self._address, byte_count, writable=writable))
+        _advise(self._address, byte_count, mmap.MADV_DONTFORK)
 
     def back(self, offset: int, byte_count: int) -> None:
         """Back a range of a writable mapping with pages now, with huge pages where a whole one lies in the range. Its
         contents stay as they are. Blocks. Raises Exhausted out of memory."""
-        first = -(-offset // HUGE_BYTES) * HUGE_BYTES
-        stop = (offset + byte_count) // HUGE_BYTES * HUGE_BYTES
-        # Page by page: the kernel holds the process's memory map meanwhile, and a killed process ends only in between.
-        for block in range(first, stop, HUGE_BYTES):
-            self._advise(block, mmap.PAGESIZE, _MADV_POPULATE_READ)  # the kernel collapses no block without a page
-            self._advise(block, HUGE_BYTES, _MADV_COLLAPSE)
-        problem = self._advise(offset, byte_count, _MADV_POPULATE_WRITE)
+        _make_huge(self._address + offset, byte_count)
+        problem = _advise(self._address + offset, byte_count, _MADV_POPULATE_WRITE)
         if problem == errno.EINVAL:  # before Linux 5.14: read one byte of each page
             self.bytes[offset : offset + byte_count : mmap.PAGESIZE].max()
         elif problem:  # EFAULT included: pages refused for other reasons than room would end the process at a touch

@@ -187,7 +187,8 @@ def _benchmarks() -> list[str]:
     import kvstore_ops.bench as bench
 
     modules = {module.name for module in pkgutil.iter_modules(bench.__path__)} - bench.SHARED
-    return sorted({name.replace("_", "-") for name in modules} - bench.BESIDE)
+    names = {module: name for name, module in bench.MODULES.items()}
+    return sorted({names.get(module, module).replace("_", "-") for module in modules} - bench.BESIDE)
 
 
 @app.command()
@@ -203,8 +204,9 @@ def bench(
 
     Example: kvstore bench fetch --quick
     """
-    from kvstore_ops.bench import BESIDE
+    from kvstore_ops.bench import BESIDE, GPU
     from kvstore_ops.bench.alone import import_costly, in_own_process
+    from kvstore_ops.bench.card import has_gpu
     from kvstore_ops.bench.origin import origin
 
     known = _benchmarks()
@@ -219,6 +221,7 @@ def bench(
     told, results = origin(scale), []
     if name == "all":
         import_costly()
+        known = [each for each in known if tiny or each not in GPU or has_gpu()]
     for each in known if name == "all" else [name]:
         result = in_own_process(each, scale)
         results.append(result)

@@ -6,17 +6,17 @@ import ctypes
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from kvstore_client import Client, Paged, connect
-from kvstore_client.fetch.paged import Pages
+from kvstore_client.cuda import lanes, mirror
 from kvstore_client.planes.shared_memory import pool as pools
 from kvstore_client.planes.shared_memory.resident import ResidentPrefix
-from kvstore_kernels.runs import ChunksOfHalf, PagesOfHalf
+from kvstore_kernels.gpu.chunks import ChunksOfHalf, PagesOfHalf
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Unavailable
@@ -95,15 +95,15 @@ def test_the_bytes_come_from_the_pool_and_from_nowhere_else(
     """Proven by a copy in which another byte lies."""
     tokens, cache = stored(client, 2)
     brought(client, tokens)
-    found = pools.PoolOnHost.found
+    found = pools.DevicePool.found
 
-    def other(self: pools.PoolOnHost, chunk: object, place: pb.DevicePlace) -> object:
+    def other(self: pools.DevicePool, chunk: object, place: pb.DevicePlace) -> object:
         near = found(self, chunk, place)
         near.extents[0] = near.extents[0] ^ 1
         object.__setattr__(near, "home", None)
         return near
 
-    monkeypatch.setattr(pools.PoolOnHost, "found", other)
+    monkeypatch.setattr(pools.DevicePool, "found", other)
     with connect(sidecar.address) as fresh:
         got = fresh.fetch(SPEC, tokens)
         assert got.tier is Tier.HBM
@@ -196,44 +196,45 @@ def test_a_copy_that_leaves_the_pool_under_a_fetch_is_asked_for_again(
     assert same(found, cache)
 
 
-class TensorPool(pools.MappedPool):
-    """A pool of which only torch reaches the memory, as it is on a GPU."""
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU stands in for a GPU, for clients that connect from now on."""
 
-    def completed(self, copy: Callable[[], None]) -> None:
-        copy()
-
-
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients that connect from now on reach the pool by torch only, and no pages by numpy."""
-
-    def opened(answer: DeviceAnswer, descriptors: Sequence[int], device: str) -> TensorPool:
+    def opened(answer: DeviceAnswer, descriptors: Sequence[int], device: str) -> pools.DevicePool:
         generations = SharedMap(descriptors[0], answer.generations_bytes, writable=False).bytes
         memory = torch.from_numpy(SharedMap(descriptors[1], answer.byte_count, writable=False).bytes)
-        return TensorPool(pools.DeviceBytes(memory, 0, answer.byte_count), generations)
+        return pools.DevicePool(mirror.DeviceBytes(memory, 0, answer.byte_count), generations)
 
     monkeypatch.setattr("kvstore_client.planes.shared_memory.mapped.opened_pool", opened)
-    monkeypatch.setattr(Pages, "array", lambda *_: None)
+    as_tensors_of_a_gpu(monkeypatch)
+
+
+def as_tensors_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "gpu_of", lambda plane: plane.device)
+    monkeypatch.setattr("kvstore_client.fetch.given._alike", lambda *_: None)
 
 
 def test_a_pool_that_only_torch_reaches(sidecar: Sidecar, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is on a GPU, for which the CPU stands in."""
+
     spec = small_spec()
     tokens, cache = stored(client, 6, 90)
     brought(client, tokens)
-    as_on_a_gpu(monkeypatch)
+    on_a_gpu(monkeypatch)
     layer = spec.layers[0]
     with connect(sidecar.address) as fresh:
-        owned = fresh.fetch(SPEC, tokens)
-        assert owned.tier is Tier.HBM
-        assert owned.token_count == 90
-        assert same(owned, cache)
         shape = (layer.kv_heads, 100, layer.k_dim)
         into = [tuple(torch.full(shape, 7, dtype=torch.bfloat16) for _ in "KV") for _ in spec.layers]
         assert fresh.fetch(SPEC, tokens, into=into).tier is Tier.HBM
         assert same([tuple(plane[:, :90] for plane in each) for each in into], cache)
         assert all(bool((plane[:, 90:] == 7).all()) for each in into for plane in each)
-        some = fresh.fetch(SPEC, tokens, layers=[1], heads=(1, 2))
-        assert same(some, [tuple(plane[1:2] for plane in cache[1])])
-        assert same([entry for _, entry in fresh.fetch_layers(SPEC, tokens)], cache)
+        one = tuple(torch.full((1, 90, layer.k_dim), 7, dtype=torch.bfloat16) for _ in "KV")
+        assert fresh.fetch(SPEC, tokens, layers=[1], heads=(1, 2), into=[one]).tier is Tier.HBM
+        assert same([one], [tuple(plane[1:2] for plane in cache[1])])
+        for planes in into:
+            for plane in planes:
+                plane.fill_(7)
+        assert [number for number, _ in fresh.fetch_layers(SPEC, tokens, into=into)] == [0, 1]
+        assert same([tuple(plane[:, :90] for plane in each) for each in into], cache)
         for size in (8, 16, 5):
             count = -(-90 // size)
             pages = [torch.full((2, count, size, layer.kv_heads, layer.k_dim), 7, dtype=torch.bfloat16) for _ in cache]
@@ -245,56 +246,71 @@ def test_a_pool_that_only_torch_reaches(sidecar: Sidecar, client: Client, monkey
 
 @pytest.mark.parametrize("size", [8, 16, 5])
 @pytest.mark.parametrize("layout", ["kv page slot head dim", "page kv head slot dim"])
-def test_pages_by_a_kernel(
-    sidecar: Sidecar, client: Client, monkeypatch: pytest.MonkeyPatch, layout: str, size: int
+@pytest.mark.parametrize("serves", [True, False], ids=["by a kernel", "by torch"])
+def test_pages_at_once(
+    sidecar: Sidecar, client: Client, monkeypatch: pytest.MonkeyPatch, layout: str, size: int, serves: bool
 ) -> None:
-    """All layers at once, and some of them one after another; tokens without a slot are left out."""
+    """All layers at once, some of them, and one after another; tokens without a slot are left out."""
     launches: list[ChunksOfHalf] = []
 
     def launched(chunks: ChunksOfHalf, pages: PagesOfHalf) -> bool:
         launches.append(chunks)
-        return copied(chunks, pages)
+        return serves and copied(chunks, pages)
 
-    tokens, cache = stored(client, 600 + size + len(layout), 90)
+    tokens, cache = stored(client, 600 + 2 * size + len(layout) + 100 * serves, 90)
     brought(client, tokens)
-    as_on_a_gpu(monkeypatch)
-    monkeypatch.setattr("kvstore_kernels.runs.serves", lambda memory: True)
-    monkeypatch.setattr("kvstore_kernels.runs.copy_chunks", launched)
+    on_a_gpu(monkeypatch)
+    monkeypatch.setattr("kvstore_kernels.gpu.chunks.copy_chunks", launched)
     layer, count = SPEC.layers[0], -(-90 // size)
     axes = {"kv": 2, "page": count, "slot": size, "head": layer.kv_heads, "dim": layer.k_dim}
     names = layout.split()
     order = np.random.default_rng(size).permutation(count)
     slots = (order[:, None] * size + np.arange(size)).reshape(-1)[:90]
     slots[:7] = -1
+    written = np.zeros(count * size, bool)
+    written[slots[7:]] = True
+
+    def pages_of(layers: Sequence[int]) -> Paged:
+        return Paged(
+            [torch.full([axes[name] for name in names], 7, dtype=torch.bfloat16) for _ in layers], slots, layout
+        )
+
+    def check(paged: Paged, layers: Sequence[int]) -> None:
+        axes_first = [names.index(name) for name in ("kv", "head", "page", "slot", "dim")]
+        flat = [each.permute(axes_first).flatten(2, 3) for each in paged.layers]
+        assert same([each[:, :, slots[7:]] for each in flat], [[p[:, 7:] for p in cache[number]] for number in layers])
+        assert all(bool((each[:, :, ~written] == 7).all()) for each in flat)
+
     with connect(sidecar.address) as fresh:
         for layers in ([0, 1], [1]):
-            pages = [torch.full([axes[name] for name in names], 7, dtype=torch.bfloat16) for _ in layers]
-            found = fresh.fetch(SPEC, tokens, into=Paged(pages, slots, layout), layers=layers)
+            paged = pages_of(layers)
+            found = fresh.fetch(SPEC, tokens, into=paged, layers=layers)
             assert (found.tier, found.token_count) == (Tier.HBM, 90)
-            whole = [
-                each.permute([names.index(name) for name in ("kv", "head", "page", "slot", "dim")]) for each in pages
-            ]
-            flat = [each.flatten(2, 3)[:, :, slots[7:]] for each in whole]
-            assert same(flat, [tuple(plane[:, 7:] for plane in cache[number]) for number in layers])
-            written = np.zeros(count * size, bool)
-            written[slots[7:]] = True
-            assert all(bool((each.flatten(2, 3)[:, :, ~written] == 7).all()) for each in whole)
-    assert [(each.layer_count, len(each.offsets)) for each in launches] == [
-        (2, 5), (2, 5), (2, 1), (2, 1), (1, 5), (1, 5), (1, 1), (1, 1)
-    ]  # fmt: skip
+            check(paged, layers)
+        paged = pages_of([0, 1])
+        for _ in fresh.fetch_layers(SPEC, tokens, into=paged):
+            pass
+        check(paged, [0, 1])
+    if serves:
+        assert {(each.layer_count, len(each.offsets)) for each in launches[:8]} == {(2, 5), (2, 1), (1, 5), (1, 1)}
 
 
-class StandInPool(pools.MappedPool):
-    """``PoolOnCuda``, of a stand-in for the driver: torch reaches the memory by its address."""
+class TorchOfStandIn:
+    """torch, for memory of a stand-in for the driver: by its address."""
 
-    def __init__(self, region: MappedRegion, ordinal: int, byte_count: int, generations: np.ndarray) -> None:
-        address, _ = region.__cuda_array_interface__["data"]
-        memory = torch.frombuffer((ctypes.c_ubyte * byte_count).from_address(address), dtype=torch.uint8)
-        self.region = region
-        super().__init__(pools.DeviceBytes(memory, 0, byte_count), generations)
+    @staticmethod
+    def device(*given: object) -> object:
+        return given
 
-    def completed(self, copy: Callable[[], None]) -> None:
-        copy()
+    @staticmethod
+    def as_tensor(region: MappedRegion, device: object) -> torch.Tensor:
+        (address, _), (size,) = (region.__cuda_array_interface__[each] for each in ("data", "shape"))
+        found = torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
+        kept.append((region, found))
+        return found
+
+
+kept: list[object] = []
 
 
 def test_a_pool_by_a_cuda_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,25 +319,28 @@ def test_a_pool_by_a_cuda_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     running = Sidecar("--capacity", "16 MiB", environment=own)
     running.launch = subprocess.Popen  # a fork of this process would not look for the library there
     monkeypatch.setattr(driver, "LIBRARY", str(tmp_path / "libcuda.so.1"))
-    monkeypatch.setattr(pools, "PoolOnCuda", StandInPool)
-    monkeypatch.setattr("kvstore_client.fetch.calls.device_of", lambda into: "cuda:0" if into is None else "cpu")
+    monkeypatch.setattr("kvstore_client.planes.shared_memory.pool.torch_module", lambda: TorchOfStandIn)
+    monkeypatch.setattr("kvstore_client.fetch.calls.device_of", lambda into: "cpu" if into is None else "cuda:0")
+    as_tensors_of_a_gpu(monkeypatch)
     driver.driver.cache_clear()
+    into = [tuple(torch.zeros((2, 90, 8), dtype=torch.bfloat16) for _ in "KV") for _ in SPEC.layers]
     with running:
         with connect(running.address, timeout_s=5.0) as client:
             tokens, cache = stored(client, 8, 90)
-            brought(client, tokens)
+            eventually(lambda: client.fetch(SPEC, tokens, into=into).tier is Tier.HBM)
             for _ in range(2):
-                found = client.fetch(SPEC, tokens)
-                assert found.tier is Tier.HBM
-                assert same(found, cache)
-            into = [tuple(torch.zeros((2, 90, 8), dtype=torch.bfloat16) for _ in "KV") for _ in cache]
-            assert client.fetch(SPEC, tokens, into=into).tier is Tier.DRAM  # on another device than the pool
-            assert same(into, cache)
+                for plane in (each for pair in into for each in pair):
+                    plane.zero_()
+                assert client.fetch(SPEC, tokens, into=into).tier is Tier.HBM
+                assert same(into, cache)
+            owned = client.fetch(SPEC, tokens)
+            assert owned.tier is Tier.DRAM  # on another device than the pool
+            assert same(owned, cache)
             (pool,) = (each for each in client.connect_now()._pools.values() if each is not None)
             pool._memory._tensor.zero_()  # as any client of a GPU can
-            assert same(client.fetch(SPEC, tokens, verify=True), cache)
+            assert same(client.fetch(SPEC, tokens, into=into, verify=True), cache)
             running.stop(kill=True)
-            assert client.fetch(SPEC, tokens).token_count in (0, 90)
+            assert client.fetch(SPEC, tokens, into=into).token_count in (0, 90)
     driver.driver.cache_clear()
 
 

@@ -216,8 +216,9 @@ def test_a_sidecar_that_dies_under_its_readers() -> None:
                 same([(k[:, : found.token_count], v[:, : found.token_count]) for k, v in into],
                      [(k[:, : found.token_count], v[:, : found.token_count]) for k, v in cache])  # fmt: skip
             assert time.monotonic() - began < 15
-            running.stop(kill=True)
-            running.start()
+        running.stop(kill=True)
+        running.start()
+        with connect(running.address, timeout_s=5.0) as client:
             tokens, cache = stored(client)
             brought(client, tokens)
             into = planes(COUNT)

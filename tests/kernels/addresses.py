@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from itertools import product
 
-from kvstore_kernels.runs import ChunksOfHalf, PagesOfHalf
+from kvstore_kernels.gpu.chunks import ChunksOfHalf, PagesOfHalf
 
 
 def copied(chunks: ChunksOfHalf, pages: PagesOfHalf) -> bool:

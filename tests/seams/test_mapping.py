@@ -6,13 +6,15 @@ import gc
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvstore.errors import Unavailable
-from kvstore.seams.mapping import _MADV_COLLAPSE, HUGE_BYTES, SharedMap, address_of
+from kvstore.seams import mapping
+from kvstore.seams.mapping import _MADV_COLLAPSE, HUGE_BYTES, SharedMap, address_of, pages_of
 from kvstore.seams.memory import joined
 
 
@@ -66,18 +68,50 @@ def test_a_backed_range_is_in_memory() -> None:
 def test_pages_are_made_huge_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine whose cores are all taken, a process that is killed in the middle of a larger range lives on."""
     collapsed: list[tuple[int, int]] = []
-    advise = SharedMap._advise
+    advise = mapping._advise
 
-    def noted(self: SharedMap, offset: int, byte_count: int, advice: int) -> int:
+    def noted(address: int, byte_count: int, advice: int) -> int:
         if advice == _MADV_COLLAPSE:
-            collapsed.append((offset, byte_count))
-        return advise(self, offset, byte_count, advice)
+            collapsed.append((address, byte_count))
+        return advise(address, byte_count, advice)
 
-    monkeypatch.setattr(SharedMap, "_advise", noted)
+    monkeypatch.setattr(mapping, "_advise", noted)
     descriptor = memfd(4 * HUGE_BYTES)
-    SharedMap(descriptor, 4 * HUGE_BYTES, writable=True).back(4096, 3 * HUGE_BYTES)
+    mapped = SharedMap(descriptor, 4 * HUGE_BYTES, writable=True)
+    mapped.back(4096, 3 * HUGE_BYTES)
     os.close(descriptor)
-    assert collapsed == [(HUGE_BYTES, HUGE_BYTES), (2 * HUGE_BYTES, HUGE_BYTES)]
+    begin = address_of(mapped.bytes)
+    assert collapsed == [(begin + HUGE_BYTES, HUGE_BYTES), (begin + 2 * HUGE_BYTES, HUGE_BYTES)]
+
+
+def test_a_mapping_that_is_only_read_is_backed_whole() -> None:
+    descriptor = memfd(2 * HUGE_BYTES)
+    ours = SharedMap(descriptor, 2 * HUGE_BYTES, writable=False)
+    pages = pages_of(ours.bytes[5:9].view(np.uint16)[:1])
+    assert pages is not None
+    assert pages.back()
+    assert os.fstat(descriptor).st_blocks * 512 == 2 * HUGE_BYTES
+    os.close(descriptor)
+
+
+def test_what_is_done_before_unmapping_finds_the_pages_there() -> None:
+    descriptor = memfd(HUGE_BYTES)
+    ours = SharedMap(descriptor, HUGE_BYTES, writable=True)
+    os.close(descriptor)
+    view = ours.bytes[8:16]
+    pages = pages_of(view)
+    assert pages is not None
+    found: list[bool] = []
+    pages.before_unmapping.append(partial(lambda address: found.append(mapped_at(address)), pages.address))
+    del pages
+    ours.close()
+    assert not found, "a view is left"
+    del view
+    assert found == [True]
+
+
+def test_memory_of_another_origin_has_no_pages() -> None:
+    assert pages_of(np.zeros(4, np.uint8)) is None
 
 
 def test_a_mapping_lives_as_long_as_its_views() -> None:

@@ -30,6 +30,7 @@ DRAM = "tests/tiers/test_dram.py::test_a_job_that_no_mover_takes_changes_nothing
 PREFAULT = "tests/arena/test_arena.py::test_a_prefault_that_no_mover_takes_ends_and_the_arena_still_serves"
 FETCH = "tests/e2e/test_failing_threads.py::test_a_fetch_of_which_a_copy_fails_has_no_holes"
 LAYERS = "tests/e2e/test_failing_threads.py::test_layers_of_which_a_copy_fails_are_not_shown"
+IN_TURN = "tests/e2e/test_gpu_by_cpu.py::test_layers_in_turn_of_which_a_copy_fails_are_not_shown"
 STORE = "tests/e2e/test_failing_threads.py::test_a_store_of_which_a_job_fails_keeps_what_is_right_or_nothing"
 VALUES = "tests/e2e/test_failing_threads.py::test_values_of_which_a_job_fails_are_whole_or_nothing"
 NO_THREAD = "tests/e2e/test_failing_threads.py::test_without_a_thread_of_its_own_a_call_is_a_miss_or_a_typed_error"
@@ -93,8 +94,10 @@ SITES = {
     ("clients/kvstore_client/planes/shared_memory/resident.py", "ResidentPrefix.copy_all"): FETCH,
     ("clients/kvstore_client/planes/shared_memory/landing.py", "MappedLanding._copy_hidden"): LAYERS,
     ("clients/kvstore_client/planes/shared_memory/landing.py", "MappedLanding._copy"): LAYERS,
+    ("clients/kvstore_client/planes/shared_memory/landing.py", "MappedLanding._copied_in_turn"): IN_TURN,
     ("clients/kvstore_client/store/calls.py", "keep"): STORE,
     ("clients/kvstore_client/planes/shared_memory/store.py", "StagedUpload._copy_batch"): STORE,
+    ("clients/kvstore_client/store/gathering.py", "gather"): STORE,
     ("clients/kvstore_client/store/writer.py", "StoreWriter._copy"): STORE,
     ("clients/kvstore_client/store/writer.py", "StoreWriter.commit"): STORE,
     ("clients/kvstore_client/planes/stream/store.py", "StreamUpload._outgoing"): STORE,

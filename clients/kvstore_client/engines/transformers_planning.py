@@ -18,6 +18,7 @@ from kvstore.planning.loading import LoadPlan, Prefill
 from kvstore.planning.loading.outcome import PlanOutcome
 from kvstore.seams import Clock
 from kvstore.spec import Exactness, MissReason, ModelSpec
+from kvstore_client.arrays import settle_device
 from kvstore_client.client import Client
 from kvstore_client.fetch.stream import LayerStream
 from kvstore_client.loading.call import Asked, PrefillCall
@@ -200,7 +201,9 @@ class Stopwatch:
 
 
 class FirstToken(LogitsProcessor):  # type: ignore[misc]  # transformers ships no types
-    """Calls ``action`` once, when the first token's logits are ready."""
+    """Calls ``action`` once, when the first token's logits are ready: on a GPU, when all kernels before them have
+    ended. Whoever keeps the prompt's cache then may read it on any stream, and the time is that of the work, not of
+    its launch. It costs nothing: ``generate`` waits for the token anyway."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action: Callable[[], None] | None = action
@@ -208,5 +211,6 @@ class FirstToken(LogitsProcessor):  # type: ignore[misc]  # transformers ships n
     def __call__(self, _input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         action, self._action = self._action, None
         if action is not None:
+            settle_device([scores])
             action()
         return scores

@@ -72,19 +72,21 @@ class TransformersRunner:
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x = self._layers[layer].input_layernorm(hidden)
-        q = self._heads_of(layer, "q", x)
-        k, v = self._kv(layer, x, positions)
-        return _rotated(q, *self._rotations(positions, hidden)), k, v
+        turn = self._rotations(positions, hidden)
+        q = _rotated(self._heads_of(layer, "q", x), *turn)
+        return q, *self._kv(layer, x, *turn)
 
     @torch.inference_mode()
     def project_kv(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._kv(layer, self._layers[layer].input_layernorm(hidden), positions)
+        return self._kv(layer, self._layers[layer].input_layernorm(hidden), *self._rotations(positions, hidden))
 
-    def _kv(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _kv(
+        self, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Return K, rotated, and V of rows that have passed the layer's first norm."""
-        return _rotated(self._heads_of(layer, "k", x), *self._rotations(positions, x)), self._heads_of(layer, "v", x)
+        return _rotated(self._heads_of(layer, "k", x), cos, sin), self._heads_of(layer, "v", x)
 
     def _heads_of(self, layer: int, which: str, x: torch.Tensor) -> torch.Tensor:
         """Return queries, keys or values, [heads, rows, dim], before rotation."""
@@ -107,8 +109,11 @@ class TransformersRunner:
         return out
 
     def _rotations(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the model's own cos and sin of these positions, [rows, rotary_dim], from a table that grows by
-        doubling."""
+        """Return the model's own cos and sin of these positions, [rows, rotary_dim]: on the CPU from a table that grows
+        by doubling; on a GPU they are computed anew, since to know the last position is to wait for the GPU."""
+        if self.device.type != "cpu":
+            cos, sin = self._base.rotary_emb(like, positions[None])
+            return cos[0], sin[0]
         stop = int(positions[-1]) + 1 if len(positions) else 0
         tables = self._tables  # read once: another thread may put a shorter table there
         if tables is None or len(tables[0]) < stop:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvstore.chunk import STRIP_ALIGNMENT, ChunkLayout
 from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
-from kvstore_client.arrays import Tensor, is_tensor, tell_graphs, torch_module
+from kvstore_client.arrays import Tensor, is_tensor, settle_device, tell_graphs, torch_module
 from kvstore_client.copying import plainly
 from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun
 
@@ -177,7 +177,7 @@ def sources_of(
     first, count = run.chunks[0], len(run.chunks)
     layout = first.layout
     geometry = plane_geometry(layout, layers)
-    if geometry is None or first.home is None or run.is_on_device:
+    if geometry is None or first.home is None:
         return None
     region, _, offset = first.home
     memory = region[offset : offset + run.stride * (count - 1) + layout.total_bytes]
@@ -269,7 +269,7 @@ def paged_sources(
     first, count = run.chunks[0], len(run.chunks)
     layout = first.layout
     geometry = plane_geometry(layout, layers)
-    if geometry is None or first.home is None or run.is_on_device:
+    if geometry is None or first.home is None:
         return None
     region, _, offset = first.home
     memory = region[offset : offset + run.stride * (count - 1) + layout.total_bytes]
@@ -315,8 +315,10 @@ def _pairs_in_pieces(
 
 
 def copy_pairs(targets: list[Tensor], sources: list[Tensor], faults: FaultPoints) -> None:
-    """Run copies in one operation, which releases the GIL."""
+    """Run copies in one operation, which releases the GIL. They have ended on return, also those to a GPU."""
     torch_module()._foreach_copy_(targets, sources)
+    if any(target.is_cuda for target in targets):
+        settle_device(targets)
     faults.reach("fetch.copy.middle")
 
 

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from kvstore_copies import Batch, Blocks, batch_of, is_compiled
 from numpy.typing import NDArray
 
-from kvstore.chunk import slab_parts
+from kvstore.chunk import PartPlace, slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints
 from kvstore_client.arrays import Layer, Tensor, check_memory, is_array, is_tensor, settle_device
 from kvstore_client.copying import copy, raw
+from kvstore_client.cuda import common_gpu
+from kvstore_client.cuda.fetching import copy_checked_on, fetch_in_turn, fetched_on, with_slots
+from kvstore_client.cuda.near import NearPages
+from kvstore_client.cuda.pages import GpuSlots
 from kvstore_client.fetch.axes import PageViews
 from kvstore_client.fetch.fused import Fused, in_calls, paged_sources, pieces_of
-from kvstore_client.fetch.near import PageRows, copies_near, put_run
 from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.fetch.whole_pages import PageRows, WholePages, copy_pages, page_batch, page_copies
+from kvstore_client.planes.prefix import LandedRange
 from kvstore_client.planes.shared_memory.chunk import MappedRun
-from kvstore_client.planes.shared_memory.pool import parts_of
 from kvstore_client.planes.stream.strips import Strips
 
 SLOT_MAX = (1 << 63) - 1
@@ -63,19 +66,6 @@ Cut = tuple[list[tuple[int, NDArray[np.intp]]], list[Piece]]
 """Runs of whole pages in any order, (first token, pages), and the other tokens as pieces."""
 
 
-class WholePages(NamedTuple):
-    """Pages of one half of a cache. ``arrays``: per layer all pages, [pages, page_size, heads, dim]; ``numbers``: those
-    that are meant, in one or two axes; ``content``: theirs, with a first axis of layers."""
-
-    arrays: list[NDArray[np.generic]]
-    numbers: NDArray[np.intp]
-    content: NDArray[np.generic]
-
-
-PageCopy = tuple[NDArray[np.generic], NDArray[np.intp], NDArray[np.generic]]
-"""(all pages, the numbers of those to write, their new content)."""
-
-
 class Pages:
     """Checked pages. ``views[position]``: K and V as strided views [pages, page_size, heads, dim]; ``arrays``: the same
     as plain integers, or None for a GPU's.
@@ -98,9 +88,8 @@ class Pages:
         if self.slots.size and int(self.slots.max()) >= page_count * self.page_size:
             raise InvalidRequest(f"slot {int(self.slots.max())} lies outside {page_count} pages of {self.page_size}")
         settle_device(self._checked.given)
+        self.gpu = common_gpu(self._checked.given)
         self._cut: dict[tuple[int, int], Cut] = {}
-        self.on_device: dict[tuple[int, int, int], list[tuple[PageRows, Tensor]] | None] = {}
-        """What ``fetch.near`` keeps of these pages."""
 
     def plane(self, position: int, which: int) -> Tensor:
         """Return K or V of one wanted layer as plain integers."""
@@ -110,6 +99,11 @@ class Pages:
         """Return the same as a numpy array; None for a GPU's."""
         arrays = self.arrays[position]
         return None if arrays is None else arrays[which]
+
+    @cached_property
+    def on_gpu(self) -> GpuSlots:
+        """The tokens' places on the GPU that all pages are on."""
+        return GpuSlots(self.slots, self.page_size, self.gpu)
 
     def check_writable(self) -> None:
         """Raise InvalidRequest for pages that cannot be fetched into."""
@@ -250,28 +244,40 @@ class PagedTarget:
     def fused(self, runs: Sequence[MappedRun], positions: range | None = None) -> Fused | None:
         """Return all copies of the wanted layers, or those at ``positions``, at once. None where tokens lie in parts of
         pages, or a layer has work of its own."""
-        positions = positions or range(len(self._wanted.layers))
+        wanted, gpu = self._wanted, self._pages.gpu
+        positions = positions or range(len(wanted.layers))
+        if gpu is not None:
+            some = with_slots(runs, self._pages.slots)
+            return (
+                None if wanted.verify else fetched_on(gpu, wanted, some, positions, self._put_on_gpu, self._near.copy)
+            )
         parts = self._whole_pages(runs, positions)
         if parts is None:
-            slowly = partial(self._copy_layers, positions, runs)
-            return None if self._wanted.verify else copies_near(self._wanted, self._pages, runs, positions, slowly)
+            return None
         batch = page_batch(parts, are_targets=True)
         return Fused(partial(pieces_of, page_copies(parts), copy_pages)) if batch is None else in_calls(batch)
 
-    def _copy_layers(self, positions: range, runs: Sequence[MappedRun], faults: FaultPoints) -> None:
-        for position in positions:
-            self.copy_layer(position, runs, set(), faults)
+    def in_turn(
+        self, runs: Sequence[MappedRun], positions: Sequence[range], faults: FaultPoints, landed: LandedRange
+    ) -> Callable[[], None] | None:
+        """Return a call for a GPU's pages: its copies need no second thread."""
+        gpu, wanted, some = self._pages.gpu, self._wanted, with_slots(runs, self._pages.slots)
+        put, near = self._put_on_gpu, self._near.copy
+        call = partial(fetch_in_turn, gpu, wanted, some, positions, put, faults, landed, near)
+        return None if gpu is None or wanted.verify else call
 
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one wanted layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
         wanted = self._wanted
+        if self._pages.gpu is not None:
+            some = with_slots(runs, self._pages.slots)
+            copy_checked_on(self._pages.gpu, wanted, some, position, bad, self._put_on_gpu, faults)
+            return
         for run in runs:
             faults.reach("fetch.copy.middle")
             parts = self._whole_pages([run], range(position, position + 1))
             if parts is not None:
                 copy_pages(page_copies(parts))
-                continue
-            if run.is_on_device and put_run(wanted, self._pages, position, run):
                 continue
             for chunk in run.chunks:
                 layout = chunk.layout
@@ -280,8 +286,16 @@ class PagedTarget:
                     bad.add(id(chunk))
                     continue
                 heads = slice(None) if layout.blocked else slice(wanted.head_start, wanted.head_stop)
-                for part in parts_of(layout, index, chunk.slab(index)):
+                for part in slab_parts(layout, index, chunk.slab(index)):
                     self._put(position, part.which, part.array[0, heads], chunk.token_start + part.token_start)
+
+    @cached_property
+    def _near(self) -> NearPages:
+        return NearPages(self._wanted, self._pages.plane, self._pages.slots, self._pages.gpu)
+
+    def _put_on_gpu(self, position: int, run: MappedRun, part: PartPlace, content: Tensor) -> None:
+        first, plane = run.chunks[0], self._pages.plane(position, part.which)
+        self._pages.on_gpu.put(plane, content, first.token_start, first.layout.token_count, part)
 
     def _whole_pages(self, runs: Sequence[MappedRun], positions: range) -> list[WholePages] | None:
         """Return the pages of these layers and their content, by halves of chunks at a constant distance. None where
@@ -336,36 +350,6 @@ class PagedTarget:
             for piece in rest:
                 source = tensor[:, piece.token - token : piece.token - token + piece.token_count]
                 copy(pages.place(plane, piece), pages.shaped(source, piece))
-
-
-def page_batch(parts: Sequence[WholePages], *, are_targets: bool) -> Batch | None:
-    """Return the copies into pages, or out of them, in compiled code; None where there is none, or the pages do not
-    suit it."""
-    if not is_compiled():
-        return None
-    pairs: list[tuple[Blocks, Blocks]] = []
-    for part in parts:
-        pages = Blocks.at(part.numbers, part.arrays)
-        if pages is None:
-            return None
-        content = Blocks.of(part.content, 1 + part.numbers.ndim)
-        pairs.append((pages, content) if are_targets else (content, pages))
-    return batch_of(pairs, parts[0].content.itemsize) if parts else None
-
-
-def page_copies(parts: Sequence[WholePages]) -> list[PageCopy]:
-    """Return copies by numpy, one per layer and half of chunks at a constant distance."""
-    return [
-        (array, part.numbers, content.view(array.dtype))
-        for part in parts
-        for array, content in zip(part.arrays, part.content, strict=True)
-    ]
-
-
-def copy_pages(copies: Sequence[PageCopy]) -> None:
-    """Run copies into pages: numpy's indexed assignment, one call for many pages, lets other threads run."""
-    for pages, numbers, content in copies:
-        pages[numbers] = content
 
 
 def _slots(slots: Tensor) -> NDArray[np.int64]:

@@ -15,6 +15,7 @@ from kvstore.planning.loading import LoadPlan, Operations
 from kvstore.seams.scheduler import start_thread
 from kvstore.spec import ModelSpec
 from kvstore_client.caches import Caches
+from kvstore_client.streams import within_streams
 from kvstore_client.tracing import within_trace
 
 BUDGET = 0.05
@@ -53,7 +54,7 @@ def result_in_time(action: Callable[[], Result], left_s: float, undo: Callable[[
             outcome.set_exception(error)
 
     try:
-        start_thread(within_trace(run), "kvstore-in-time")
+        start_thread(within_trace(within_streams(run)), "kvstore-in-time")
     except KVStoreError:
         return action()
     if not wait([outcome], min(max(left_s, LEFT_S_MIN), LEFT_S_MAX)).done:

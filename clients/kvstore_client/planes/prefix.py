@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from kvstore_client.planes.stream.strips import Strips
 
 
+LandedRange = Callable[[range], bool]
+"""Is told the positions of layers that have come; returns False when no more are wanted."""
+
+
 class Target(Protocol):
     """The destination of a prefix. The shared-memory plane copies runs of chunks into it; the stream plane, strips of
     messages."""
@@ -49,6 +53,12 @@ class Target(Protocol):
     def fused(self, runs: Sequence[MappedRun], positions: range | None = None) -> Fused | None:
         """Return all copies of the requested layers, or those at ``positions``, for one pass. None where each layer has
         work of its own."""
+
+    def in_turn(
+        self, runs: Sequence[MappedRun], positions: Sequence[range], faults: FaultPoints, landed: LandedRange
+    ) -> Callable[[], None] | None:
+        """Return a call that copies ranges of requested layers one after the other, and tells ``landed`` each that has
+        come, until it returns False. None where the layers' copies are made side by side."""
 
     def copy_hidden(self, layer: int, runs: Sequence[MappedRun], bad: set[int]) -> None:
         """Copy E of a hidden layer, as ``copy_layer`` does."""

@@ -23,11 +23,12 @@ from kvstore.errors import InvalidRequest
 from kvstore.planning import Recompute
 from kvstore.seams import Clock, SystemClock
 from kvstore.spec import Exactness
+from kvstore_client.arrays import settle_device
 from kvstore_client.prompt import GivenTokens, checked_tokens
 from kvstore_client.recompute.choosing import Choosing
 from kvstore_client.recompute.merged import dense_planes
 from kvstore_client.recompute.result import LayerTime, MergedKV, Recomputed, Timeline
-from kvstore_client.recompute.rows import STEP_ROWS, Rows, Split, drained
+from kvstore_client.recompute.rows import Rows, Split, drained, step_rows
 from kvstore_client.recompute.runner import ModelRunner, check_runner
 from kvstore_client.recompute.runs import Run, check_runs
 
@@ -59,8 +60,8 @@ def recompute(
     and selector: the look ahead is not done again, and counts in f as if it were. ``before_layer``: called before each
     layer; what it raises ends the pass.
     Memory: the merged cache, the residual stream and queries of the rows that are carried, and what a layer needs
-    inside for 512 of them. Raises: InvalidRequest for arguments that do not fit, and when the model's weights change
-    meanwhile; KVStoreError when a run does not come: discard the cache then.
+    inside for 512 of them (on a GPU, 4,096). Raises: InvalidRequest for arguments that do not fit, and when the
+    model's weights change meanwhile; KVStoreError when a run does not come: discard the cache then.
     """
     given = checked_tokens(tokens, runner.spec.vocab_size)
     if not given.size:
@@ -97,6 +98,8 @@ class _Pass:
         self._layer_count = runner.spec.layer_count
         self._split = Split.of(runs, len(tokens), tokens.device)
         self._every = torch.arange(len(tokens), device=tokens.device)
+        self._step = step_rows(tokens.device)
+        self._counted: tuple[torch.Tensor | None, int] = (None, 0)
         self._loaded = frozenset(setting.loaded_layers(self._layer_count))
         self._landed: set[int] = set()
         self._turns = [_turn(runner, run, tokens.device) for run in runs]
@@ -129,6 +132,7 @@ class _Pass:
         logits = self._runner.logits(rows.hidden)
         with torch.inference_mode(False):
             logits = logits.clone()  # the caller may write to them
+        settle_device([logits])  # the time is that of the work; and any stream may read the cache
         spared = all(run.is_exact for run in self._runs) or self._setting.computes_all(self._layer_count)
         covered = sum(run.token_count for run in self._runs) * self._layer_count
         exactness = Exactness.EXACT if spared else Exactness.DERIVED
@@ -159,16 +163,16 @@ class _Pass:
             rows = rows.kept(~self._is_context[rows.positions])
         chooses = self._choosing.at(layer) and bool(len(self._split.context))
         q = self._enter(layer, rows, compares=chooses and self._choosing.needs_deviation)
-        entered, entered_s = self._portion(rows), self._clock.monotonic()
+        entered, entered_s = self._of_context(rows) / len(rows), self._clock.monotonic()
         if chooses:
             mask = self._stay(layer)[rows.positions]
             rows, q = rows.kept(mask), q if bool(mask.all()) else q[:, mask]
-        carried = int(self._is_context[rows.positions].sum())
-        self._carried += carried
-        row_count, portion = len(rows), self._portion(rows)
+        self._carried += self._of_context(rows)
+        row_count, portion = len(rows), self._of_context(rows) / len(rows)
         if layer == self._layer_count - 1:
             rows, q = rows.last(logit_count), q[:, len(rows) - logit_count :]
         rows = self._attend(layer, rows, q)
+        settle_device([rows.hidden])  # the times of a layer are those of its work, not of its launch
         left_s = self._clock.monotonic()
         context_s = (entered_s - landed_s) * entered + (left_s - entered_s) * portion
         suffix_s = left_s - landed_s - context_s
@@ -240,7 +244,7 @@ class _Pass:
             return rows
         if received:
             return rows.joined(context, drained(received))
-        return rows.joined(context, (self._embedded(part).hidden for part in torch.split(context, STEP_ROWS)))
+        return rows.joined(context, (self._embedded(part).hidden for part in torch.split(context, self._step)))
 
     def _look_ahead(self, rows: Rows) -> tuple[int, Rows]:
         """Pass the suffix over the reused cache. It measures the attention to each token: summed over heads, then the
@@ -263,6 +267,7 @@ class _Pass:
             peaks = torch.maximum(peaks, given)
             logs += (given + LEAST_MASS * given.mean()).clamp_min(torch.finfo(given.dtype).tiny).log()
             rows = Rows(rows.positions, self._runner.finish(layer, rows.hidden, seen))
+            settle_device([rows.hidden])
             suffix_s = self._clock.monotonic() - landed_s
             self._times.append(LayerTime(layer, landed_s - before_s, 0.0, suffix_s, len(rows)))
         attention = (peaks if takes_peak else (logs / self._layer_count).exp())[self._split.context]
@@ -270,9 +275,13 @@ class _Pass:
         self._choosing = Choosing(self._setting, self._split, self._layer_count, attention)
         return self._setting.first_layer, resumed
 
-    def _portion(self, rows: Rows) -> float:
-        """Return the share of rows that belong to the context."""
-        return float(self._is_context[rows.positions].float().mean())
+    def _of_context(self, rows: Rows) -> int:
+        """Return how many rows belong to the context. They are counted once: on a GPU the count is waited for."""
+        counted, count = self._counted
+        if counted is not rows.positions:
+            count = int(self._is_context[rows.positions].sum())
+            self._counted = rows.positions, count
+        return count
 
 
 def _turn(runner: ModelRunner, run: Run, device: torch.device) -> Rotation | None:

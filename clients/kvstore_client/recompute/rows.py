@@ -10,7 +10,14 @@ import torch
 from kvstore_client.recompute.runs import Run
 
 STEP_ROWS = 512
-"""Rows that a layer computes at a time, which bounds the memory of its inner activations."""
+"""Rows that a layer computes at a time on the CPU, which bounds the memory of its inner activations."""
+GPU_STEP_ROWS = 4096
+"""The same on a GPU, where fewer rows take as long, and kernels that are launched one by one take longer."""
+
+
+def step_rows(device: torch.device) -> int:
+    """Return the rows that a layer computes at a time on this device."""
+    return STEP_ROWS if device.type == "cpu" else GPU_STEP_ROWS
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +55,9 @@ class Rows:
         return Rows(self.positions[len(self) - count :], self.hidden[len(self) - count :])
 
     def steps(self) -> Iterator[slice]:
-        for start in range(0, len(self), STEP_ROWS):
-            yield slice(start, start + STEP_ROWS)
+        step = step_rows(self.hidden.device)
+        for start in range(0, len(self), step):
+            yield slice(start, start + step)
 
 
 def drained(pieces: list[torch.Tensor]) -> Iterator[torch.Tensor]:

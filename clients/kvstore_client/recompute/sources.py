@@ -15,7 +15,7 @@ from kvstore_client.arrays import Tensor
 from kvstore_client.fetch.paged import Paged
 from kvstore_client.fetch.transfer import Transfer
 from kvstore_client.recompute.projecting import project_into, projector_of
-from kvstore_client.recompute.rows import STEP_ROWS
+from kvstore_client.recompute.rows import step_rows
 from kvstore_client.recompute.runner import ModelRunner
 
 LAYOUT = "page head slot dim"
@@ -97,13 +97,13 @@ class ProjectedRun(FetchedRun):
         self, timeout_s: float, runner: ModelRunner, rows: slice, token_start: int, hidden_layer: int
     ) -> None:  # fmt: skip
         super().__init__(timeout_s, runner.device)
-        self._projector = projector_of(runner)
+        self._projector, self._step = projector_of(runner), step_rows(runner.device)
         self._rows = rows
         self._token_start = token_start
         self._hidden_layer = hidden_layer
 
     def land(self, layer: int, k: torch.Tensor, v: torch.Tensor, turn: Rotation | None) -> None:
-        project_into(self._projector, layer, self._come(layer), (k, v), STEP_ROWS, self._token_start)
+        project_into(self._projector, layer, self._come(layer), (k, v), self._step, self._token_start)
 
     def hidden(self) -> torch.Tensor:
         return self._come(self._hidden_layer).to(self._device)

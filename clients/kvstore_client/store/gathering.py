@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,10 @@ from kvstore.chunk.layout import STRIP_ALIGNMENT
 from kvstore.errors import InvalidRequest
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import Tensor, settle_device
-from kvstore_client.copying import copy, raw
+from kvstore_client.copying import Copier, copy, raw
+from kvstore_client.cuda import common_gpu
+from kvstore_client.cuda.lanes import run_on
+from kvstore_client.cuda.storing import StripsPart, save_strips, save_whole
 from kvstore_client.fetch.paged import Pages
 from kvstore_client.planes.store import StagingRun
 
@@ -31,7 +35,7 @@ class StripRange(NamedTuple):
 
 
 class Pile:
-    """Strips that are being gathered in staging. ``there``: the tokens gathered so far."""
+    """StripsPart that are being gathered in staging. ``there``: the tokens gathered so far."""
 
     def __init__(self, strips: StripRange, layout: ChunkLayout, run: StagingRun) -> None:
         self.first, self.count = strip_range(layout, strips)
@@ -39,10 +43,14 @@ class Pile:
         """Bytes from one strip to the next: in a slab all strips but the last are as long."""
         self.run = run
         self.strips = strips
+        self.layout = layout
         self.there: NDArray[np.bool_] = np.zeros(layout.token_count, np.bool_)
         first, stop = (0, None) if layout.blocked else (strips.head_start, strips.head_stop)
         memory = run.memory[run.offset : run.offset + run.byte_count]  # excludes the next run
         self.parts = slab_parts(layout, strips.slab, memory, first=first, stop=stop)
+        self.memory = memory
+        self.byte_count = int(layout.strip_offsets[self.first + self.count - 1]) - int(layout.strip_offsets[self.first])
+        self.byte_count += int(layout.strip_lengths[self.first + self.count - 1])
 
     def fills(self) -> Iterator[tuple[pb.Fill, StagingRun]]:
         """Yield its strips as fills, each with its part of the run: all of them may be too large for one message."""
@@ -71,6 +79,7 @@ class Dense:
     def __init__(self, planes: Sequence[Tensor]) -> None:
         settle_device(planes)
         self._planes = [raw(plane) for plane in planes]
+        self.gpu = common_gpu(planes)
         self.token_count = int(planes[0].shape[1])
 
     def copy(self, part: Part, start: int, stop: int, token: int) -> None:
@@ -78,6 +87,10 @@ class Dense:
         target = part.array[0, :, start - part.token_start : stop - part.token_start]
         source = self._planes[part.which][:, token + start - part.token_start : token + stop - part.token_start]
         copy(raw(target), source)
+
+    def on_gpu(self, part: Part, start: int, stop: int, token: int) -> Tensor:
+        """Return what ``copy`` copies, where it lies."""
+        return self._planes[part.which][:, token + start - part.token_start : token + stop - part.token_start]
 
 
 class FromPages:
@@ -87,8 +100,14 @@ class FromPages:
         if (pages.slots < 0).any():
             raise InvalidRequest("slots: a token without a place cannot be stored: put runs without gaps")
         self.pages = pages
+        self.gpu = pages.gpu
         self._position = position
         self.token_count = len(pages.slots)
+
+    def on_gpu(self, part: Part, start: int, stop: int, token: int) -> Tensor:
+        """Return what ``copy`` copies, gathered on the GPU: queued on the current stream."""
+        first = token - part.token_start
+        return self.pages.on_gpu.tokens(self.pages.plane(self._position, part.which), first + start, first + stop)
 
     def copy(self, part: Part, start: int, stop: int, token: int, heads: slice = slice(None)) -> None:
         """Copy as ``Dense.copy`` does, these ``heads`` of the pages. Whole pages come in one call, by numpy's index."""
@@ -108,3 +127,38 @@ class FromPages:
             for piece in rest:
                 target = tensor[:, piece.token - token : piece.token - token + piece.token_count]
                 copy(pages.shaped(target, piece), pages.place(plane, piece))
+
+
+PutTokens = tuple[Pile, int, int, int]
+"""(a pile, start and stop of the tokens of its chunk that come, the place of the chunk's first token in the source)."""
+
+
+def gather(source: Dense | FromPages, work: Sequence[PutTokens], copier: Copier, timeout_s: float) -> None:
+    """Copy tokens into piles, all of one layer. Raises the error of a failed copy; DeadlineExceeded while one may still
+    be running."""
+    if source.gpu is not None:
+        run_on(source.gpu, [partial(_save, source, *one) for one in work])
+    else:
+        copier.share(partial(_copy_one, source), work, sum(pile.run.byte_count for pile, *_ in work), timeout_s)
+
+
+def _copy_one(source: Dense | FromPages, one: PutTokens) -> None:
+    pile, start, stop, offset = one
+    for part in pile.parts:
+        first, last = max(start, part.token_start), min(stop, part.token_stop)
+        if first < last:
+            source.copy(part, first, last, offset + part.token_start)
+
+
+def _save(source: Dense | FromPages, pile: Pile, start: int, stop: int, offset: int) -> None:
+    """Queue the same from a GPU, on the current stream."""
+    parts: list[StripsPart] = []
+    for part in pile.parts:
+        first, last = max(start, part.token_start), min(stop, part.token_stop)
+        if first < last:
+            array = part.array[0, :, first - part.token_start : last - part.token_start]
+            parts.append(StripsPart(array, partial(source.on_gpu, part, first, last, offset + part.token_start)))
+    if (start, stop) == (0, pile.layout.token_count):
+        save_whole(source.gpu, pile.memory[: pile.byte_count], parts)
+    else:
+        save_strips(source.gpu, parts)

@@ -9,18 +9,19 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.chunk import ChunkLayout, layout_of, slab_parts
+from kvstore.chunk import ChunkLayout, PartPlace, layout_of, slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams.memory import Bytes
 from kvstore.spec import ModelSpec
 from kvstore_client.arrays import Tensor
 from kvstore_client.copying import calls_of
+from kvstore_client.cuda.storing import stored_from
 from kvstore_client.derived import check_exact
 from kvstore_client.fetch.axes import Arrays
 from kvstore_client.fetch.fused import page_views, plane_geometry
-from kvstore_client.fetch.near import PageRows
-from kvstore_client.fetch.paged import Paged, Pages, WholePages, page_batch
+from kvstore_client.fetch.paged import Paged, Pages
 from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.fetch.whole_pages import PageRows, WholePages, page_batch
 from kvstore_client.planes.store import Steps, Unit
 from kvstore_client.prompt import EXACT, Prompt
 from kvstore_client.store.gathering import FromPages
@@ -70,6 +71,8 @@ class PagesSource:
         """See ``planes.store.StoreSource.fused``: compiled calls; or one step per layer, half and chunk, whose pages
         the processor's cache holds between the two copies that numpy makes of pages which lie here and there."""
         layout, pages = unit.layout, self.slabs[0].pages
+        if pages.gpu is not None:
+            return stored_from(pages.gpu, unit, memory, count, stride, partial(self._take_on_gpu, layout.token_count))
         arrays = pages.arrays[unit.slab_first : unit.slab_stop]
         geometry = plane_geometry(layout, self.spec.slab_layers[unit.slab_first : unit.slab_stop])
         places = pages.places_of(unit.token_start, layout.token_count, count)
@@ -88,6 +91,10 @@ class PagesSource:
             for array, target in zip(halves or (), targets, strict=True)
             for row, numbers in rows
         ])  # fmt: skip
+
+    def _take_on_gpu(self, chunk_tokens: int, slab: int, part: PartPlace, token: int, content: Tensor) -> None:
+        pages = self.slabs[slab].pages
+        pages.on_gpu.take(pages.plane(slab, part.which), content, token, chunk_tokens, part)
 
 
 def _parts(

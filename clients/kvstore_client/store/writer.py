@@ -28,7 +28,7 @@ from kvstore_client.halves import checked_planes
 from kvstore_client.planes.session import ClientSession
 from kvstore_client.planes.store import StagingMemory, StagingRun
 from kvstore_client.prompt import EXACT
-from kvstore_client.store.gathering import Dense, FromPages, Pile, StripRange, strip_range
+from kvstore_client.store.gathering import Dense, FromPages, Pile, PutTokens, StripRange, gather, strip_range
 from kvstore_client.store.receipt import Receipt, Settle
 from kvstore_client.store.store import drop_reservation, dropping
 
@@ -177,7 +177,7 @@ class StoreWriter:
             raise InvalidRequest("this store was committed or aborted")
         if self._is_elsewhere:  # its staging is not mapped here
             return
-        work: list[tuple[Pile, int, int, int]] = []
+        work: list[PutTokens] = []
         for chunk in range(token_start // step, -(-stop // step)):
             if self._failure or not self._wants(chunk, part):
                 continue
@@ -239,19 +239,11 @@ class StoreWriter:
             )
         return run
 
-    def _copy(self, source: Dense | FromPages, work: list[tuple[Pile, int, int, int]]) -> None:
-        def copy_one(one: tuple[Pile, int, int, int]) -> None:
-            pile, start, stop, offset = one
-            for part in pile.parts:
-                first, last = max(start, part.token_start), min(stop, part.token_stop)
-                if first < last:
-                    source.copy(part, first, last, offset + part.token_start)
-
+    def _copy(self, source: Dense | FromPages, work: list[PutTokens]) -> None:
         if not work:
             return
         try:
-            byte_count = sum(pile.run.byte_count for pile, *_ in work)
-            self._copier.share(copy_one, work, byte_count, self._timeout_s)
+            gather(source, work, self._copier, self._timeout_s)
         except DeadlineExceeded as error:
             # A copy may still write to its staging. End the session, so that this memory is never used again.
             if self._session is not None:

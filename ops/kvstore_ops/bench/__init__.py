@@ -4,7 +4,10 @@ SHARED = frozenset(
     {
         "result",
         "copying",
+        "card",
+        "gpu_recomputed",
         "model_1b",
+        "model_8b",
         "plan_cost",
         "paged",
         "recomputed",
@@ -20,6 +23,7 @@ SHARED = frozenset(
         "lmcache_s3_peer",
         "mooncake_peer",
         "throttled",
+        "rates",
         "vllm_engine",
         "vllm_imports",
     }
@@ -27,3 +31,8 @@ SHARED = frozenset(
 """Modules of this package that are not benchmarks."""
 BESIDE = frozenset({"peers", "peers-redis", "peers-s3", "vllm-cold"})
 """Benchmarks that need another product's environment: "all" leaves them out, only their names run them."""
+GPU = ("gpu-kernels", "gpu-fetch", "gpu-store", "gpu-ttft-prefix", "gpu-ttft-blend", "gpu-ttft-sibling")
+"""Benchmarks of a GPU, in the order of ``make gpu``. Where there is none, "all" leaves them out, except at the scale
+tiny, which proves on a CPU that they run."""
+MODULES = {"gpu-kernels": "kernels_gpu"}
+"""Modules of benchmarks that have another name."""

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from kvstore.errors import KVStoreError
+from kvstore_ops.bench import MODULES
 from kvstore_ops.extras import needed
 
 COSTLY = ("grpc", "kvstore_client.engines.transformers", "transformers.models.llama.modeling_llama")
@@ -24,12 +25,17 @@ def import_costly() -> None:
         importlib.import_module(name)
 
 
+def module_name(name: str) -> str:
+    """Return the name of a benchmark's module."""
+    return f"kvstore_ops.bench.{MODULES.get(name, name).replace('-', '_')}"
+
+
 def in_own_process(name: str, scale: str) -> dict[str, Any]:
     """Run a benchmark, and return its result as a dict. The process is a fork, so that it has this process's imports.
 
     Raises the benchmark's error if that is a KVStoreError; the traceback of any other error is on stderr.
     """
-    module = importlib.import_module(f"kvstore_ops.bench.{name.replace('-', '_')}")
+    module = importlib.import_module(module_name(name))
     theirs, ours = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=_run, args=(module, scale, ours), name=f"bench-{name}")
     process.start()

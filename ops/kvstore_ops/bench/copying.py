@@ -49,10 +49,10 @@ def tensors(spec: ModelSpec, token_count: int) -> list[tuple[Any, Any]]:
 
 
 @contextmanager
-def ready(scale: str) -> Iterator[tuple[Sidecar, Client]]:
-    """Yield a sidecar and its client, which connects once the whole arena is backed by pages."""
-    capacity = "64 MiB" if scale == "tiny" else "1 GiB"
-    with Sidecar("--capacity", capacity) as sidecar:
+def ready(scale: str, capacity: str = "1 GiB") -> Iterator[tuple[Sidecar, Client]]:
+    """Yield a sidecar and its client, which connects once the whole arena is backed by pages. ``capacity``: of the
+    arena; at the scale tiny it is small."""
+    with Sidecar("--capacity", "64 MiB" if scale == "tiny" else capacity) as sidecar:
         sidecar.wait_prefaulted()
         with connect(sidecar.address, timeout_s=60.0) as client:
             yield sidecar, client

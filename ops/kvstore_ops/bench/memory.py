@@ -64,14 +64,14 @@ def allowed(model: Any, spec: Any, token_count: int, context: int, setting: Reco
     inside a layer, for each row of a step, 3 rows of the MLP and 5 of the residual stream's width; and a block's mask.
     In both: the rotation of each token's keys.
     """
-    from kvstore_client.recompute.rows import STEP_ROWS
+    from kvstore_client.recompute.rows import step_rows
     from kvstore_kernels.attention import BLOCK_ROWS
 
     hidden, queries = spec.hidden_size, model.config.num_attention_heads * spec.layers[0].k_dim
     computes = setting.ratio > 0 or setting.last_layer >= setting.first_layer
     rows = token_count - context + (context if computes else 0)
     leaving = context * setting.ratio if setting.chooses else 0
-    step = min(STEP_ROWS, token_count) * (3 * model.config.intermediate_size + 5 * hidden)
+    step = min(step_rows(model.device), token_count) * (3 * model.config.intermediate_size + 5 * hidden)
     landed = hidden * context if setting.needs_hidden else merged_bytes(spec, context) // spec.layer_count
     most = max(rows * hidden + landed, (rows + leaving) * (hidden + queries) + step)
     mask = BLOCK_ROWS * token_count * (1 + spec.item_size)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
-
 from kvstore.chunk import ChunkHeader, ChunkLayout, strip_seeds, verify_slab
 from kvstore.errors import DataLoss
 from kvstore.seams.memory import Bytes
@@ -65,16 +63,11 @@ class MappedRun(NamedTuple):
     chunks: list[Chunk]
     stride: int
 
-    @property
-    def is_on_device(self) -> bool:
-        """True when they are copied from a device: no address of the host leads there."""
-        home = self.chunks[0].home
-        return home is not None and not isinstance(home[0], np.ndarray)
-
     def memory(self, slab_index: int) -> Bytes:
-        """Return memory that begins with the first chunk's slab and reaches the last's."""
+        """Return memory that begins with the first chunk's slab and reaches beyond the last's, where chunks lie in one
+        extent; else the one chunk's slab."""
         first = self.chunks[0]
-        if len(self.chunks) == 1 or first.home is None:
+        if first.home is None:
             return first.slab(slab_index)
         region, _, offset = first.home
         return region[offset + first.layout.header_bytes + first.layout.slabs[slab_index].offset :]

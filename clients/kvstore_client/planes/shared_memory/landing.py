@@ -9,7 +9,9 @@ from itertools import chain
 from typing import Protocol
 
 from kvstore.chunk import layout_of
+from kvstore.errors import Unavailable
 from kvstore.seams import FaultPoints
+from kvstore.seams.jobs import failure_of
 from kvstore_client.copying import Copier, stopped, wait_all
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Target
@@ -32,9 +34,6 @@ class Arriving(Protocol):
 
     def arrived(self, part: int, slab: int) -> list[Chunk] | None:
         """Return the chunks of which a slab has arrived since. None while one of them has not."""
-
-    def completed(self, copy: Callable[[], None]) -> None:
-        """Run copies; return when all of them have ended, those on a device, too."""
 
 
 class MappedLanding:
@@ -61,6 +60,7 @@ class MappedLanding:
         self._coming += [(part, 0, part) for part in range(1, len(prefix.wanted.hidden_layers) + 1)]
         self.layers: list[list[Future[None]]] = [[] for _ in prefix.wanted.layers]
         self._hidden: list[Future[None]] = []
+        self._is_stopped = False
         try:
             self._copy(range(len(self.layers)), prefix.runs(0))
             for number in range(len(prefix.wanted.hidden_layers)):
@@ -77,10 +77,30 @@ class MappedLanding:
         wanted = self._prefix.wanted
         byte_count = wanted.byte_count(sum(chunk.layout.token_count for run in runs for chunk in run.chunks))
         count = max(1, JOB_BYTES * len(wanted.layers) // max(1, byte_count))
-        for some in _ranges(positions, count):
-            copies = self._copier.submit(self._prefix.completed, partial(self._copy_layers, some, runs))
-            for position in some:
-                self.layers[position].append(copies)
+        some = list(_ranges(positions, count))
+        copies = self._copied_in_turn(some, runs) or [
+            self._copier.submit(self._copy_layers, each, runs) for each in some
+        ]
+        for each, copy in zip(some, copies, strict=True):
+            for position in each:
+                self.layers[position].append(copy)
+
+    def _copied_in_turn(self, positions: Sequence[range], runs: list[MappedRun]) -> list[Future[None]]:
+        """Begin to copy ranges of layers one after the other, in one job; empty where they are copied side by side."""
+        copies: dict[range, Future[None]] = {each: Future() for each in positions}
+
+        def landed(some: range) -> bool:
+            self._on_copied()
+            copies[some].set_result(None)
+            return not self._is_stopped
+
+        call = self._target.in_turn(runs, positions, self._faults, landed)
+        if call is None:
+            return []
+        for copy in copies.values():
+            copy.set_running_or_notify_cancel()  # whoever stops it waits until the job has ended it
+        self._copier.submit(call).add_done_callback(partial(_end, list(copies.values())))
+        return list(copies.values())
 
     def _copy_layers(self, positions: range, runs: list[MappedRun]) -> None:
         fused = self._target.fused(runs, positions)
@@ -95,8 +115,7 @@ class MappedLanding:
     def _copy_hidden(self, number: int, runs: list[MappedRun]) -> None:
         if runs:
             layer = self._prefix.wanted.hidden_layers[number]
-            copy = partial(self._target.copy_hidden, layer, runs, self._bad)
-            self._hidden.append(self._copier.submit(self._prefix.completed, copy))
+            self._hidden.append(self._copier.submit(self._target.copy_hidden, layer, runs, self._bad))
 
     def advance(self) -> bool:
         """Wait for news and start the copies it allows. False when nothing is arriving any more."""
@@ -131,6 +150,7 @@ class MappedLanding:
     def stop(self, timeout_s: float) -> None:
         """Begin no more copies, wait for those that run, at most ``timeout_s`` s, and drop all of them: a failed copy
         keeps its frame, which keeps the landing and its target."""
+        self._is_stopped = True
         stopped(self._jobs(), timeout_s)
         self.layers.clear()
         self._hidden.clear()
@@ -141,6 +161,14 @@ class MappedLanding:
     def finish(self, timeout_s: float) -> None:
         """Wait for the copies. Raises DeadlineExceeded while one may still be running."""
         wait_all(self._jobs(), timeout_s)
+
+
+def _end(copies: Sequence[Future[None]], job: Future[None]) -> None:
+    """End the copies of a job that has ended without them."""
+    failure = failure_of(job)
+    for copy in copies:
+        if not copy.done():
+            copy.set_exception(failure or Unavailable("the copies were stopped"))
 
 
 def _ranges(positions: Sequence[int], length_max: int) -> Iterator[range]:

@@ -8,8 +8,7 @@ from functools import partial
 from kvstore.seams import FaultPoints
 from kvstore.seams.fence import fence
 from kvstore.spec import Exactness, MissReason, Tier
-from kvstore_client.copying import CALL_BYTES, Copier, on_callers_thread
-from kvstore_client.fetch.fused import Fused
+from kvstore_client.copying import CALL_BYTES, Copier
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Target
 from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun, runs_of
@@ -36,30 +35,16 @@ class ResidentPrefix:
         self._pool = session.pool_for(wanted)
 
     def runs(self, part: int) -> list[MappedRun]:
-        """Return the chunks of one part, grouped for copying: from the device that they go to, where they are there."""
+        """Return the chunks of one part, grouped for copying: the cache from the device that it goes to, where it is
+        there."""
         chunks = [chunk for chunk in self.chunks if chunk.part == part]
-        return runs_of(chunks if self._pool is None else [chunk.near or chunk for chunk in chunks])
-
-    def completed(self, copy: Callable[[], None]) -> None:
-        """Run copies of ``runs``; return when all of them have ended, those on a device, too."""
-        if self._pool is not None and self._is_near:
-            self._pool.completed(copy)
-        else:
-            copy()
-
-    @property
-    def _is_near(self) -> bool:
-        """True when some of the chunks are copied from the device."""
-        return any(chunk.near is not None for chunk in self.chunks)
+        return runs_of(chunks if part or self._pool is None else [chunk.near or chunk for chunk in chunks])
 
     def copy_all(self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], timeout_s: float) -> None:
         """Copy every requested layer of the chunks in memory; two threads share large ones."""
         cache = self.runs(0)
         fused = None if self.wanted.hidden_layers else target.fused(cache)
         byte_count = self.wanted.byte_count(self.token_count)
-        if any(run.is_on_device for run in cache):
-            on_callers_thread(self.completed, partial(self._copy_here, target, fused, cache, bad, faults))
-            return
         if fused is not None:
             if fused.by_torch:
                 count = min(PIECES_MAX, max(2, byte_count // PIECE_BYTES))
@@ -71,19 +56,6 @@ class ResidentPrefix:
         for part, layer in enumerate(self.wanted.hidden_layers, start=1):
             work.append(partial(target.copy_hidden, layer, self.runs(part), bad))
         copier.share(_run, work, byte_count, timeout_s)
-
-    def _copy_here(
-        self, target: Target, fused: Fused | None, cache: list[MappedRun], bad: set[int], faults: FaultPoints
-    ) -> None:
-        """Copy on this thread: a device has its own."""
-        if fused is not None:
-            for copy in fused.pieces(faults, 1):
-                copy()
-            return
-        for position in range(len(self.wanted.layers)):
-            target.copy_layer(position, cache, bad, faults)
-        for part, layer in enumerate(self.wanted.hidden_layers, start=1):
-            target.copy_hidden(layer, self.runs(part), bad)
 
     def settle(self, bad: set[int]) -> int:
         """Return the number of leading tokens whose copies are good: generations unchanged, no bad checksum (``bad``:

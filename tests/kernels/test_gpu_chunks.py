@@ -1,19 +1,14 @@
-"""Chunks into pages, by the kernel: on a GPU where there is one, else interpreted, in a process of its own."""
+"""Chunks into pages, by the kernel: on a GPU where there is one, else interpreted."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
-from kvstore_kernels.runs import ChunksOfHalf, PagesOfHalf, launch
+from kvstore_kernels.gpu.chunks import ChunksOfHalf, PagesOfHalf, launch_chunks
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from tests.kernels.device import DEVICE, triton_here
+
 CASES = [
     # heads, tokens, row bytes, chunks, page size, layout, negative slots
     (2, 16, 16, 3, 8, "slot head", False),
@@ -52,7 +47,7 @@ def moved(heads: int, tokens: int, row_bytes: int, chunks: int, page_size: int, 
     addresses = [each.data_ptr() for each in pages]
     alignment = next(size for size in (16, 8, 4, 2, 1) if not any(each % size for each in addresses))
     order = random.permutation(chunks)
-    launch(
+    launch_chunks(
         ChunksOfHalf(
             memory, torch.from_numpy(order * chunk_step).to(DEVICE), 64,
             torch.from_numpy(5 + order * tokens).to(DEVICE), layer_step, head_step, layers, heads, tokens, row_bytes,
@@ -66,13 +61,7 @@ def moved(heads: int, tokens: int, row_bytes: int, chunks: int, page_size: int, 
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="the kernel is written in Triton")
-def test_every_byte_is_in_its_place() -> None:
-    if DEVICE == "cuda" or INTERPRETED:
-        for case in CASES:
-            moved(*case)
-        return
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
+@pytest.mark.parametrize("case", CASES)
+def test_every_byte_is_in_its_place(case: tuple[int, int, int, int, int, str, bool]) -> None:
+    with triton_here():
+        moved(*case)

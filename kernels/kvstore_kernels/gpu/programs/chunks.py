@@ -1,8 +1,4 @@
-"""The program of ``runs``. A program copies some tokens of one strip, which lie together, to their slots."""
-
-# ruff: noqa: N803 - in Triton the constants of a compilation are written in capitals
-# Triton has no types, and is not there without a GPU.
-# mypy: ignore-errors
+"""Chunks to an engine's pages. A program copies some tokens of one strip, which lie together, to their slots."""
 
 import triton
 import triton.language as tl

@@ -1,0 +1,63 @@
+"""The places of a prompt's tokens in pages on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.chunk import PartPlace
+from kvstore_client.arrays import Tensor, torch_module
+
+
+class GpuSlots:
+    """The page of each token, and its place in the page, on the GPU. Tokens without a slot are left out."""
+
+    def __init__(self, slots: NDArray[np.int64], page_size: int, device: Any) -> None:
+        """``slots``: [tokens], negative where a token has none."""
+        self._slots, self._device = slots, device
+        self._here = np.stack(np.divmod(slots, page_size))
+        self._pages, self._rows = self._brought(self._here)
+        self._found: dict[tuple[int, int, int, int, int], tuple[Tensor, Tensor, Tensor | None]] = {}
+        """What ``_of`` returned: it is the same for each layer."""
+
+    def _brought(self, numbers: NDArray[np.int64]) -> Tensor:
+        """Return numbers on the GPU. They are there on return: any stream may use them."""
+        return torch_module().from_numpy(np.ascontiguousarray(numbers)).to(self._device)
+
+    def put(self, plane: Tensor, content: Tensor, token: int, chunk_tokens: int, part: PartPlace) -> None:
+        """Write ``content``, [chunks, heads, tokens, dim], the part of chunks from ``token`` on, into all pages of one
+        half of a layer, [pages, page_size, heads, dim]."""
+        pages, rows, there = self._of(token, chunk_tokens, content.shape[0], part)
+        source = content.permute(0, 2, 1, 3)
+        plane[pages, rows] = source if there is None else source.flatten(0, 1)[there]
+
+    def take(self, plane: Tensor, content: Tensor, token: int, chunk_tokens: int, part: PartPlace) -> None:
+        """Read what ``put`` writes. Every token must have a slot."""
+        pages, rows, there = self._of(token, chunk_tokens, content.shape[0], part)
+        assert there is None, "every token has a slot"
+        content.copy_(plane[pages, rows].permute(0, 2, 1, 3))
+
+    def tokens(self, plane: Tensor, start: int, stop: int) -> Tensor:
+        """Return the tokens ``start .. stop`` of one half of a layer, [heads, tokens, dim]: a copy."""
+        return plane[self._pages[start:stop], self._rows[start:stop]].permute(1, 0, 2)
+
+    def _of(self, token: int, step: int, count: int, part: PartPlace) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return pages, rows in them, and the numbers of the tokens that have a slot; None: all have."""
+        key = token, step, count, part.token_start, part.token_stop
+        if key not in self._found:
+            self._found[key] = self._looked_up(*key)
+        return self._found[key]
+
+    def _looked_up(
+        self, token: int, step: int, count: int, token_start: int, token_stop: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        where, tokens = slice(token, token + step * count), slice(token_start, token_stop)
+        there = np.flatnonzero(self._slots[where].reshape(count, step)[:, tokens] >= 0)
+        if len(there) == count * (token_stop - token_start):
+            pages, rows = (each[where].view(count, step)[:, tokens] for each in (self._pages, self._rows))
+            return pages, rows, None
+        some = self._here[:, where].reshape(2, count, step)[:, :, tokens].reshape(2, -1)[:, there]
+        pages, rows, numbers = self._brought(np.stack([*some, there]))
+        return pages, rows, numbers

