@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses products, as conftest has it poison
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 PROGRAMS = "kvstore_kernels.gpu.programs"
