@@ -108,7 +108,7 @@ def test_the_parts_are_the_tests_and_each_benchmark_of_a_gpu() -> None:
     names = [part.name for part in parts.chosen(())]
     assert names[:2] == ["gpu-tests", "kernel-tests"]
     assert set(names[2:]) <= set(GPU)
-    assert {"gpu-fetch", "gpu-store", "gpu-ttft-prefix", "gpu-ttft-blend", "gpu-ttft-sibling"} <= set(names)
+    assert {"gpu-fetch", "gpu-store", "gpu-hbm", "gpu-ttft-prefix", "gpu-ttft-blend", "gpu-ttft-sibling"} <= set(names)
     assert [part.name for part in parts.chosen(("gpu-store",))] == ["gpu-store"]
     with pytest.raises(InvalidRequest, match="gpu-fetch"):
         parts.chosen(("nonsense",))
