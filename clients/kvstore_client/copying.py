@@ -68,12 +68,13 @@ def raw(value: Tensor) -> Tensor:
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """``target[:] = source``; both came from ``raw`` and have one shape. Releases the GIL. A copy to a GPU has ended on
-    return: torch brings the bytes there, and puts them in their places by a kernel that it does not wait for."""
+    """``target[:] = source``; both came from ``raw`` and have one shape. Releases the GIL. A copy from the host to
+    a GPU has ended on return: torch brings the bytes there, and puts them in their places by a kernel that it does not
+    wait for."""
     assert target.shape == source.shape, "a copy of another shape would be repeated"
     if is_tensor(target):
         target.copy_(source)
-        if target.is_cuda:
+        if target.is_cuda and not source.is_cuda:
             settle_device([target])
     else:
         np.copyto(target, source)

@@ -10,16 +10,20 @@ from kvstore_kernels.attention import attend, attend_with_mass
 from kvstore_kernels.deviation import Metric, deviation_of
 from kvstore_kernels.rotary import Rotary, Rotation, rotary_of, rotate, rotation
 from kvstore_kernels.selection import Selector, gradual_ratios, highest, row_count, scores_of
+from kvstore_kernels.strips import Moves, arrive_strips, gather_strips, slots_of
 
 __all__ = [
     "Metric",
+    "Moves",
     "Rotary",
     "Rotation",
     "Selector",
     "arrive",
+    "arrive_strips",
     "attend",
     "attend_with_mass",
     "deviation_of",
+    "gather_strips",
     "gradual_ratios",
     "highest",
     "rotary_of",
@@ -27,4 +31,5 @@ __all__ = [
     "rotation",
     "row_count",
     "scores_of",
+    "slots_of",
 ]

@@ -29,6 +29,7 @@ def arrive(source: torch.Tensor, target: torch.Tensor, *, turn: Rotation | None 
     given = (source, target, None if turn is None else turn.cos)
     if gpu.serves(*given) and takes(source.dtype, target.dtype, turned=turn is not None, scaled=scale != 1.0):
         if gpu.attempt("arrival", lambda: launch_arrival(source, target, turn, scale)):
+            gpu.tell_graphs([target])
             return
     with torch.no_grad():
         if turn is not None:

@@ -88,17 +88,26 @@ class Moves:
         strides = list(self.plane_strides[:3])
         return gpu.alignment([each.data_ptr() for each in self.planes], strides, self.planes[0].itemsize)
 
-    @cached_property
     def table(self) -> torch.Tensor:
-        """A row per strip, as the kernels read it: int64 [strips, 6], on the planes' device. It holds addresses: it
-        serves as long as this object, which keeps their tensors."""
+        """Return a row per strip, as the kernels read it: int64 [strips, 6], on the planes' device, made once and ready
+        for the current stream. It holds addresses: it serves as long as this object, which keeps their tensors."""
+        rows, stream = self._made
+        if stream is not None and stream != torch.cuda.current_stream(rows.device):
+            torch.cuda.current_stream(rows.device).wait_stream(stream)
+        return rows
+
+    @cached_property
+    def _made(self) -> tuple[torch.Tensor, torch.cuda.Stream | None]:
+        """The table, and the stream that copies it to a GPU."""
         lines = zip(self.strips, self.planes, self.starts, self.turned, strict=True)
         rows = torch.tensor([
             (strip.data_ptr(), plane.data_ptr(), strip.stride(0), start, strip.shape[1], int(turned))
             for strip, plane, start, turned in lines
         ])  # fmt: skip
         device = self.planes[0].device
-        return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
+        if device.type != "cuda":
+            return rows, None
+        return rows.pin_memory().to(device, non_blocking=True), torch.cuda.current_stream(device)
 
 
 def arrive_strips(
@@ -128,6 +137,7 @@ def arrive_strips(
     scaled = scales is not None or scale != 1.0
     if gpu.serves(*given) and takes(strip.dtype, plane.dtype, turned=used is not None, scaled=scaled):
         if gpu.attempt("arrival", lambda: launch_arrivals(moves, slots, used, scale, scales, run_tokens)):
+            gpu.tell_graphs(moves.planes)
             return
     with torch.no_grad():
         for number in range(len(moves.strips)):
@@ -154,6 +164,7 @@ def gather_strips(
     if strip.stride(2) == 1 and gpu.serves(strip, plane, slots, scales):
         limit = LIMITS.get(strip.dtype, 1.0)
         if gpu.attempt("gather", lambda: launch_gather(moves, slots, scales, run_tokens, limit)):
+            gpu.tell_graphs([*moves.strips, *(() if scales is None else (scales,))])
             return
     with torch.no_grad():
         for number in range(len(moves.strips)):

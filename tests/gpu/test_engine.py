@@ -205,3 +205,22 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> None:
     assert one.shape == other.shape
     assert bool(torch.isfinite(one).all())
     assert float((one - other).abs().max() / other.abs().max()) <= CLOSE[dtype]
+
+
+@pytest.mark.parametrize("family", ["llama-llama3", "llama-yarn"])
+def test_rotations_are_those_of_the_table_and_of_these_rows(
+    device: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU they are kept for the next layers of the same rows, and of no others."""
+    model = on(device, model_of(family, next(seeds)))
+    tabled, anew = TransformersRunner(model), TransformersRunner(model)
+    monkeypatch.setattr(tabled, "device", torch.device("cpu"))
+    tabled._tables = tuple(each[0] for each in model.base_model.rotary_emb(  # type: ignore[assignment]  # two
+        torch.zeros(1, device=device), torch.arange(256, device=device)[None]
+    ))  # fmt: skip
+    monkeypatch.setattr(anew, "device", torch.device("cuda"))
+    x = torch.zeros(45, 32, device=device)
+    for positions in (torch.arange(5, 50, device=device), torch.arange(9, 99, 2, device=device)):
+        for _ in range(2):
+            for ours, theirs in zip(anew._rotations(positions, x), tabled._rotations(positions, x), strict=True):
+                assert torch.equal(ours, theirs)

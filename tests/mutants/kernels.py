@@ -7,6 +7,9 @@ from tests.mutants.mutant import Mutant
 ATTENTION = "kernels/kvstore_kernels/attention.py"
 ROTARY = "kernels/kvstore_kernels/rotary.py"
 SELECTION = "kernels/kvstore_kernels/selection.py"
+PROGRAMS = "kernels/kvstore_kernels/gpu/programs"
+T_GPU_ATTENTION = "tests/kernels/test_gpu_attention.py"
+T_GPU_STRIPS = "tests/kernels/test_gpu_strips.py"
 T_ARRIVAL = "tests/kernels/test_arrival.py"
 T_ATTENTION = "tests/kernels/test_attention.py"
 T_ROTARY = "tests/kernels/test_rotary.py"
@@ -73,5 +76,38 @@ MUTANTS = [
         "    ranked = torch.where(scores.isnan(), -math.inf, scores.float())\n",
         "a row whose deviation overflowed is the last to be recomputed",
         (f"{T_SELECTION}::test_the_highest_come_ascending_and_ties_go_to_the_earlier",),
+    ),
+    Mutant(
+        "gpu-attention-past-its-row",
+        f"{PROGRAMS}/attention.py",
+        "            seen = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])\n"
+        "            scores = tl.where",
+        "            seen = (key[None, :] >= start[:, None]) & (key[None, :] < high)\n            scores = tl.where",
+        "on a GPU, a row is computed from tokens that come after it, which other rows of its tile see",
+        (f"{T_GPU_ATTENTION}::test_planes",),
+    ),
+    Mutant(
+        "gpu-attention-reads-what-no-row-sees",
+        f"{PROGRAMS}/attention.py",
+        "            values = tl.load(v_pointers, mask=inside[:, None] & (v_dims < V_DIM)[None, :], other=0.0)",
+        "            values = tl.load(v_pointers, mask=(v_dims < V_DIM)[None, :], other=0.0)",
+        "on a GPU, memory that is not yet written makes a row NaN",
+        (f"{T_GPU_ATTENTION}::test_what_no_row_sees_may_be_anything",),
+    ),
+    Mutant(
+        "gpu-slots-outside-the-pages",
+        f"{PROGRAMS}/strips.py",
+        "        inside = inside & (slot >= 0) & (slot < slot_stop)",
+        "        inside = inside & (slot >= 0)",
+        "on a GPU, a wrong slot overwrites memory of another tensor",
+        (f"{T_GPU_STRIPS}::test_a_slot_outside_the_pages_is_not_written",),
+    ),
+    Mutant(
+        "gpu-broken-runs-look-whole",
+        f"{PROGRAMS}/strips.py",
+        '                tl.store(scales, tl.where(broken, float("nan"), scale))',
+        "                tl.store(scales, scale)",
+        "a run of NaN is stored as zeros",
+        (f"{T_GPU_STRIPS}::test_a_run_that_is_not_finite_decodes_to_nan",),
     ),
 ]

@@ -108,7 +108,7 @@ def test_the_parts_are_the_tests_and_each_benchmark_of_a_gpu() -> None:
     names = [part.name for part in parts.chosen(())]
     assert names[:2] == ["gpu-tests", "kernel-tests"]
     assert set(names[2:]) <= set(GPU)
-    assert {"gpu-fetch", "gpu-store", "gpu-ttft-prefix", "gpu-ttft-blend", "gpu-ttft-sibling"} <= set(names)
+    assert {"gpu-fetch", "gpu-store", "gpu-hbm", "gpu-ttft-prefix", "gpu-ttft-blend", "gpu-ttft-sibling"} <= set(names)
     assert [part.name for part in parts.chosen(("gpu-store",))] == ["gpu-store"]
     with pytest.raises(InvalidRequest, match="gpu-fetch"):
         parts.chosen(("nonsense",))
@@ -170,6 +170,16 @@ def test_the_table_has_a_row_for_each_case_and_for_what_did_not_end(
     assert "the last words" in said
     assert "[bold]a traceback" in said
     assert "H200" in said
+    limit = {"value": 3e12, "unit": "FLOP/s", "limit": 0.0, "ratio": 0.0, "target": "", "met": True}
+    kernels = {
+        "unit": "B/s",
+        **case,
+        "conditions": {"cases": {"matmul": limit}, "errors": {"gather": "no shared memory"}},
+    }
+    report.show(TOLD, [Outcome(name="gpu-kernels", state="done", seconds=3, limit_s=9, result=kernels)])
+    said = capsys.readouterr().out
+    assert "3,000.00 GFLOP/s" in said
+    assert "gather: no shared memory" in said
     report.write(tmp_path / "x.json", TOLD, outcomes)
     written = json.loads((tmp_path / "x.json").read_text())
     assert [each["state"] for each in written["parts"]] == ["done", "done", "cut", "failed"]

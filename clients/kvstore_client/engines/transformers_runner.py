@@ -47,6 +47,7 @@ class TransformersRunner:
         self.scale = float(self._layers[0].self_attn.scaling)
         self.device: torch.device = model.device
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._last: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def check(self) -> None:
         """Raise InvalidRequest when the model's weights are no longer the spec's: make another runner; and under
@@ -110,10 +111,14 @@ class TransformersRunner:
 
     def _rotations(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the model's own cos and sin of these positions, [rows, rotary_dim]: on the CPU from a table that grows
-        by doubling; on a GPU they are computed anew, since to know the last position is to wait for the GPU."""
+        by doubling; on a GPU they are computed, since to know the last position is to wait for the GPU, and kept for
+        the next layers of the same rows."""
         if self.device.type != "cpu":
-            cos, sin = self._base.rotary_emb(like, positions[None])
-            return cos[0], sin[0]
+            last = self._last  # read once, as below
+            if last is None or last[0] is not positions or last[1].dtype != like.dtype:
+                cos, sin = self._base.rotary_emb(like, positions[None])
+                self._last = last = positions, cos[0], sin[0]
+            return last[1:]
         stop = int(positions[-1]) + 1 if len(positions) else 0
         tables = self._tables  # read once: another thread may put a shorter table there
         if tables is None or len(tables[0]) < stop:

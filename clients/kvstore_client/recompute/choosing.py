@@ -28,7 +28,8 @@ class Choosing:
             ratios = gradual_ratios(setting.ratio, count, setting.gradual)
         self._ratios = dict(enumerate(ratios, start=setting.check_layer))
         self.survivors = torch.arange(len(split.context), device=split.context.device)
-        self._deviation = torch.zeros(len(split.context), dtype=torch.float32, device=split.context.device)
+        # The last one is for the rows that do not belong to the context: to leave them out is to wait for a GPU.
+        self._deviations = torch.zeros(len(split.context) + 1, dtype=torch.float32, device=split.context.device)
 
     @property
     def needs_deviation(self) -> bool:
@@ -49,10 +50,7 @@ class Choosing:
 
         Shapes: ``positions`` int64 [rows], suffix or context; (K, V) each [kv_heads, rows, dim].
         """
-        place = self._places(positions)
-        among = place >= 0
-        planes = [tuple(plane[:, among] for plane in pair) for pair in (fresh, cached)]
-        self._deviation[place[among]] = deviation_of(planes[0], planes[1], self._metric)  # type: ignore[arg-type]  # K and V
+        self._deviations[self._places(positions)] = deviation_of(fresh, cached, self._metric)
 
     def choose(self, layer: int) -> torch.Tensor:
         """Return the positions of the context tokens that are carried beyond this layer, out of those that entered
@@ -60,7 +58,7 @@ class Choosing:
         setting, split = self._setting, self._split
         scores = scores_of(
             self._selector,
-            deviation=self._deviation,
+            deviation=self._deviations[:-1],
             attention=self._attention,
             chunk_starts=split.run_starts,
             token_count=len(split.context),
@@ -71,7 +69,7 @@ class Choosing:
         return split.context[self.survivors]
 
     def _places(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return each position's place in the context; -1 for the suffix's."""
+        """Return each position's place in the context; the place behind the last for the suffix's."""
         context = self._split.context
         place = torch.searchsorted(context, positions).clamp(max=len(context) - 1)
-        return torch.where(context[place] == positions, place, -1)
+        return torch.where(context[place] == positions, place, len(context))

@@ -195,7 +195,7 @@ class _Pass:
         k, v = self._planes[layer]
         queries = None
         for step in rows.steps():
-            places = rows.positions[step]
+            places = rows.positions if len(rows) <= self._step else rows.positions[step]
             q, fresh_k, fresh_v = self._runner.project(layer, rows.hidden[step], places)
             if compares:
                 self._choosing.compare(places, (fresh_k, fresh_v), (k[:, places], v[:, places]))

@@ -9,7 +9,7 @@ launch. A first launch of a shape's kind compiles for a second or more.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from importlib.util import find_spec
@@ -52,6 +52,14 @@ def attempt(name: str, launch: Callable[[], T]) -> T | None:
         failures[name] = f"{type(error).__name__}: {error}"
         _log.warning("the %s kernel does not run here, torch serves instead: %s", name, failures[name])
         return None
+
+
+def tell_graphs(written: Sequence[torch.Tensor]) -> None:
+    """Tell torch that a kernel wrote to these tensors: a graph that needs what they held refuses to compute a gradient,
+    as after torch's own copies. Tensors of inference mode are in no graph."""
+    known = [each for each in written if not each.is_inference()]
+    if known:
+        torch.autograd.graph.increment_version(known)
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:

@@ -72,7 +72,7 @@ def launch_arrivals(
     run_tokens: int, blocks: TokenBlocks = ARRIVAL,
 ) -> bool:  # fmt: skip
     """See ``arrive_strips``. Returns True."""
-    strip, plane, table = moves.strips[0], moves.planes[0], moves.table
+    strip, plane, table = moves.strips[0], moves.planes[0], moves.table()
     heads, _, dim = strip.shape
     tokens = max(each.shape[1] for each in moves.strips)
     programs, count, per, groups = _grid(len(moves.strips), tokens, heads, blocks)
@@ -97,7 +97,7 @@ def launch_gather(
     blocks: TokenBlocks = GATHER,
 ) -> bool:  # fmt: skip
     """See ``gather_strips``. Returns True."""
-    strip, plane, table = moves.strips[0], moves.planes[0], moves.table
+    strip, plane, table = moves.strips[0], moves.planes[0], moves.table()
     heads, _, dim = strip.shape
     tokens = max(each.shape[1] for each in moves.strips)
     if scales is not None:

@@ -31,7 +31,7 @@ SHARED = frozenset(
 """Modules of this package that are not benchmarks."""
 BESIDE = frozenset({"peers", "peers-redis", "peers-s3", "vllm-cold"})
 """Benchmarks that need another product's environment: "all" leaves them out, only their names run them."""
-GPU = ("gpu-kernels", "gpu-fetch", "gpu-store", "gpu-ttft-prefix", "gpu-ttft-blend", "gpu-ttft-sibling")
+GPU = ("gpu-kernels", "gpu-fetch", "gpu-store", "gpu-hbm", "gpu-ttft-prefix", "gpu-ttft-blend", "gpu-ttft-sibling")
 """Benchmarks of a GPU, in the order of ``make gpu``. Where there is none, "all" leaves them out, except at the scale
 tiny, which proves on a CPU that they run."""
 MODULES = {"gpu-kernels": "kernels_gpu"}

@@ -39,7 +39,7 @@ TESTS = (
     Part("gpu-tests", 3.0, ("tests/gpu",), ("-m", "gpu")),
     Part("kernel-tests", 1.5, ("tests/kernels",)),
 )
-SHARES = {"gpu-kernels": 2.0, "gpu-fetch": 1.5, "gpu-store": 1.5}
+SHARES = {"gpu-kernels": 2.0, "gpu-fetch": 1.5, "gpu-store": 1.5, "gpu-hbm": 0.7}
 """Of benchmarks whose share is not 1."""
 PARTS = (*TESTS, *(Part(name, SHARES.get(name, 1.0)) for name in GPU if find_spec(module_name(name)) is not None))
 

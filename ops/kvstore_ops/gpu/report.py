@@ -40,6 +40,9 @@ def show(told: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
             console.print(f"--- {outcome.name}: {outcome.state}", markup=False)
             console.print(outcome.tail, markup=False, highlight=False)
     console.print(table)
+    for outcome in outcomes:
+        for what, why in outcome.result.get("conditions", {}).get("errors", {}).items():
+            console.print(f"{outcome.name}: {what}: {why}", markup=False, highlight=False)
     console.print(hardware["machine"], markup=False)
 
 
@@ -56,16 +59,20 @@ def _rows(outcome: Outcome) -> Iterator[Sequence[str]]:
     else:
         cases: Mapping[str, Any] = result.get("conditions", {}).get("cases", {"": result})
         for case, found in cases.items():
-            unit, target = result["unit"], found.get("target", result["target"])
-            yield (
-                f"{outcome.name} {case}".strip(), _figure(found["value"], unit), _figure(found["limit"], unit),
-                f"{found['ratio']:.3f}", str(target), _yes(found["met"]), seconds,
-            )  # fmt: skip
+            yield (f"{outcome.name} {case}".strip(), *_case({"unit": result["unit"], **found}), seconds)
             seconds = ""
 
 
+def _case(found: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
+    """Return figure, limit, ratio, target and met. A case without a target is not judged."""
+    unit, limit, target = found["unit"], found.get("limit"), str(found.get("target", ""))
+    beside = (_figure(limit, unit), f"{found['ratio']:.3f}") if limit else ("", "")
+    return _figure(found["value"], unit), *beside, target, _yes(found.get("met", False)) if target else ""
+
+
 def _figure(value: float, unit: str) -> str:
-    return f"{value / 1e9:.2f} GB/s" if unit == "B/s" else f"{value:.4g} {unit}"
+    is_rate = unit.endswith("/s") and value >= 1e6
+    return f"{value / 1e9:,.2f} G{unit}" if is_rate else f"{value:.4g} {unit}"
 
 
 def _yes(met: bool) -> str:
