@@ -24,14 +24,18 @@ ROOM = 4
 
 
 class Moving(InlineWorkers):
-    """Moves bytes at once; fails while it is told to; ``before`` runs before each job."""
+    """Moves bytes at once; fails while it is told to, or the job before which ``left`` are left; ``before`` runs before
+    each job."""
 
     fails = False
+    left: int | None = None
     before: Callable[[], None] = staticmethod(lambda: None)
 
     def submit(self, function: Callable[..., Any], /, *args: object) -> Future[Any]:
         self.before()
-        if self.fails:
+        if self.left is not None:
+            self.left -= 1
+        if self.fails or self.left == -1:
             failed: Future[Any] = Future()
             failed.set_exception(Unavailable("the device is lost"))
             return failed
@@ -217,6 +221,32 @@ def test_a_device_that_fails_costs_copies_and_nothing_else() -> None:
         service.moving.fails = False
         await service.bring(1, 2)
         assert service.hbm.tier.statistics().state == "up"
+
+    service.run(scenario)
+
+
+def test_each_job_fails_in_turn() -> None:
+    """A copy that does not come, a check without a result: the service has the chunk, and the device no wrong one."""
+    service = HbmService()
+
+    async def scenario() -> None:
+        await service.keep(1)
+        for number in range(10):
+            await soon(lambda: service.row(1) in service.mapped)
+            service.moving.left = number
+            service.ask(1)
+            await soon(lambda: service.row(1) in service.hbm or (service.moving.left or 0) < 0)
+            looks = dict(service.parts.movement.looks(service.row(1)))
+            results = [await looks["hbm"]()] if "hbm" in looks else []
+            assert results in ([], [None], [True])
+            assert service.ask(1).hit_count == 1  # and what it says to lie on the device is the chunk
+            service.drop(service.row(1))
+            service.moving.left = None
+            await soon(lambda: service.pool.free_bytes == service.pool.capacity_bytes)
+            assert await service.fetch(1) == (1, MissReason.NONE)
+            if results == [True]:
+                return
+        raise AssertionError("it never ended well")
 
     service.run(scenario)
 

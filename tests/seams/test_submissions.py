@@ -26,6 +26,7 @@ THREADS = "tests/seams/test_jobs.py::test_a_call_that_found_no_thread_never_runs
 STORES = "tests/controller/test_moves.py::test_each_job_of_a_store_in_turn_fails_and_nothing_wrong_is_served"
 DEVICE = "tests/tiers/test_failing_movers.py::test_each_job_of_a_life_fails_in_turn"
 SHARED = "tests/tiers/shared/test_jobs.py::test_each_job_of_a_shared_tier_fails_in_turn"
+HBM = "tests/movement/test_hbm.py::test_each_job_fails_in_turn"
 DRAM = "tests/tiers/test_dram.py::test_a_job_that_no_mover_takes_changes_nothing"
 PREFAULT = "tests/arena/test_arena.py::test_a_prefault_that_no_mover_takes_ends_and_the_arena_still_serves"
 FETCH = "tests/e2e/test_failing_threads.py::test_a_fetch_of_which_a_copy_fails_has_no_holes"
@@ -57,6 +58,7 @@ SITES = {
     ("kvstore/movement/loads.py", "Loads._finish"): DEVICE,
     ("kvstore/server/kept.py", "KeptFile.follow"): RATES,
     **{("kvstore/tiers/dram/tier.py", name): DRAM for name in ("DramTier.write", "DramChunk.read", "DramChunk.check")},
+    **{("kvstore/tiers/hbm/tier.py", f"HbmTier.{name}"): HBM for name in ("_moved", "are_right")},
     ("kvstore/tiers/nvme/reading.py", "NvmeChunk.read"): DEVICE,
     ("kvstore/tiers/nvme/reading.py", "NvmeChunk.check"): DEVICE,
     ("kvstore/tiers/nvme/recovery.py", "_read_all"): DEVICE,
@@ -139,6 +141,7 @@ MOVES_NO_BYTES = {
     ): "a question: without a thread it is asked on this one",
     ("clients/kvstore_client/loading/planner.py", "Planner._tell_soon"): "a report: without a thread nobody hears it",
     ("clients/kvstore_client/gate/exchange.py", "ProfileExchange.tell"): "a report: the next session makes it again",
+    ("clients/kvstore_client/cuda/launches.py", "Launches._is_ready"): "a kernel: until it is there, torch copies",
     ("clients/kvstore_client/loading/probe.py", "measure_beside"): "a measurement on the side",
     ("clients/kvstore_client/aio.py", "connect_async"): "whole calls of a client, each handed on with what it raised",
     ("clients/kvstore_client/aio.py", "AsyncClient.call"): "as connect_async",

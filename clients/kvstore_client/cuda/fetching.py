@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -10,32 +10,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.chunk import PartPlace
 from kvstore.seams import FaultPoints
-from kvstore_client.arrays import Tensor
 from kvstore_client.cuda.lanes import QueuedStep, run_in_turn, run_on
-from kvstore_client.cuda.mirror import DeviceBytes, Mirror
+from kvstore_client.cuda.mirror import DeviceBytes, HostRows, Mirror
+from kvstore_client.cuda.planes import GpuPlanes
 from kvstore_client.cuda.slabs import Slabs, pieces
 from kvstore_client.fetch.fused import Fused
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.shared_memory.chunk import MappedRun, runs_of
 
-Put = Callable[[int, MappedRun, PartPlace, Tensor], None]
-"""Puts a part of a wanted layer, given by its position, of a run's chunks in its place. The tensor, on the GPU, has the
-part's content: integers, [chunks, heads, tokens, dim]."""
+Landed = Callable[[range], bool]
 
 
-AtOnce = Callable[[Sequence[MappedRun], Sequence[int]], bool]
-"""Puts the wanted layers at these positions, of all chunks of the runs, in their places, where all of them are in the
-sidecar's pool on the GPU. False where it cannot: then each part is put."""
-
-
-def fetched_on(
-    gpu: Any, wanted: Wanted, runs: Sequence[MappedRun], positions: range, put: Put, at_once: AtOnce | None = None
-) -> Fused:
+def fetched_on(target: GpuPlanes, wanted: Wanted, runs: Sequence[MappedRun], positions: range) -> Fused:
     """Return the copies of the layers at ``positions``, of all chunks of the runs: in one piece, because the GPU makes
     them side by side by itself."""
-    return Fused(partial(_in_one, gpu, wanted, runs, positions, put, at_once), by_torch=False)
+    return Fused(partial(_in_one, target, wanted, runs, positions), by_torch=False)
 
 
 def with_slots(runs: Sequence[MappedRun], slots: NDArray[np.int64]) -> list[MappedRun]:
@@ -47,14 +37,13 @@ def with_slots(runs: Sequence[MappedRun], slots: NDArray[np.int64]) -> list[Mapp
 
 
 def _in_one(
-    gpu: Any, wanted: Wanted, runs: Sequence[MappedRun], positions: range, put: Put, at_once: AtOnce | None,
-    faults: FaultPoints, _count: int,
-) -> Iterator[Callable[[], None]]:  # fmt: skip
-    yield partial(run_on, gpu, _copies(gpu, wanted, runs, positions, put, faults, at_once))
+    target: GpuPlanes, wanted: Wanted, runs: Sequence[MappedRun], positions: range, faults: FaultPoints, _count: int
+) -> Iterator[Callable[[], None]]:
+    yield partial(run_on, target.gpu, _copies(target, wanted, runs, positions, faults))
 
 
 def copy_checked_on(
-    gpu: Any, wanted: Wanted, runs: Sequence[MappedRun], position: int, bad: set[int], put: Put, faults: FaultPoints
+    target: GpuPlanes, wanted: Wanted, runs: Sequence[MappedRun], position: int, bad: set[int], faults: FaultPoints
 ) -> None:
     """Copy one layer of all chunks of the runs. With verify, a chunk whose strips fail, in the sidecar's memory, joins
     ``bad`` and is left out."""
@@ -67,12 +56,12 @@ def copy_checked_on(
             else:
                 bad.add(id(chunk))
         runs = runs_of(good)
-    run_on(gpu, _copies(gpu, wanted, runs, range(position, position + 1), put, faults))
+    run_on(target.gpu, _copies(target, wanted, runs, range(position, position + 1), faults))
 
 
 def fetch_in_turn(
-    gpu: Any, wanted: Wanted, runs: Sequence[MappedRun], positions: Sequence[range], put: Put, faults: FaultPoints,
-    landed: Callable[[range], bool], at_once: AtOnce | None = None,
+    target: GpuPlanes, wanted: Wanted, runs: Sequence[MappedRun], positions: Sequence[range], faults: FaultPoints,
+    landed: Landed,
 ) -> None:  # fmt: skip
     """Copy layers, those of a range together, and call ``landed`` with each range that has come; nothing more is queued
     once it returns False."""
@@ -85,63 +74,96 @@ def fetch_in_turn(
     def steps() -> Iterator[QueuedStep]:
         for some in positions:
             if is_wanted:
-                yield QueuedStep(_copies(gpu, wanted, runs, some, put, faults, at_once), partial(tell, some))
+                yield QueuedStep(_copies(target, wanted, runs, some, faults), partial(tell, some))
 
-    run_in_turn(gpu, steps())
+    run_in_turn(target.gpu, steps())
 
 
 def _copies(
-    gpu: Any, wanted: Wanted, runs: Sequence[MappedRun], positions: range, put: Put, faults: FaultPoints,
-    at_once: AtOnce | None = None,
-) -> Iterator[Callable[[], None]]:  # fmt: skip
-    if at_once is None or not runs or not all(map(_is_on_device, runs)):
-        yield from _parts(gpu, wanted, runs, positions, put, faults)
-        return
-
-    def all_of_them() -> None:
-        if not at_once(runs, positions):
-            for copy in _parts(gpu, wanted, runs, positions, put, faults):
-                copy()
-
-    yield all_of_them
-
-
-def _is_on_device(run: MappedRun) -> bool:
-    """Return True for chunks of the sidecar's pool on a GPU."""
-    home = run.chunks[0].home
-    return home is not None and isinstance(home[0], DeviceBytes)
-
-
-def _parts(
-    gpu: Any, wanted: Wanted, runs: Sequence[MappedRun], positions: range, put: Put, faults: FaultPoints
+    target: GpuPlanes, wanted: Wanted, runs: Sequence[MappedRun], positions: range, faults: FaultPoints
 ) -> Iterator[Callable[[], None]]:
-    for run in runs:
-        layout = run.chunks[0].layout
+    for some in _alike(runs):
+        first = some[0].chunks[0]
+        layout, count = first.layout, sum(len(run.chunks) for run in some)
         numbers = [layout.slab_of_layer[wanted.layers[position]] for position in positions]
-        alone = run.chunks[0].home is None or (wanted.head_stop is not None and not layout.blocked)
-        for places, chunks in pieces(layout, numbers, len(run.chunks), alone=alone):
-            some = run.chunks[chunks.start : chunks.stop]
-            shorter = MappedRun(some, run.stride if len(some) > 1 else 0)
+        alone = first.home is None or (wanted.head_stop is not None and not layout.blocked)
+        cut: Iterable[tuple[range, range]] = pieces(layout, numbers, count, alone=alone)
+        if _is_near(some[0]) and not alone:  # it needs no scratch memory
+            cut = [(range(len(numbers)), range(count))]
+        for places, chunks in cut:
+            start, stop = (0, None) if layout.blocked else (wanted.head_start, wanted.head_stop)
+            slabs = Slabs(layout, tuple(numbers[place] for place in places), start, stop)
             of = [positions[place] for place in places]
-            yield partial(_copy, gpu, wanted, shorter, of, [numbers[place] for place in places], put, faults)
+            yield partial(_copy, target, slabs, _cut(some, chunks), of, faults)
+
+
+def _alike(runs: Sequence[MappedRun]) -> Iterator[list[MappedRun]]:
+    """Yield runs that are put in their places together: their chunks have one layout, follow on each other, and all lie
+    in the sidecar's memory, or all in its pool on the GPU."""
+    group: list[MappedRun] = []
+    for run in runs:
+        if group:
+            last, first = group[-1].chunks[-1], run.chunks[0]
+            is_next = last.layout is first.layout and last.token_start + last.layout.token_count == first.token_start
+            if not is_next or _is_near(group[0]) != _is_near(run) or None in (last.home, first.home):
+                yield group
+                group = []
+        group.append(run)
+    if group:
+        yield group
+
+
+def _is_near(run: MappedRun) -> bool:
+    return isinstance(run.chunks[0].extents[0], DeviceBytes)
+
+
+def _cut(runs: Sequence[MappedRun], chunks: range) -> list[MappedRun]:
+    """Return the chunks of these numbers, counted over all runs."""
+    found: list[MappedRun] = []
+    begin = 0
+    for run in runs:
+        some = run.chunks[max(0, chunks.start - begin) : max(0, chunks.stop - begin)]
+        begin += len(run.chunks)
+        if some:
+            found.append(MappedRun(some, run.stride if len(some) > 1 else 0))
+    return found
 
 
 def _copy(
-    gpu: Any, wanted: Wanted, run: MappedRun, positions: Sequence[int], numbers: Sequence[int], put: Put,
-    faults: FaultPoints,
-) -> None:  # fmt: skip
+    target: GpuPlanes, slabs: Slabs, runs: Sequence[MappedRun], positions: Sequence[int], faults: FaultPoints
+) -> None:
     """Queue the copies of some layers of some chunks."""
-    layout = run.chunks[0].layout
-    first, stop = (0, None) if layout.blocked else (wanted.head_start, wanted.head_stop)
-    slab = layout.slabs[numbers[0]]
-    skipped = int(layout.strip_offsets[slab.strip_first + first]) - slab.offset
-    slabs = Slabs(layout, numbers, run.memory(numbers[0])[skipped:], len(run.chunks), run.stride, first, stop)
-    on_gpu: Mirror | DeviceBytes
-    if isinstance(slabs.memory, DeviceBytes):  # a chunk of the sidecar's pool on this GPU
-        on_gpu = slabs.memory
+    skipped = slabs.begin - slabs.layout.slabs[slabs.numbers[0]].offset
+    memories = [run.memory(slabs.numbers[0])[skipped:] for run in runs]
+    if _is_near(runs[0]):
+        _put_near(target, slabs, runs, positions, memories)
     else:
-        on_gpu = slabs.mirror(gpu)
-        on_gpu.load()
-    for place, part, content in slabs.parts(on_gpu):
-        put(positions[place], run, part, content)
+        both = zip(memories, runs, strict=True)
+        mirror = Mirror([HostRows(at, run.stride, slabs.width, len(run.chunks)) for at, run in both], target.gpu)
+        mirror.load()
+        if not target.put_all(positions, slabs, mirror.addresses, _tokens(runs)):
+            for place, part in slabs.parts():
+                content = mirror.view(part.shape[1:], part.strides[1:], part.offset, slabs.layout.item_size)
+                target.put(positions[place], part, content, runs[0].chunks[0].token_start, slabs.layout.token_count)
     faults.reach("fetch.copy.middle")
+
+
+def _put_near(
+    target: GpuPlanes, slabs: Slabs, runs: Sequence[MappedRun], positions: Sequence[int], memories: Sequence[Any]
+) -> None:
+    """Put chunks of the sidecar's pool on this GPU in their places."""
+    addresses = np.concatenate([
+        memory.address + run.stride * np.arange(len(run.chunks), dtype=np.int64)
+        for memory, run in zip(memories, runs, strict=True)
+    ])  # fmt: skip
+    if target.put_all(positions, slabs, addresses, _tokens(runs)):
+        return
+    for memory, run in zip(memories, runs, strict=True):
+        for place, part in slabs.parts():
+            shape, strides = (len(run.chunks), *part.shape[1:]), (run.stride, *part.strides[1:])
+            content = memory.view(shape, strides, part.offset, slabs.layout.item_size)
+            target.put(positions[place], part, content, run.chunks[0].token_start, slabs.layout.token_count)
+
+
+def _tokens(runs: Sequence[MappedRun]) -> NDArray[np.int64]:
+    return np.array([chunk.token_start for run in runs for chunk in run.chunks], np.int64)

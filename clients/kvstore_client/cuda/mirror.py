@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstore.seams.mapping import Bytes, address_of
 from kvstore_client.arrays import Tensor, dtype_of, torch_module
 from kvstore_client.cuda.pinned import pin
@@ -24,12 +27,15 @@ class HostRows(NamedTuple):
 
 
 class Mirror:
-    """Scratch on a GPU for some rows, which lie there one right behind the other."""
+    """Scratch on a GPU for some rows, all of one width, which lie there one right behind the other."""
 
-    def __init__(self, rows: HostRows, device: Any) -> None:
+    def __init__(self, rows: Sequence[HostRows], gpu: Any) -> None:
+        torch = torch_module()
         self._rows = rows
+        self.width = rows[0].width
+        self.row_count = sum(each.row_count for each in rows)
         self._items: dict[int, Tensor] = {}
-        self._bytes = torch_module().empty(rows.row_count * rows.width, dtype=torch_module().uint8, device=device)
+        self._bytes = torch.empty(self.row_count * self.width, dtype=torch.uint8, device=gpu)
 
     def load(self) -> None:
         """Queue the copy of the rows to the GPU, on the current stream."""
@@ -40,12 +46,18 @@ class Mirror:
         self._copy(TO_HOST)
 
     def _copy(self, direction: int) -> None:
-        rows, here = self._rows, self._bytes
+        begin = 0
+        for rows in self._rows:
+            self._copy_rows(rows, begin, direction)
+            begin += rows.row_count * rows.width
+
+    def _copy_rows(self, rows: HostRows, begin: int, direction: int) -> None:
+        here = self._bytes
         library = runtime() if here.is_cuda and rows.pitch <= PITCH_MAX else None
         if library is None:
             for number in range(rows.row_count):
                 host = torch_module().from_numpy(rows.memory[number * rows.pitch :][: rows.width])
-                there = here[number * rows.width : (number + 1) * rows.width]
+                there = here[begin + number * rows.width : begin + (number + 1) * rows.width]
                 both = (there, host) if direction == TO_DEVICE else (host, there)
                 both[0].copy_(both[1], non_blocking=True)
             return
@@ -53,20 +65,25 @@ class Mirror:
         host, pitch = address_of(rows.memory), max(rows.pitch, rows.width)
         stream = torch_module().cuda.current_stream(here.device).cuda_stream
         if direction == TO_DEVICE:
-            sides = (here.data_ptr(), rows.width, host, pitch)
+            sides = (here.data_ptr() + begin, rows.width, host, pitch)
         else:
-            sides = (host, pitch, here.data_ptr(), rows.width)
+            sides = (host, pitch, here.data_ptr() + begin, rows.width)
         library.copy_rows(*sides, rows.width, rows.row_count, direction, stream)
 
+    @property
+    def addresses(self) -> NDArray[np.int64]:
+        """The address of each row on the GPU, [rows]."""
+        return self._bytes.data_ptr() + self.width * np.arange(self.row_count, dtype=np.int64)
+
     def view(self, shape: Sequence[int], strides: Sequence[int], offset: int, size: int) -> Tensor:
-        """Return what lies at byte ``offset`` of the first row, as integers of ``size`` bytes. ``strides``: in bytes of
-        the sidecar's memory; the first axis goes from row to row."""
-        assert 0 <= offset < self._rows.width, "it begins in the first row"
-        steps = (self._rows.width // size, *(step // size for step in strides[1:]))
+        """Return what lies at byte ``offset`` of each row, as integers of ``size`` bytes: [rows, *shape]. ``strides``:
+        of ``shape``, in bytes."""
+        assert 0 <= offset < self.width, "it begins in the first row"
+        steps = (self.width // size, *(step // size for step in strides))
         items = self._items.get(size)
         if items is None:
             items = self._items[size] = self._bytes.view(dtype_of(_SIGNED[size]))
-        return items.as_strided(shape, steps, offset // size)
+        return items.as_strided((self.row_count, *shape), steps, offset // size)
 
 
 class DeviceBytes:
@@ -82,9 +99,9 @@ class DeviceBytes:
         return DeviceBytes(self._tensor, self._begin + start, self._begin + max(start, stop))
 
     @property
-    def whole(self) -> Tensor:
-        """The run's bytes, as integers."""
-        return self._tensor[self._begin : self._begin + self.size].view(dtype_of(_SIGNED[1]))
+    def address(self) -> int:
+        """The address of the first byte on the device."""
+        return int(self._tensor.data_ptr()) + self._begin
 
     def view(self, shape: Sequence[int], strides: Sequence[int], offset: int, size: int) -> Tensor:
         """Return a view as integers of ``size`` bytes, from byte ``offset`` on. ``strides``: in bytes, multiples of

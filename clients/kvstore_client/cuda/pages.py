@@ -17,6 +17,8 @@ class GpuSlots:
     def __init__(self, slots: NDArray[np.int64], page_size: int, device: Any) -> None:
         """``slots``: [tokens], negative where a token has none."""
         self._slots, self._device = slots, device
+        self.flat = self._brought(slots)
+        """[tokens], as they were given."""
         self._here = np.stack(np.divmod(slots, page_size))
         self._pages, self._rows = self._brought(self._here)
         self._found: dict[tuple[int, int, int, int, int], tuple[Tensor, Tensor, Tensor | None]] = {}

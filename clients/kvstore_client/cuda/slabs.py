@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from kvstore.chunk import ChunkLayout, PartPlace, part_places
-from kvstore.seams.mapping import Bytes
-from kvstore_client.arrays import Tensor
-from kvstore_client.cuda.mirror import DeviceBytes, HostRows, Mirror
 
 PIECE_BYTES = 16 << 20
 """Bytes of scratch memory on the GPU per stream, but that a slab of one chunk may be larger. They cross the bus in
@@ -16,36 +14,42 @@ PIECE_BYTES = 16 << 20
 
 
 class Slabs(NamedTuple):
-    """Slabs that lie one behind the other in each of some chunks of one layout. ``memory`` begins with the first wanted
-    strip of the first chunk's first slab; each next chunk's lies ``stride`` bytes further. ``first``, ``stop``: the
-    wanted strips of a slab that is alone; None: up to its last."""
+    """Slabs that lie one behind the other in each chunk of one layout. ``first``, ``stop``: the wanted strips of a slab
+    that is alone; None: up to its last."""
 
     layout: ChunkLayout
-    numbers: Sequence[int]
-    memory: Bytes
-    chunk_count: int
-    stride: int
+    numbers: tuple[int, ...]
     first: int = 0
     stop: int | None = None
 
-    def mirror(self, device: object) -> Mirror:
-        """Return scratch memory for them on a GPU."""
-        first, last = self.layout.slabs[self.numbers[0]], self.layout.slabs[self.numbers[-1]]
-        stop = last.strip_count if self.stop is None else self.stop
-        offsets, lengths = self.layout.strip_offsets, self.layout.strip_lengths
-        end = last.strip_first + stop - 1
-        width = int(offsets[end]) + int(lengths[end]) - int(offsets[first.strip_first + self.first])
-        return Mirror(HostRows(self.memory, self.stride, width, self.chunk_count), device)
+    @property
+    def begin(self) -> int:
+        """The first wanted byte, counted from a chunk's first slab."""
+        slab = self.layout.slabs[self.numbers[0]]
+        return int(self.layout.strip_offsets[slab.strip_first + self.first])
 
-    def parts(self, content: Mirror | DeviceBytes) -> Iterator[tuple[int, PartPlace, Tensor]]:
-        """Yield each part of each slab: the place of its slab in ``numbers``, the part, and its content on the GPU,
-        integers [chunks, heads, tokens, dim]. ``content``: the slabs there."""
-        layout = self.layout
-        begin = layout.slabs[self.numbers[0]].offset
-        for place, number in enumerate(self.numbers):
-            offset = layout.slabs[number].offset - begin
-            for part in part_places(layout, number, self.chunk_count, self.stride, self.first, self.stop):
-                yield place, part, content.view(part.shape, part.strides, offset + part.offset, layout.item_size)
+    @property
+    def width(self) -> int:
+        """Bytes from the first wanted one to the last."""
+        last = self.layout.slabs[self.numbers[-1]]
+        end = last.strip_first + (last.strip_count if self.stop is None else self.stop) - 1
+        return int(self.layout.strip_offsets[end]) + int(self.layout.strip_lengths[end]) - self.begin
+
+    def parts(self) -> tuple[tuple[int, PartPlace], ...]:
+        """Return the parts of all slabs in one chunk, whose offsets count from the first wanted byte: (the place of the
+        slab in ``numbers``, the part)."""
+        return _parts_of(self)
+
+
+@lru_cache(maxsize=256)
+def _parts_of(slabs: Slabs) -> tuple[tuple[int, PartPlace], ...]:
+    layout = slabs.layout
+    base = layout.slabs[slabs.numbers[0]].offset
+    return tuple(
+        (place, part._replace(offset=part.offset + layout.slabs[number].offset - base))
+        for place, number in enumerate(slabs.numbers)
+        for part in part_places(layout, number, 1, 0, slabs.first, slabs.stop)
+    )
 
 
 def pieces(layout: ChunkLayout, numbers: Sequence[int], count: int, *, alone: bool) -> Iterator[tuple[range, range]]:

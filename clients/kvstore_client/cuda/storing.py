@@ -10,25 +10,20 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from kvstore.chunk import PartPlace
 from kvstore.seams.mapping import address_of
 from kvstore.seams.memory import Bytes
 from kvstore_client.arrays import Tensor
 from kvstore_client.cuda.lanes import run_on
 from kvstore_client.cuda.mirror import HostRows, Mirror
+from kvstore_client.cuda.planes import GpuPlanes
 from kvstore_client.cuda.slabs import Slabs, pieces
 from kvstore_client.planes.store import Steps, Unit
 
-Take = Callable[[int, PartPlace, int, Tensor], None]
-"""Brings a part of a slab, given by its number, of chunks from a token on into a tensor on the GPU, integers [chunks,
-heads, tokens, dim]."""
 
-
-def stored_from(gpu: Any, unit: Unit, memory: Bytes, count: int, stride: int, take: Take) -> Steps:
+def stored_from(planes: GpuPlanes, unit: Unit, memory: Bytes, count: int, stride: int) -> Steps:
     """Return the copies of a unit, and of the same slabs of the ``count - 1`` chunks behind it, as
     ``planes.store.StoreSource.fused`` describes: in one step, because the GPU makes them side by side by itself."""
-    copies = _copies(gpu, unit, memory, count, stride, take)
-    return Steps([partial(run_on, gpu, copies)], by_torch=False)
+    return Steps([partial(run_on, planes.gpu, _copies(planes, unit, memory, count, stride))], by_torch=False)
 
 
 class StripsPart(NamedTuple):
@@ -47,32 +42,36 @@ def save_strips(gpu: Any, parts: Iterable[StripsPart]) -> None:
         assert array.strides[1:] == (dim * array.itemsize, array.itemsize), "a head's tokens lie without gaps"
         pitch = array.strides[0] if heads > 1 else width
         memory = as_strided(array[0].view(np.uint8), (pitch * (heads - 1) + width,), (1,))
-        mirror = Mirror(HostRows(memory, pitch, width, heads), gpu)
-        mirror.view(array.shape, array.strides, 0, array.itemsize).copy_(source())
+        mirror = Mirror([HostRows(memory, pitch, width, heads)], gpu)
+        mirror.view(array.shape[1:], array.strides[1:], 0, array.itemsize).copy_(source())
         mirror.save()
 
 
 def save_whole(gpu: Any, memory: Bytes, parts: Iterable[StripsPart]) -> None:
     """Queue the copies of all parts of the strips that ``memory`` has, in one run, on the current stream."""
-    mirror = Mirror(HostRows(memory, 0, memory.size, 1), gpu)
+    mirror = Mirror([HostRows(memory, 0, memory.size, 1)], gpu)
     for array, source in parts:
         offset = array.__array_interface__["data"][0] - address_of(memory)
-        mirror.view((1, *array.shape), (0, *array.strides), offset, array.itemsize)[0].copy_(source())
+        mirror.view(array.shape, array.strides, offset, array.itemsize)[0].copy_(source())
     mirror.save()
 
 
-def _copies(gpu: Any, unit: Unit, memory: Bytes, count: int, stride: int, take: Take) -> Iterator[Callable[[], None]]:
+def _copies(planes: GpuPlanes, unit: Unit, memory: Bytes, count: int, stride: int) -> Iterator[Callable[[], None]]:
     layout, numbers = unit.layout, range(unit.slab_first, unit.slab_stop)
     for places, chunks in pieces(layout, numbers, count, alone=False):
-        some = [numbers[place] for place in places]
-        begin = layout.slabs[some[0]].offset - unit.base + chunks.start * stride
-        slabs = Slabs(layout, some, memory[begin:], len(chunks), stride)
-        yield partial(_copy, gpu, slabs, unit.token_start + chunks.start * layout.token_count, take)
+        slabs = Slabs(layout, tuple(numbers[place] for place in places))
+        begin = slabs.begin - unit.base + chunks.start * stride
+        rows = HostRows(memory[begin:], stride, slabs.width, len(chunks))
+        yield partial(_copy, planes, slabs, rows, unit.token_start + chunks.start * layout.token_count)
 
 
-def _copy(gpu: Any, slabs: Slabs, token: int, take: Take) -> None:
+def _copy(planes: GpuPlanes, slabs: Slabs, rows: HostRows, token: int) -> None:
     """Queue the copies of some slabs of some chunks, the first of which begins at ``token``."""
-    mirror = slabs.mirror(gpu)
-    for place, part, content in slabs.parts(mirror):
-        take(slabs.numbers[place], part, token, content)
+    mirror = Mirror([rows], planes.gpu)
+    step = slabs.layout.token_count
+    tokens = token + step * np.arange(rows.row_count, dtype=np.int64)
+    if not planes.take_all(slabs.numbers, slabs, mirror.addresses, tokens):
+        for place, part in slabs.parts():
+            content = mirror.view(part.shape[1:], part.strides[1:], part.offset, slabs.layout.item_size)
+            planes.take(slabs.numbers[place], part, content, token, step)
     mirror.save()

@@ -11,15 +11,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.chunk import PartPlace, slab_parts
+from kvstore.chunk import slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints
 from kvstore_client.arrays import Layer, Tensor, check_memory, is_array, is_tensor, settle_device
 from kvstore_client.copying import copy, raw
 from kvstore_client.cuda import common_gpu
 from kvstore_client.cuda.fetching import copy_checked_on, fetch_in_turn, fetched_on, with_slots
-from kvstore_client.cuda.near import NearPages
 from kvstore_client.cuda.pages import GpuSlots
+from kvstore_client.cuda.planes import GpuPlanes
 from kvstore_client.fetch.axes import PageViews
 from kvstore_client.fetch.fused import Fused, in_calls, paged_sources, pieces_of
 from kvstore_client.fetch.wanted import Wanted
@@ -101,9 +101,14 @@ class Pages:
         return None if arrays is None else arrays[which]
 
     @cached_property
-    def on_gpu(self) -> GpuSlots:
-        """The tokens' places on the GPU that all pages are on."""
+    def slots_on_gpu(self) -> GpuSlots:
+        """The tokens' slots on the GPU that all pages are on."""
         return GpuSlots(self.slots, self.page_size, self.gpu)
+
+    @cached_property
+    def on_gpu(self) -> GpuPlanes:
+        """All pages, by wanted layer and half, on the GPU."""
+        return GpuPlanes(self.gpu, [list(map(raw, pair)) for pair in self.views], self.slots_on_gpu)
 
     def check_writable(self) -> None:
         """Raise InvalidRequest for pages that cannot be fetched into."""
@@ -247,10 +252,8 @@ class PagedTarget:
         wanted, gpu = self._wanted, self._pages.gpu
         positions = positions or range(len(wanted.layers))
         if gpu is not None:
-            some = with_slots(runs, self._pages.slots)
-            return (
-                None if wanted.verify else fetched_on(gpu, wanted, some, positions, self._put_on_gpu, self._near.copy)
-            )
+            copies = fetched_on(self._pages.on_gpu, wanted, with_slots(runs, self._pages.slots), positions)
+            return None if wanted.verify else copies
         parts = self._whole_pages(runs, positions)
         if parts is None:
             return None
@@ -261,17 +264,17 @@ class PagedTarget:
         self, runs: Sequence[MappedRun], positions: Sequence[range], faults: FaultPoints, landed: LandedRange
     ) -> Callable[[], None] | None:
         """Return a call for a GPU's pages: its copies need no second thread."""
-        gpu, wanted, some = self._pages.gpu, self._wanted, with_slots(runs, self._pages.slots)
-        put, near = self._put_on_gpu, self._near.copy
-        call = partial(fetch_in_turn, gpu, wanted, some, positions, put, faults, landed, near)
-        return None if gpu is None or wanted.verify else call
+        if self._pages.gpu is None or self._wanted.verify:
+            return None
+        some = with_slots(runs, self._pages.slots)
+        return partial(fetch_in_turn, self._pages.on_gpu, self._wanted, some, positions, faults, landed)
 
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one wanted layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
         wanted = self._wanted
         if self._pages.gpu is not None:
             some = with_slots(runs, self._pages.slots)
-            copy_checked_on(self._pages.gpu, wanted, some, position, bad, self._put_on_gpu, faults)
+            copy_checked_on(self._pages.on_gpu, wanted, some, position, bad, faults)
             return
         for run in runs:
             faults.reach("fetch.copy.middle")
@@ -288,14 +291,6 @@ class PagedTarget:
                 heads = slice(None) if layout.blocked else slice(wanted.head_start, wanted.head_stop)
                 for part in slab_parts(layout, index, chunk.slab(index)):
                     self._put(position, part.which, part.array[0, heads], chunk.token_start + part.token_start)
-
-    @cached_property
-    def _near(self) -> NearPages:
-        return NearPages(self._wanted, self._pages.plane, self._pages.slots, self._pages.gpu)
-
-    def _put_on_gpu(self, position: int, run: MappedRun, part: PartPlace, content: Tensor) -> None:
-        first, plane = run.chunks[0], self._pages.plane(position, part.which)
-        self._pages.on_gpu.put(plane, content, first.token_start, first.layout.token_count, part)
 
     def _whole_pages(self, runs: Sequence[MappedRun], positions: range) -> list[WholePages] | None:
         """Return the pages of these layers and their content, by halves of chunks at a constant distance. None where

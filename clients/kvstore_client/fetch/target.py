@@ -7,13 +7,14 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import TypeAlias
 
-from kvstore.chunk import ChunkLayout, PartPlace, slab_parts
+from kvstore.chunk import ChunkLayout, slab_parts
 from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
 from kvstore_client.arrays import Layer, Tensor, is_tensor, presented, tell_graphs
 from kvstore_client.copying import copy, copy_small, plane_run, raw, whole
 from kvstore_client.cuda import common_gpu
 from kvstore_client.cuda.fetching import copy_checked_on, fetch_in_turn, fetched_on
+from kvstore_client.cuda.planes import GpuPlanes
 from kvstore_client.fetch.fused import Fused, Planes, copies_of
 from kvstore_client.fetch.given import Given, given_planes
 from kvstore_client.fetch.owned import OwnedHalves, owned_layers, owned_rows
@@ -40,7 +41,6 @@ class DenseTarget:
         self.is_callers = given is not None
         self._are_tensors = given is not None and given.are_tensors
         self._alike = None if given is None or not given.sides else Planes(given.sides, are_alike=True)
-        self._gpu = None if given is None or given.sides else common_gpu(chain.from_iterable(given.layers))
         self._layers: Sequence[Sequence[Tensor]]
         self._owned = OwnedHalves.of(wanted, token_count) if given is None else None
         if given is not None:
@@ -50,6 +50,8 @@ class DenseTarget:
             self._layers, self._are_tensors = self._owned.layers, True
         else:
             self._layers = owned_layers(wanted, token_count)
+        gpu = None if given is None or given.sides else common_gpu(chain.from_iterable(given.layers))
+        self._gpu = None if gpu is None else GpuPlanes(gpu, self._raw)
         self.hidden = owned_rows(wanted, token_count)
         self._raw_hidden = {layer: raw(plane) for layer, plane in self.hidden.items()}
 
@@ -86,7 +88,7 @@ class DenseTarget:
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one requested layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
         if self._gpu is not None:
-            copy_checked_on(self._gpu, self._wanted, runs, position, bad, self._put_on_gpu, faults)
+            copy_checked_on(self._gpu, self._wanted, runs, position, bad, faults)
             return
         layer = self._wanted.layers[position]
         for run in runs:
@@ -102,7 +104,7 @@ class DenseTarget:
         of its own."""
         wanted = self._wanted
         if self._gpu is not None and not wanted.verify:
-            return fetched_on(self._gpu, wanted, runs, positions or range(len(wanted.layers)), self._put_on_gpu)
+            return fetched_on(self._gpu, wanted, runs, positions or range(len(wanted.layers)))
         if wanted.verify or wanted.spec.keeps_e or not wanted.layers:
             return None
         planes, layers = self._planes(), wanted.layers
@@ -117,7 +119,7 @@ class DenseTarget:
         """Return a call for a GPU's planes: its copies need no second thread."""
         if self._gpu is None or self._wanted.verify:
             return None
-        return partial(fetch_in_turn, self._gpu, self._wanted, runs, positions, self._put_on_gpu, faults, landed)
+        return partial(fetch_in_turn, self._gpu, self._wanted, runs, positions, faults, landed)
 
     def _planes(self) -> Planes:
         if self._owned is not None:
@@ -125,14 +127,6 @@ class DenseTarget:
         if self._alike is not None:
             return self._alike
         return Planes(list(zip(*(self._layers if self._are_tensors else self._raw), strict=True)))
-
-    def _put_on_gpu(self, position: int, run: MappedRun, part: PartPlace, content: Tensor) -> None:
-        first = run.chunks[0]
-        plane = self._raw[position][part.which]
-        head, token, item = plane.stride()  # one view: each of the steps of ``plane_run`` costs as much as a launch
-        begin = plane.storage_offset() + (first.token_start + part.token_start) * token
-        steps = (first.layout.token_count * token, head, token, item)
-        plane.as_strided(content.shape, steps, begin).copy_(content)
 
     def copy_hidden(self, layer: int, runs: Sequence[MappedRun], bad: set[int]) -> None:
         for run in runs:

@@ -107,7 +107,7 @@ class FromPages:
     def on_gpu(self, part: Part, start: int, stop: int, token: int) -> Tensor:
         """Return what ``copy`` copies, gathered on the GPU: queued on the current stream."""
         first = token - part.token_start
-        return self.pages.on_gpu.tokens(self.pages.plane(self._position, part.which), first + start, first + stop)
+        return self.pages.slots_on_gpu.tokens(self.pages.plane(self._position, part.which), first + start, first + stop)
 
     def copy(self, part: Part, start: int, stop: int, token: int, heads: slice = slice(None)) -> None:
         """Copy as ``Dense.copy`` does, these ``heads`` of the pages. Whole pages come in one call, by numpy's index."""

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.chunk import ChunkLayout, PartPlace, layout_of, slab_parts
+from kvstore.chunk import ChunkLayout, layout_of, slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams.memory import Bytes
 from kvstore.spec import ModelSpec
@@ -72,7 +72,7 @@ class PagesSource:
         the processor's cache holds between the two copies that numpy makes of pages which lie here and there."""
         layout, pages = unit.layout, self.slabs[0].pages
         if pages.gpu is not None:
-            return stored_from(pages.gpu, unit, memory, count, stride, partial(self._take_on_gpu, layout.token_count))
+            return stored_from(pages.on_gpu, unit, memory, count, stride)
         arrays = pages.arrays[unit.slab_first : unit.slab_stop]
         geometry = plane_geometry(layout, self.spec.slab_layers[unit.slab_first : unit.slab_stop])
         places = pages.places_of(unit.token_start, layout.token_count, count)
@@ -91,10 +91,6 @@ class PagesSource:
             for array, target in zip(halves or (), targets, strict=True)
             for row, numbers in rows
         ])  # fmt: skip
-
-    def _take_on_gpu(self, chunk_tokens: int, slab: int, part: PartPlace, token: int, content: Tensor) -> None:
-        pages = self.slabs[slab].pages
-        pages.on_gpu.take(pages.plane(slab, part.which), content, token, chunk_tokens, part)
 
 
 def _parts(

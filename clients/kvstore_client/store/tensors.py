@@ -10,13 +10,14 @@ import numpy as np
 from kvstore_copies import Blocks, batch_of, is_compiled
 from numpy.typing import NDArray
 
-from kvstore.chunk import ChunkLayout, PartPlace, layout_of, slab_parts
+from kvstore.chunk import ChunkLayout, layout_of, slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, Exactness, ModelSpec
 from kvstore_client.arrays import Layer, Tensor, checked, is_tensor, settle_device, torch_module
 from kvstore_client.copying import calls_of, copy, plainly, plane_run, raw
 from kvstore_client.cuda import common_gpu
+from kvstore_client.cuda.planes import GpuPlanes
 from kvstore_client.cuda.storing import stored_from
 from kvstore_client.derived import check_exact
 from kvstore_client.fetch.fused import blocks_of, plane_geometry, strip_arrays, token_runs, views_of
@@ -94,9 +95,9 @@ class Tensors:
     def fused(self, unit: Unit, memory: Bytes, count: int, stride: int) -> Steps | None:
         """See ``planes.store.StoreSource.fused``: compiled calls, or one step per layer, K and V together."""
         layout = unit.layout
-        device = common_gpu(plane for both in self.planes[unit.part] for plane in both)
-        if device is not None:
-            return stored_from(device, unit, memory, count, stride, partial(self._take_on_gpu, unit))
+        gpu = common_gpu(plane for both in self.planes[unit.part] for plane in both)
+        if gpu is not None:
+            return stored_from(GpuPlanes(gpu, self.planes[unit.part]), unit, memory, count, stride)
         layers = self.spec.slab_layers[unit.slab_first : unit.slab_stop]
         if unit.part or any(is_tensor(plane) and not plane.is_cpu for both in self.planes[0] for plane in both):
             return None
@@ -109,10 +110,6 @@ class Tensors:
         targets = strip_arrays(memory, layout, geometry, len(planes), heads, count, stride, base)
         sides = list(zip(*planes, strict=True))
         return _calls(targets, sides, unit.token_start) or plainly(_steps, targets, sides, unit.token_start)
-
-    def _take_on_gpu(self, unit: Unit, slab: int, part: PartPlace, token: int, content: Tensor) -> None:
-        plane = self.planes[unit.part][slab][part.which]
-        content.copy_(plane_run(plane, token, unit.layout.token_count, content.shape[0], part))
 
 
 def _calls(

@@ -31,7 +31,9 @@ class TokenBlocks:
     warps: int = 4
 
 
-ARRIVAL, GATHER = TokenBlocks(), TokenBlocks()
+ARRIVAL, GATHER, TABLED = TokenBlocks(), TokenBlocks(), TokenBlocks()
+TABLED_HEADS = 2
+"""Heads of a program of ``TableLaunch``: one number, so that one kernel serves tables of all sizes."""
 
 
 def takes(strip: torch.dtype, plane: torch.dtype, *, turned: bool, scaled: bool) -> bool:
@@ -115,6 +117,76 @@ def launch_gather(
             num_warps=blocks.warps,
         )  # fmt: skip
     return True
+
+
+@dataclass(frozen=True)
+class TableLaunch:
+    """A launch over a table that the caller has made: strips and planes of plain integers, copied as they are. ``kind``
+    is equal for launches that share a compiled kernel.
+
+    Shapes: the planes as those of ``Moves``; strips [heads, tokens, dim], whose dims lie one behind the other.
+    """
+
+    program: str
+    """``arrive``: strips to planes; ``gather``: planes to strips."""
+    item: torch.dtype
+    heads: int
+    dim: int
+    tokens: int
+    """The most that a strip has."""
+    page_size: int
+    slot_stop: int
+    strides: tuple[int, int, int, int]
+    """Of the planes: pages, rows, heads and dims, in items."""
+    alignments: tuple[int, int]
+
+    @staticmethod
+    def of(program: str, plane: torch.Tensor, heads: int, tokens: int, strip_bits: int, plane_bits: int) -> TableLaunch:
+        """Return the launch for planes like ``plane``. ``strip_bits``: the strips' addresses, and of their heads'
+        distances in bytes, or-ed; ``plane_bits``: the planes' addresses."""
+        size, strides = plane.element_size(), plane.stride()
+        paged = plane.ndim == 4
+        page, row, head, dim = strides if paged else (0, strides[1], strides[0], strides[2])
+        aligned = (
+            alignment([int(strip_bits)], [plane.shape[-1]], size),
+            alignment([int(plane_bits)], [page, row, head], size),
+        )
+        page_size = plane.shape[1] if paged else 0
+        return TableLaunch(
+            program, _WHOLE[size], heads, plane.shape[-1], tokens, page_size, plane.shape[0] * page_size,
+            (page, row, head, dim), aligned,
+        )  # fmt: skip
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return self.program, self.item, self.dim, self.page_size, self.strides, self.alignments
+
+    def run(self, table: torch.Tensor, slots: torch.Tensor | None) -> None:
+        """Queue the launch. ``table``: int64 [strips, 6] on the planes' device, as ``Moves.table``; ``slots``: as that
+        of ``arrive_strips``, for pages."""
+        blocks = TABLED
+        count = -(-self.tokens // blocks.tokens)
+        groups = -(-self.heads // TABLED_HEADS)
+        page, row, plane_head, plane_dim = self.strides
+        typed = table.view(torch.int64).view(self.item)
+        grid = (len(table) * count * groups,)
+        with on_device(table):
+            if self.program == "gather":
+                _programs().gather_program[grid](
+                    typed, typed, table, table if slots is None else slots, table, self.heads, count, groups, 0,
+                    self.slot_stop, self.dim, page, row, plane_head, plane_dim, 1.0,
+                    DIM=self.dim, PAGE_SIZE=self.page_size, QUANTISED=0, LEAST=SCALE_MIN,
+                    ALIGN_STRIP=self.alignments[0], ALIGN_PLANE=self.alignments[1], BLOCK_T=blocks.tokens,
+                    BLOCK_D=power_of_two(self.dim), HEADS=TABLED_HEADS, num_warps=blocks.warps,
+                )  # fmt: skip
+                return
+            _programs().arrive_program[grid](
+                typed, typed, table, table if slots is None else slots, table, table, table, 1.0, 0, self.heads, count,
+                groups, 0, self.slot_stop, 0, self.dim, 1, page, row, plane_head, plane_dim, 0,
+                DIM=self.dim, PAIRS=0, PAGE_SIZE=self.page_size, TABLED=True, RAW=True, SCALES=0, RUN=1,
+                ALIGN_STRIP=self.alignments[0], ALIGN_PLANE=self.alignments[1], **_widths(self.dim, None),
+                BLOCK_T=blocks.tokens, HEADS=TABLED_HEADS, num_warps=blocks.warps,
+            )  # fmt: skip
 
 
 def _programs() -> ModuleType:

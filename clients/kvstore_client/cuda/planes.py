@@ -1,0 +1,64 @@
+"""An engine's planes on one GPU: what has come is put in its places, and what is to be stored is taken from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.chunk import PartPlace
+from kvstore_client.arrays import Tensor
+from kvstore_client.cuda.launches import ARRIVE, GATHER, Launches
+from kvstore_client.cuda.pages import GpuSlots
+from kvstore_client.cuda.slabs import Slabs
+
+Places = Sequence[int]
+
+
+class GpuPlanes:
+    """Planes of plain integers, per layer K and V, or E: [heads, tokens, dim]; or, with ``slots``, pages of one half of
+    a layer, [pages, page_size, heads, dim]."""
+
+    def __init__(self, gpu: Any, planes: Sequence[Sequence[Tensor]], slots: GpuSlots | None = None) -> None:
+        self.gpu = gpu
+        self._planes = planes
+        self._slots = slots
+        self._launches = Launches(gpu, planes, slots)
+
+    def put(self, position: int, part: PartPlace, content: Tensor, token: int, chunk_tokens: int) -> None:
+        """Write a part of one layer, of chunks of which the first begins at ``token``: [chunks, heads, tokens, dim]."""
+        plane = self._planes[position][part.which]
+        if self._slots is not None:
+            self._slots.put(plane, content, token, chunk_tokens, part)
+        else:
+            _rows(plane, part, content, token, chunk_tokens).copy_(content)
+
+    def take(self, position: int, part: PartPlace, content: Tensor, token: int, chunk_tokens: int) -> None:
+        """Read what ``put`` writes."""
+        plane = self._planes[position][part.which]
+        if self._slots is not None:
+            self._slots.take(plane, content, token, chunk_tokens, part)
+        else:
+            content.copy_(_rows(plane, part, content, token, chunk_tokens))
+
+    def put_all(self, positions: Places, slabs: Slabs, addresses: NDArray[np.int64], tokens: NDArray[np.int64]) -> bool:
+        """Write all parts of ``slabs``, the layers at ``positions``, in one launch. False where that cannot be: ``put``
+        writes part by part. ``addresses`` [chunks]: of the first wanted byte of each chunk, on the GPU; ``tokens``
+        [chunks]: the first token of each."""
+        return self._launches.run(ARRIVE, positions, slabs, addresses, tokens)
+
+    def take_all(
+        self, positions: Places, slabs: Slabs, addresses: NDArray[np.int64], tokens: NDArray[np.int64]
+    ) -> bool:
+        """Read what ``put_all`` writes."""
+        return self._launches.run(GATHER, positions, slabs, addresses, tokens)
+
+
+def _rows(plane: Tensor, part: PartPlace, content: Tensor, token: int, chunk_tokens: int) -> Tensor:
+    """Return the rows of a dense plane that are a part's, of ``content``'s shape: in one view, because each of several
+    costs as much as a launch."""
+    head, row, item = plane.stride()
+    begin = plane.storage_offset() + (token + part.token_start) * row
+    return plane.as_strided(content.shape, (chunk_tokens * row, head, row, item), begin)
