@@ -79,13 +79,11 @@ class HbmCopies:
 
     def wants(self, rows: Sequence[int]) -> None:
         """Have chunks copied to the device, the first ones first, as far as they fit."""
-        request = frozenset(rows)
-        for row in rows:
-            if len(self._waiting) >= WAITING_COUNT_MAX:
-                break
-            if row not in self._there:
+        missing = [row for row in rows if row not in self._there]
+        if missing:
+            request = frozenset(rows)
+            for row in missing[: WAITING_COUNT_MAX - len(self._waiting)]:
                 self._waiting.append(_Waiting(row, self._table.identity(row), request))
-        if self._waiting:
             self._has_work.set()
 
     async def run(self) -> None:

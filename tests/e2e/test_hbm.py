@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import subprocess
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from kvstore_client import Client, Paged, connect
-from kvstore_client.cuda import lanes, mirror
+from kvstore_client.cuda import lanes, launches, mirror
 from kvstore_client.planes.shared_memory import pool as pools
 from kvstore_client.planes.shared_memory.resident import ResidentPrefix
+from kvstore_kernels.gpu.strips import TableLaunch
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Unavailable
 from kvstore.handoff.messages import DeviceAnswer
+from kvstore.seams.devices import driver
+from kvstore.seams.devices.cuda import MappedRegion
 from kvstore.seams.mapping import SharedMap
 from kvstore.spec import ModelSpec, Tier
 from kvstore.v1 import cache_pb2 as pb
+from tests.kernels.device import triton_here
+from tests.seams.cuda import compiled
 from tests.server.raw import eventually
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
@@ -188,20 +196,30 @@ def test_a_copy_that_leaves_the_pool_under_a_fetch_is_asked_for_again(
     assert same(found, cache)
 
 
-def test_a_pool_that_only_torch_reaches(sidecar: Sidecar, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is on a GPU, for which the CPU stands in."""
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU stands in for a GPU, for clients that connect from now on."""
 
     def opened(answer: DeviceAnswer, descriptors: Sequence[int], device: str) -> pools.DevicePool:
         generations = SharedMap(descriptors[0], answer.generations_bytes, writable=False).bytes
         memory = torch.from_numpy(SharedMap(descriptors[1], answer.byte_count, writable=False).bytes)
         return pools.DevicePool(mirror.DeviceBytes(memory, 0, answer.byte_count), generations)
 
+    monkeypatch.setattr("kvstore_client.planes.shared_memory.mapped.opened_pool", opened)
+    as_tensors_of_a_gpu(monkeypatch)
+
+
+def as_tensors_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "gpu_of", lambda plane: plane.device)
+    monkeypatch.setattr("kvstore_client.fetch.given._alike", lambda *_: None)
+
+
+def test_a_pool_that_only_torch_reaches(sidecar: Sidecar, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is on a GPU, for which the CPU stands in."""
+
     spec = small_spec()
     tokens, cache = stored(client, 6, 90)
     brought(client, tokens)
-    monkeypatch.setattr("kvstore_client.planes.shared_memory.mapped.opened_pool", opened)
-    monkeypatch.setattr(lanes, "gpu_of", lambda plane: plane.device)
-    monkeypatch.setattr("kvstore_client.fetch.given._alike", lambda *_: None)
+    on_a_gpu(monkeypatch)
     layer = spec.layers[0]
     with connect(sidecar.address) as fresh:
         shape = (layer.kv_heads, 100, layer.k_dim)
@@ -224,6 +242,106 @@ def test_a_pool_that_only_torch_reaches(sidecar: Sidecar, client: Client, monkey
             slots = (order[:, None] * size + np.arange(size)).reshape(-1)[:90]
             assert fresh.fetch(SPEC, tokens, into=Paged(pages, slots)).tier is Tier.HBM
             assert same([page.flatten(1, 2)[:, slots].transpose(1, 2) for page in pages], cache)
+
+
+@pytest.mark.parametrize("size", [8, 16, 5])
+@pytest.mark.parametrize("layout", ["kv page slot head dim", "page kv head slot dim"])
+@pytest.mark.parametrize("serves", [True, False], ids=["by a kernel", "by torch"])
+def test_pages_at_once(
+    sidecar: Sidecar, client: Client, monkeypatch: pytest.MonkeyPatch, layout: str, size: int, serves: bool
+) -> None:
+    """All layers at once, some of them, and one after another; tokens without a slot are left out."""
+    made: list[str] = []
+
+    def is_ready(_: launches.Launches, launch: TableLaunch) -> bool:
+        made.append(launch.program)
+        return serves
+
+    tokens, cache = stored(client, 600 + 2 * size + len(layout) + 100 * serves, 90)
+    brought(client, tokens)
+    on_a_gpu(monkeypatch)
+    monkeypatch.setattr(launches, "can_launch", lambda _: True)
+    monkeypatch.setattr(launches.Launches, "_is_ready", is_ready)
+    layer, count = SPEC.layers[0], -(-90 // size)
+    axes = {"kv": 2, "page": count, "slot": size, "head": layer.kv_heads, "dim": layer.k_dim}
+    names = layout.split()
+    order = np.random.default_rng(size).permutation(count)
+    slots = (order[:, None] * size + np.arange(size)).reshape(-1)[:90]
+    slots[:7] = -1
+    written = np.zeros(count * size, bool)
+    written[slots[7:]] = True
+
+    def pages_of(layers: Sequence[int]) -> Paged:
+        return Paged(
+            [torch.full([axes[name] for name in names], 7, dtype=torch.bfloat16) for _ in layers], slots, layout
+        )
+
+    def check(paged: Paged, layers: Sequence[int]) -> None:
+        axes_first = [names.index(name) for name in ("kv", "head", "page", "slot", "dim")]
+        flat = [each.permute(axes_first).flatten(2, 3) for each in paged.layers]
+        assert same([each[:, :, slots[7:]] for each in flat], [[p[:, 7:] for p in cache[number]] for number in layers])
+        assert all(bool((each[:, :, ~written] == 7).all()) for each in flat)
+
+    with triton_here(), connect(sidecar.address) as fresh:
+        for layers in ([0, 1], [1]):
+            paged = pages_of(layers)
+            found = fresh.fetch(SPEC, tokens, into=paged, layers=layers)
+            assert (found.tier, found.token_count) == (Tier.HBM, 90)
+            check(paged, layers)
+        paged = pages_of([0, 1])
+        for _ in fresh.fetch_layers(SPEC, tokens, into=paged):
+            pass
+        check(paged, [0, 1])
+    assert made[:4] == [launches.ARRIVE] * 4, "two fetches of whole chunks and a tail"
+
+
+class TorchOfStandIn:
+    """torch, for memory of a stand-in for the driver: by its address."""
+
+    @staticmethod
+    def device(*given: object) -> object:
+        return given
+
+    @staticmethod
+    def as_tensor(region: MappedRegion, device: object) -> torch.Tensor:
+        (address, _), (size,) = (region.__cuda_array_interface__[each] for each in ("data", "shape"))
+        found = torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
+        kept.append((region, found))
+        return found
+
+
+kept: list[object] = []
+
+
+def test_a_pool_by_a_cuda_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sidecar allocates and fills by the driver's calls, and the client maps by them: here those of a stand-in."""
+    own = {**environment("4 MiB", "cuda:0"), "LD_LIBRARY_PATH": str(compiled(tmp_path))}
+    running = Sidecar("--capacity", "16 MiB", environment=own)
+    running.launch = subprocess.Popen  # a fork of this process would not look for the library there
+    monkeypatch.setattr(driver, "LIBRARY", str(tmp_path / "libcuda.so.1"))
+    monkeypatch.setattr("kvstore_client.planes.shared_memory.pool.torch_module", lambda: TorchOfStandIn)
+    monkeypatch.setattr("kvstore_client.fetch.calls.device_of", lambda into: "cpu" if into is None else "cuda:0")
+    as_tensors_of_a_gpu(monkeypatch)
+    driver.driver.cache_clear()
+    into = [tuple(torch.zeros((2, 90, 8), dtype=torch.bfloat16) for _ in "KV") for _ in SPEC.layers]
+    with running:
+        with connect(running.address, timeout_s=5.0) as client:
+            tokens, cache = stored(client, 8, 90)
+            eventually(lambda: client.fetch(SPEC, tokens, into=into).tier is Tier.HBM)
+            for _ in range(2):
+                for plane in (each for pair in into for each in pair):
+                    plane.zero_()
+                assert client.fetch(SPEC, tokens, into=into).tier is Tier.HBM
+                assert same(into, cache)
+            owned = client.fetch(SPEC, tokens)
+            assert owned.tier is Tier.DRAM  # on another device than the pool
+            assert same(owned, cache)
+            (pool,) = (each for each in client.connect_now()._pools.values() if each is not None)
+            pool._memory._tensor.zero_()  # as any client of a GPU can
+            assert same(client.fetch(SPEC, tokens, into=into, verify=True), cache)
+            running.stop(kill=True)
+            assert client.fetch(SPEC, tokens, into=into).token_count in (0, 90)
+    driver.driver.cache_clear()
 
 
 def test_without_a_gpu_the_service_runs_and_names_the_setting() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,9 +34,19 @@ WAIT_S = 30.0
 seeds = count(7000)
 
 
+class PooledSidecar(Sidecar):
+    """A sidecar with a context of CUDA: never a fork of a process that may have one."""
+
+    launch = subprocess.Popen
+
+    def __init__(self) -> None:
+        own = {"KVSTORE__TIERS__HBM__CAPACITY_BYTES": "16 MiB", "KVSTORE__TIERS__HBM__DEVICE": DEVICE}
+        super().__init__("--capacity", "64 MiB", environment={**os.environ, **own})
+
+
 @pytest.fixture(scope="module")
 def pooled() -> Iterator[Sidecar]:
-    with Sidecar("--capacity", "64 MiB", environment=environment("16 MiB")) as running:
+    with PooledSidecar() as running:
         yield running
 
 
@@ -43,10 +54,6 @@ def pooled() -> Iterator[Sidecar]:
 def reader(pooled: Sidecar) -> Iterator[Client]:
     with connect(pooled.address, timeout_s=10.0) as connected:
         yield connected
-
-
-def environment(capacity: str) -> dict[str, str]:
-    return {**os.environ, "KVSTORE__TIERS__HBM__CAPACITY_BYTES": capacity, "KVSTORE__TIERS__HBM__DEVICE": DEVICE}
 
 
 def stored(client: Client, token_count: int = COUNT, spec: ModelSpec = SPEC) -> tuple[Any, list[Any]]:
@@ -194,7 +201,7 @@ def test_fetches_of_more_than_the_pool_has_room_for(pooled: Sidecar) -> None:
 
 def test_a_sidecar_that_dies_under_its_readers() -> None:
     """What is mapped stays there, and nothing hangs: the next fetches are misses, and a new sidecar serves."""
-    with Sidecar("--capacity", "64 MiB", environment=environment("16 MiB")) as running:
+    with PooledSidecar() as running:
         with connect(running.address, timeout_s=5.0) as client:
             tokens, cache = stored(client)
             brought(client, tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from kvstore_ops.sidecar import Sidecar
 from kvstore.errors import Exhausted, InvalidRequest, Unavailable
 from kvstore.handoff.messages import (
     Answer,
+    DeviceAnswer,
+    DeviceQuestion,
     Done,
     Hello,
     LookedUp,
@@ -49,6 +52,7 @@ QUESTION_PACKETS: list[tuple[Question, str]] = [
     (StagingQuestion(4096), '{"op": "staging", "bytes": 4096}'),
     (StagingClose(9), '{"op": "staging_close", "staging_id": 9}'),
     (PresenceQuestion(), '{"op": "presence"}'),
+    (DeviceQuestion(), '{"op": "device"}'),
     (LookedUp(lookup_calls=2, fetch_calls=1), '{"op": "looked_up", "lookup_calls": 2, "fetch_calls": 1}'),
     (Redeemed("a9" * 16), '{"op": "redeemed", "ticket": "' + "a9" * 16 + '"}'),
 ]
@@ -67,6 +71,7 @@ ANSWER_PACKETS: list[tuple[Answer, str]] = [
         PresenceAnswer(4096, 1000, 1024),
         '{"op": "presence", "bytes": 4096, "token_count_max": 1000, "tail_tokens_max": 1024}',
     ),
+    (DeviceAnswer("cpu", 4096, 8192), '{"op": "device", "device": "cpu", "generations_bytes": 4096, "bytes": 8192}'),
     (Refusal.of(Exhausted("no")), '{"op": "error", "status": "RESOURCE_EXHAUSTED", "message": "no"}'),
 ]
 NUMBERS = [
@@ -183,14 +188,30 @@ def test_a_long_answer_is_never_sent() -> None:
     assert len(encode(RegionsAnswer((((1 << 62) - 1, (1 << 62) - 1),) * 64))) <= PACKET_BYTES_MAX
 
 
-def test_what_the_server_answers_is_what_is_declared(sidecar: Sidecar) -> None:
+@pytest.fixture(scope="module")
+def pooled() -> Iterator[Sidecar]:
+    """A server with all that a session may ask for."""
+    own = {"KVSTORE__TIERS__HBM__CAPACITY_BYTES": "1 MiB", "KVSTORE__TIERS__HBM__DEVICE": "cpu"}
+    with Sidecar("--capacity", "4 MiB", environment={**os.environ, **own}) as running:
+        yield running
+
+
+def test_a_server_without_a_pool_offers_none_and_says_so(sidecar: Sidecar) -> None:
+    with Raw(sidecar) as raw:
+        assert "device" not in raw.welcome["offers"]
+        said, _ = raw.exchange(op="device")
+        assert said["status"] == "UNAVAILABLE"
+
+
+def test_what_the_server_answers_is_what_is_declared(pooled: Sidecar) -> None:
     """Each operation, live: its answer has the declared fields and no other, and its descriptors."""
     asked: list[tuple[dict[str, Any], type[Answer]]] = [
         ({"op": "regions", "have": 0}, RegionsAnswer), ({"op": "staging", "bytes": 4096}, StagingAnswer),
-        ({"op": "presence"}, PresenceAnswer), ({"op": "staging_close", "staging_id": 1}, Done),
+        ({"op": "presence"}, PresenceAnswer), ({"op": "device"}, DeviceAnswer),
+        ({"op": "staging_close", "staging_id": 1}, Done),
         ({"op": "staging_close", "staging_id": -1}, Refusal),
     ]  # fmt: skip
-    with Raw(sidecar) as raw:
+    with Raw(pooled) as raw:
         seen = [(Welcome, raw.welcome, len(raw.descriptors))]
         for request, kind in asked:
             if request["op"] == "staging_close" and kind is Done:

@@ -150,7 +150,7 @@ MUTANTS = [
     Mutant(
         "mapping-inherited-by-forks",
         MAPPING,
-        "        self._advise(0, byte_count, mmap.MADV_DONTFORK)\n",
+        "        _advise(self._address, byte_count, mmap.MADV_DONTFORK)\n",
         "",
         "an engine's forked worker keeps the arena's memory after everybody else let go",
         (f"{T_MAPPING}::test_a_forked_child_neither_has_the_pages_nor_unmaps_what_lies_there",),

@@ -192,7 +192,7 @@ MUTANTS = [
     Mutant(
         "needs-of-nvme-alone",
         TIERS,
-        "for each in (*self.local, *self.shared) for need",
+        "for each in (*hbm, *self.local, *self.shared) for need",
         "for each in self.local[:1] for need",
         "a server starts that cannot open what its tiers open",
         (f"{T_DESCRIPTORS}::test_what_any_tier_needs_is_counted",),

@@ -18,6 +18,7 @@ from tests.mutants import (
     envelope,
     forgotten,
     forks,
+    hbm,
     kept,
     kernels,
     keys,
@@ -44,6 +45,7 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS: list[Mutant] = [
     *chunk.MUTANTS,
+    *hbm.MUTANTS,
     *keys.MUTANTS,
     *spec.MUTANTS,
     *arena.MUTANTS,

@@ -25,6 +25,8 @@ JOBS = "tests/seams/test_jobs.py::test_a_refusal_is_how_the_job_ended"
 THREADS = "tests/seams/test_jobs.py::test_a_call_that_found_no_thread_never_runs"
 STORES = "tests/controller/test_moves.py::test_each_job_of_a_store_in_turn_fails_and_nothing_wrong_is_served"
 DEVICE = "tests/tiers/test_failing_movers.py::test_each_job_of_a_life_fails_in_turn"
+HBM = "tests/movement/test_hbm.py::test_a_device_that_fails_costs_copies_and_nothing_else"
+HBM_CHECK = "tests/movement/test_hbm.py::test_a_check_finds_what_somebody_wrote_there"
 SHARED = "tests/tiers/shared/test_jobs.py::test_each_job_of_a_shared_tier_fails_in_turn"
 DRAM = "tests/tiers/test_dram.py::test_a_job_that_no_mover_takes_changes_nothing"
 PREFAULT = "tests/arena/test_arena.py::test_a_prefault_that_no_mover_takes_ends_and_the_arena_still_serves"
@@ -57,6 +59,8 @@ SITES = {
     ("kvstore/movement/loads.py", "Loads._finish"): DEVICE,
     ("kvstore/server/kept.py", "KeptFile.follow"): RATES,
     **{("kvstore/tiers/dram/tier.py", name): DRAM for name in ("DramTier.write", "DramChunk.read", "DramChunk.check")},
+    ("kvstore/tiers/hbm/tier.py", "HbmTier._moved"): HBM,
+    ("kvstore/tiers/hbm/tier.py", "HbmTier.are_right"): HBM_CHECK,
     ("kvstore/tiers/nvme/reading.py", "NvmeChunk.read"): DEVICE,
     ("kvstore/tiers/nvme/reading.py", "NvmeChunk.check"): DEVICE,
     ("kvstore/tiers/nvme/recovery.py", "_read_all"): DEVICE,

@@ -64,7 +64,11 @@ class CudaRegion:
                     "cuMemExportToShareableHandle", ctypes.c_int, handle, BY_DESCRIPTOR, 0
                 )
                 os.set_inheritable(self.descriptor, False)
-                self._memory, self._unmap = _mapped(device, handle, self.byte_count)
+                try:
+                    self._memory, self._unmap = _mapped(device, handle, self.byte_count)
+                except BaseException:
+                    os.close(self.descriptor)
+                    raise
             finally:
                 cuda.call("cuMemRelease", handle)  # the mapping and the descriptor keep the memory
             self._stream: int = cuda.number("cuStreamCreate", ctypes.c_void_p, NON_BLOCKING)

@@ -63,7 +63,8 @@ class ResidentPrefix:
         good = self._stop
         fence()  # the copies' loads come before the generations'
         for chunk in self.chunks:
-            current = self._is_current(chunk.slot, chunk.generation) and self._is_near_current(chunk)
+            current = self._is_current(chunk.slot, chunk.generation)
+            current = current and self._is_near_current(chunk)
             if chunk.token_start < good and not (current and id(chunk) not in bad):
                 good = chunk.token_start
                 self.reason = MissReason.CORRUPT if current else MissReason.STALE
