@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 from kvstore_client import Client, Paged, connect
-from kvstore_client.cuda import lanes, mirror
+from kvstore_client.cuda import lanes, launches, mirror
 from kvstore_client.planes.shared_memory import pool as pools
 from kvstore_client.planes.shared_memory.resident import ResidentPrefix
+from kvstore_kernels.gpu.strips import TableLaunch
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Unavailable
@@ -25,6 +26,7 @@ from kvstore.seams.devices.cuda import MappedRegion
 from kvstore.seams.mapping import SharedMap
 from kvstore.spec import ModelSpec, Tier
 from kvstore.v1 import cache_pb2 as pb
+from tests.kernels.device import triton_here
 from tests.seams.cuda import compiled
 from tests.server.raw import eventually
 from tests.specs import bits, random_cache, small_spec, tokens_of
@@ -244,13 +246,22 @@ def test_a_pool_that_only_torch_reaches(sidecar: Sidecar, client: Client, monkey
 
 @pytest.mark.parametrize("size", [8, 16, 5])
 @pytest.mark.parametrize("layout", ["kv page slot head dim", "page kv head slot dim"])
-def test_pages_of_any_layout(
-    sidecar: Sidecar, client: Client, monkeypatch: pytest.MonkeyPatch, layout: str, size: int
+@pytest.mark.parametrize("serves", [True, False], ids=["by a kernel", "by torch"])
+def test_pages_at_once(
+    sidecar: Sidecar, client: Client, monkeypatch: pytest.MonkeyPatch, layout: str, size: int, serves: bool
 ) -> None:
     """All layers at once, some of them, and one after another; tokens without a slot are left out."""
-    tokens, cache = stored(client, 600 + 2 * size + len(layout), 90)
+    made: list[str] = []
+
+    def is_ready(_: launches.Launches, launch: TableLaunch) -> bool:
+        made.append(launch.program)
+        return serves
+
+    tokens, cache = stored(client, 600 + 2 * size + len(layout) + 100 * serves, 90)
     brought(client, tokens)
     on_a_gpu(monkeypatch)
+    monkeypatch.setattr(launches, "can_launch", lambda _: True)
+    monkeypatch.setattr(launches.Launches, "_is_ready", is_ready)
     layer, count = SPEC.layers[0], -(-90 // size)
     axes = {"kv": 2, "page": count, "slot": size, "head": layer.kv_heads, "dim": layer.k_dim}
     names = layout.split()
@@ -271,7 +282,7 @@ def test_pages_of_any_layout(
         assert same([each[:, :, slots[7:]] for each in flat], [[p[:, 7:] for p in cache[number]] for number in layers])
         assert all(bool((each[:, :, ~written] == 7).all()) for each in flat)
 
-    with connect(sidecar.address) as fresh:
+    with triton_here(), connect(sidecar.address) as fresh:
         for layers in ([0, 1], [1]):
             paged = pages_of(layers)
             found = fresh.fetch(SPEC, tokens, into=paged, layers=layers)
@@ -281,6 +292,7 @@ def test_pages_of_any_layout(
         for _ in fresh.fetch_layers(SPEC, tokens, into=paged):
             pass
         check(paged, [0, 1])
+    assert made[:4] == [launches.ARRIVE] * 4, "two fetches of whole chunks and a tail"
 
 
 class TorchOfStandIn:

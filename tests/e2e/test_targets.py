@@ -14,6 +14,7 @@ from kvstore_client.fetch.fused import Planes, copies_of
 from kvstore_client.fetch.given import given_planes
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.overlap import Span, overlapping
+from kvstore_client.planes.shared_memory.chunk import MappedRun
 from kvstore_client.prompt import Prompt
 from kvstore_client.store.tensors import Tensors
 
@@ -94,7 +95,8 @@ def test_views_do_not_reach_beyond_their_plane() -> None:
     """A chunk that lay behind the tokens that were asked for would be written over the next plane of its storage."""
     layout = layout_of(SPEC, CacheKind.KV, SPEC.chunk_tokens, None)
     home = (np.zeros(layout.total_bytes, np.uint8), 0, 0)
-    run: Any = SimpleNamespace(chunks=[SimpleNamespace(token_start=16, layout=layout, home=home)], stride=0)
+    chunk: Any = SimpleNamespace(token_start=16, layout=layout, home=home)
+    run = MappedRun([chunk], 0)
     sides = [[tensor((SHAPE[0], 32, SHAPE[2]), SPEC.cache_dtype) for _ in range(LAYERS)] for _ in "KV"]
     heads = range(SHAPE[0])
     assert copies_of(Planes(sides), 16 + SPEC.chunk_tokens, [run], SPEC.slab_layers, heads) is not None

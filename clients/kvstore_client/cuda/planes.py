@@ -14,8 +14,6 @@ from kvstore_client.cuda.launches import ARRIVE, GATHER, Launches
 from kvstore_client.cuda.pages import GpuSlots
 from kvstore_client.cuda.slabs import Slabs
 
-Places = Sequence[int]
-
 
 class GpuPlanes:
     """Planes of plain integers, per layer K and V, or E: [heads, tokens, dim]; or, with ``slots``, pages of one half of
@@ -43,14 +41,16 @@ class GpuPlanes:
         else:
             content.copy_(_rows(plane, part, content, token, chunk_tokens))
 
-    def put_all(self, positions: Places, slabs: Slabs, addresses: NDArray[np.int64], tokens: NDArray[np.int64]) -> bool:
+    def put_all(
+        self, positions: Sequence[int], slabs: Slabs, addresses: NDArray[np.int64], tokens: NDArray[np.int64]
+    ) -> bool:
         """Write all parts of ``slabs``, the layers at ``positions``, in one launch. False where that cannot be: ``put``
         writes part by part. ``addresses`` [chunks]: of the first wanted byte of each chunk, on the GPU; ``tokens``
         [chunks]: the first token of each."""
         return self._launches.run(ARRIVE, positions, slabs, addresses, tokens)
 
     def take_all(
-        self, positions: Places, slabs: Slabs, addresses: NDArray[np.int64], tokens: NDArray[np.int64]
+        self, positions: Sequence[int], slabs: Slabs, addresses: NDArray[np.int64], tokens: NDArray[np.int64]
     ) -> bool:
         """Read what ``put_all`` writes."""
         return self._launches.run(GATHER, positions, slabs, addresses, tokens)
