@@ -105,6 +105,11 @@ def _compile(key: tuple[object, ...], launch: Any, gpu: Any) -> None:
         _log.warning("the kernel for copies on the GPU cannot be compiled, torch serves instead: %r", error)
 
 
+def are_compiled() -> bool:
+    """Return True when every kernel that was asked for is compiled: benchmarks wait for it."""
+    return all(_ready.values())
+
+
 def can_launch(gpu: Any) -> bool:
     """Return True when kernels can be launched on a device."""
     return gpu.type == "cuda" and find_spec("triton") is not None and find_spec("kvstore_kernels") is not None

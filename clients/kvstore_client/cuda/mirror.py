@@ -73,7 +73,7 @@ class Mirror:
     @property
     def addresses(self) -> NDArray[np.int64]:
         """The address of each row on the GPU, [rows]."""
-        return self._bytes.data_ptr() + self.width * np.arange(self.row_count, dtype=np.int64)
+        return np.arange(self.row_count, dtype=np.int64) * self.width + int(self._bytes.data_ptr())
 
     def view(self, shape: Sequence[int], strides: Sequence[int], offset: int, size: int) -> Tensor:
         """Return what lies at byte ``offset`` of each row, as integers of ``size`` bytes: [rows, *shape]. ``strides``:

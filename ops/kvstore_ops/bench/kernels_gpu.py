@@ -229,7 +229,9 @@ def _attention(bench: Rates, given: tuple[Any, ...]) -> None:
     k_pages, v_pages = (each.transpose(0, 1).reshape(page_shape).contiguous() for each in (k, v))
 
     def close(out: Any) -> None:
-        torch.testing.assert_close(out[:, some].float(), expected, rtol=2e-2, atol=1e-3)
+        found = out[:, some].float()
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=8e-3)  # a row of few keys is as large as a value
+        assert float((found - expected).norm() / expected.norm()) < 1e-2
 
     def check_mass() -> None:
         _, mass = attend_with_mass(q[:, -suffix:], k, v, rows[-suffix:], places, suffix_rows=8)
