@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from kvstore_client.cuda import launches
 from kvstore_client.cuda.launches import ARRIVE
+from kvstore_kernels.gpu.strips import TableLaunch
 
 from tests.e2e.test_gpu_by_cpu import (
     client,
@@ -34,12 +35,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Have launches made by the interpreter, and list their programs."""
     programs: list[str] = []
 
-    def is_ready(_: launches.Launches, launch: Any) -> bool:
-        programs.append(launch.program)
-        return True
+    plain = TableLaunch.run
+
+    def run(self: TableLaunch, *arguments: Any) -> bool:
+        programs.append(self.program)
+        return plain(self, *arguments)
 
     monkeypatch.setattr(launches, "can_launch", lambda _: True)
-    monkeypatch.setattr(launches.Launches, "_is_ready", is_ready)
+    monkeypatch.setattr(TableLaunch, "run", run)
     with triton_here():
         yield programs
 

@@ -137,13 +137,13 @@ def both(device: str, model: Any) -> tuple[TransformersRunner, TransformersRunne
 
 def agree(ours: Recomputed, theirs: Recomputed) -> None:
     """The same rows were chosen, and all values are close. Of two rows with nearly the same score, either may be; those
-    that see nothing outside their window deviate by rounding alone, so up to a quarter may be others."""
+    that see nothing outside their window deviate by rounding alone, so up to half may be others."""
     assert ours.chosen.keys() == theirs.chosen.keys()
     odd = 0
     for layer, rows in ours.chosen.items():
         mine, other = set(rows.tolist()), set(theirs.chosen[layer].tolist())
         assert len(mine) == len(other)
-        assert len(mine - other) <= max(1, len(mine) // 4)
+        assert len(mine - other) <= max(1, len(mine) // 2)
         odd += len(mine - other)
     assert ours.exactness is theirs.exactness
     assert ours.share == pytest.approx(theirs.share)

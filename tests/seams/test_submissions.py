@@ -141,7 +141,6 @@ MOVES_NO_BYTES = {
     ): "a question: without a thread it is asked on this one",
     ("clients/kvstore_client/loading/planner.py", "Planner._tell_soon"): "a report: without a thread nobody hears it",
     ("clients/kvstore_client/gate/exchange.py", "ProfileExchange.tell"): "a report: the next session makes it again",
-    ("clients/kvstore_client/cuda/launches.py", "Launches._is_ready"): "a kernel: until it is there, torch copies",
     ("clients/kvstore_client/loading/probe.py", "measure_beside"): "a measurement on the side",
     ("clients/kvstore_client/aio.py", "connect_async"): "whole calls of a client, each handed on with what it raised",
     ("clients/kvstore_client/aio.py", "AsyncClient.call"): "as connect_async",

@@ -1,32 +1,38 @@
 """One launch for all parts of many chunks: part by part, a launch and its views cost as much as 1 MB on the bus.
 
-The kernel is Triton's and is compiled at its first use, which takes a second or more: by a thread of its own. Until it
-is there, and where there is none, torch copies part by part.
+The kernel is Triton's. Where there is none, or it cannot be compiled, torch copies part by part. It is compiled at its
+first use, which takes up to a second, once on a machine, and not beside it: a thread that compiles while the process
+ends, or forks, takes the process with it.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, lru_cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.errors import Unavailable
-from kvstore.seams.scheduler import start_thread
+from kvstore.chunk import PartPlace
 from kvstore_client.arrays import Tensor, torch_module
 from kvstore_client.cuda.pages import GpuSlots
 from kvstore_client.cuda.slabs import Slabs
 
 ARRIVE, GATHER = "arrive", "gather"
-_log = logging.getLogger("kvstore.client")
-_lock = threading.Lock()
-_ready: dict[tuple[object, ...], bool] = {}
-"""The kinds of launch that were asked for: True once the kernel is compiled."""
+
+
+class _Parts(NamedTuple):
+    """The parts of some slabs: the lines of one chunk, [parts, 6], without addresses of planes; of each part the place
+    of its slab, and its half; the most tokens of a part. ``heads`` and ``dim``: of all parts."""
+
+    lines: NDArray[np.int64]
+    places: NDArray[np.int64]
+    halves: NDArray[np.int64]
+    tokens: int
+    heads: int
+    dim: int
 
 
 class Launches:
@@ -40,10 +46,10 @@ class Launches:
     @cached_property
     def _addresses(self) -> NDArray[np.int64] | None:
         """The planes' addresses, [layers, halves]; None where planes differ, or nothing can be launched."""
-        flat = [plane for each in self._planes for plane in each]
-        kinds = {(plane.shape, plane.stride(), plane.dtype) for plane in flat}
-        counts = {len(each) for each in self._planes}
-        if len(kinds) != 1 or len(counts) != 1 or not can_launch(self._gpu):
+        if not can_launch(self._gpu):
+            return None
+        kinds = {(plane.shape, plane.stride(), plane.dtype) for each in self._planes for plane in each}
+        if len(kinds) != 1 or len({len(each) for each in self._planes}) != 1:
             return None
         return np.array([[plane.data_ptr() for plane in each] for each in self._planes], np.int64)
 
@@ -53,79 +59,47 @@ class Launches:
     ) -> bool:  # fmt: skip
         """See ``GpuPlanes.put_all``."""
         planes = self._addresses
-        parts = slabs.parts()
-        shapes = {(part.shape[1], part.shape[3]) for _, part in parts}
-        if planes is None or len(shapes) != 1:
+        if planes is None or not len(addresses):
+            return planes is not None
+        plane = self._planes[0][0]
+        size = plane.element_size()
+        parts = _parts_of(slabs, size)
+        if parts is None or parts.dim != plane.shape[-1]:
             return False
+        from kvstore_kernels.gpu import attempt
         from kvstore_kernels.gpu.strips import TableLaunch
 
-        plane = self._planes[0][0]
-        heads, dim = shapes.pop()
-        if dim != plane.shape[-1]:
-            return False
-        table = _table(planes, positions, parts, addresses, tokens, plane.element_size())
-        if not len(table):
-            return True
+        table = np.repeat(parts.lines[None], len(addresses), axis=0)
+        table[:, :, 0] += addresses[:, None]
+        table[:, :, 1] = planes[np.asarray(positions)[parts.places], parts.halves]
+        table[:, :, 3] += tokens[:, None]
+        strips = np.bitwise_or.reduce(table[:, :, 0] | table[:, :, 2] * size, axis=None)
         launch = TableLaunch.of(
-            program, plane, heads, max(part.token_stop - part.token_start for _, part in parts),
-            np.bitwise_or.reduce(table[:, 0]) | np.bitwise_or.reduce(table[:, 2] * plane.element_size()),
-            np.bitwise_or.reduce(table[:, 1]),
-        )  # fmt: skip
-        if not self._is_ready(launch):
-            return False
-        lines = torch_module().from_numpy(table).to(self._gpu, non_blocking=True)
-        launch.run(lines, None if self._slots is None else self._slots.flat)
-        return True
-
-    def _is_ready(self, launch: Any) -> bool:
-        """Return True when the kernel is compiled. At the first question a thread begins to compile it."""
-        key = (str(self._gpu), self._slots is not None, launch.kind)
-        found = _ready.get(key)
-        if found is None:
-            with _lock:
-                if key in _ready:
-                    return _ready[key]
-                _ready[key] = False
-            try:
-                start_thread(partial(_compile, key, launch, self._gpu), "kvstore-compile")
-            except Unavailable:  # no thread is to be had now
-                del _ready[key]
-        return bool(found)
+            program, plane, parts.heads, parts.tokens, int(strips), int(np.bitwise_or.reduce(planes, axis=None))
+        )
+        lines = torch_module().from_numpy(table.reshape(-1, 6)).to(self._gpu, non_blocking=True)
+        return attempt(f"{program} of tables", lambda: launch.run(lines, self._slots and self._slots.flat)) is True
 
 
-def _compile(key: tuple[object, ...], launch: Any, gpu: Any) -> None:
-    """Launch the kernel once with a strip of no tokens, which moves nothing."""
-    torch = torch_module()
-    try:
-        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(gpu)):
-            launch.run(torch.zeros(1, 6, dtype=torch.int64, device=gpu), torch.zeros(1, dtype=torch.int64, device=gpu))
-            torch.cuda.current_stream(gpu).synchronize()
-        _ready[key] = True
-    except Exception as error:  # noqa: BLE001 - Triton, its compilers and the driver raise errors of many kinds
-        _log.warning("the kernel for copies on the GPU cannot be compiled, torch serves instead: %r", error)
-
-
-def are_compiled() -> bool:
-    """Return True when every kernel that was asked for is compiled: benchmarks wait for it."""
-    return all(_ready.values())
-
-
+@cache
 def can_launch(gpu: Any) -> bool:
     """Return True when kernels can be launched on a device."""
     return gpu.type == "cuda" and find_spec("triton") is not None and find_spec("kvstore_kernels") is not None
 
 
-def _table(
-    planes: NDArray[np.int64], positions: Sequence[int], parts: Sequence[tuple[int, Any]], addresses: NDArray[np.int64],
-    tokens: NDArray[np.int64], size: int,
-) -> NDArray[np.int64]:  # fmt: skip
-    """Return a line per chunk and part, as the kernels read it: [lines, 6]."""
-    rows = np.array([
-        (part.offset, planes[positions[place], part.which], part.strides[1] // size, part.token_start,
-         part.token_stop - part.token_start, 0)
-        for place, part in parts
-    ], np.int64)  # fmt: skip
-    table = np.repeat(rows[None], len(addresses), axis=0)
-    table[:, :, 0] += addresses[:, None]
-    table[:, :, 3] += tokens[:, None]
-    return table.reshape(-1, 6)
+@lru_cache(maxsize=256)
+def _parts_of(slabs: Slabs, size: int) -> _Parts | None:
+    """Return the parts of some slabs; None where they differ in heads or dims."""
+    found: Sequence[tuple[int, PartPlace]] = slabs.parts()
+    kinds = {(part.shape[1], part.shape[3]) for _, part in found}
+    if len(kinds) != 1:
+        return None
+    heads, dim = kinds.pop()
+    lines = [
+        (part.offset, 0, part.strides[1] // size, part.token_start, part.token_stop - part.token_start, 0)
+        for _, part in found
+    ]
+    return _Parts(
+        np.array(lines, np.int64), np.array([place for place, _ in found]), np.array([part.which for _, part in found]),
+        max(line[4] for line in lines), heads, dim,
+    )  # fmt: skip

@@ -121,8 +121,7 @@ def launch_gather(
 
 @dataclass(frozen=True)
 class TableLaunch:
-    """A launch over a table that the caller has made: strips and planes of plain integers, copied as they are. ``kind``
-    is equal for launches that share a compiled kernel.
+    """A launch over a table that the caller has made: strips and planes of plain integers, copied as they are.
 
     Shapes: the planes as those of ``Moves``; strips [heads, tokens, dim], whose dims lie one behind the other.
     """
@@ -157,13 +156,9 @@ class TableLaunch:
             (page, row, head, dim), aligned,
         )  # fmt: skip
 
-    @property
-    def kind(self) -> tuple[object, ...]:
-        return self.program, self.item, self.dim, self.page_size, self.strides, self.alignments
-
-    def run(self, table: torch.Tensor, slots: torch.Tensor | None) -> None:
-        """Queue the launch. ``table``: int64 [strips, 6] on the planes' device, as ``Moves.table``; ``slots``: as that
-        of ``arrive_strips``, for pages."""
+    def run(self, table: torch.Tensor, slots: torch.Tensor | None) -> bool:
+        """Queue the launch, and return True. ``table``: int64 [strips, 6] on the planes' device, as ``Moves.table``;
+        ``slots``: as that of ``arrive_strips``, for pages."""
         blocks = TABLED
         count = -(-self.tokens // blocks.tokens)
         groups = -(-self.heads // TABLED_HEADS)
@@ -179,7 +174,7 @@ class TableLaunch:
                     ALIGN_STRIP=self.alignments[0], ALIGN_PLANE=self.alignments[1], BLOCK_T=blocks.tokens,
                     BLOCK_D=power_of_two(self.dim), HEADS=TABLED_HEADS, num_warps=blocks.warps,
                 )  # fmt: skip
-                return
+                return True
             _programs().arrive_program[grid](
                 typed, typed, table, table if slots is None else slots, table, table, table, 1.0, 0, self.heads, count,
                 groups, 0, self.slot_stop, 0, self.dim, 1, page, row, plane_head, plane_dim, 0,
@@ -187,6 +182,7 @@ class TableLaunch:
                 ALIGN_STRIP=self.alignments[0], ALIGN_PLANE=self.alignments[1], **_widths(self.dim, None),
                 BLOCK_T=blocks.tokens, HEADS=TABLED_HEADS, num_warps=blocks.warps,
             )  # fmt: skip
+        return True
 
 
 def _programs() -> ModuleType:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-from kvstore_client.cuda.launches import are_compiled
 
 from kvstore.errors import Unavailable
 from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.result import Result
 
-COMPILE_S_MAX = 15.0
 PINNED_BYTES_MAX = 1 << 30
 """The pinned memory that a copy limit is measured with: to pin more takes longer than the copies."""
 
@@ -53,16 +49,6 @@ def timed(device: str, action: Callable[[], object]) -> float:
 
     settle(device)
     return shared.timed(settled)
-
-
-def compiled(device: str, action: Callable[[], object]) -> None:
-    """Repeat a first call until the kernels that it asks for are compiled, beside it: what is measured is the rest of
-    a process's life."""
-    until_s = time.monotonic() + COMPILE_S_MAX
-    timed(device, action)
-    while not are_compiled() and time.monotonic() < until_s:
-        time.sleep(0.05)
-    timed(device, action)
 
 
 class PinnedCopy:

@@ -96,7 +96,6 @@ def _case(
         assert client.fetch(spec, tokens, into=target.memory).token_count == len(tokens)
 
     first_s = card.timed(device, fetch)
-    card.compiled(device, fetch)
     for layer in range(spec.layer_count):
         for there, kept in zip(target.planes(layer), source.planes(layer), strict=True):
             assert card.same_bits(there, kept), f"layer {layer} came with other bits than were stored"

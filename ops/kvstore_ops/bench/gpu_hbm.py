@@ -22,7 +22,6 @@ from kvstore.errors import Unavailable
 from kvstore.keys import chain_digests, fingerprint
 from kvstore.seams import FaultPoints
 from kvstore.spec import Tier
-from kvstore_ops.bench import card
 from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.result import Result, note, quartiles, show
 from kvstore_ops.sidecar import Sidecar
@@ -123,7 +122,6 @@ def _measured(client: Client, spec: Any, count: int, device: str, runs: int) -> 
 
     copies = _copies(client, spec, tokens, paged)
     figures = Figures([], [], [], byte_count)
-    card.compiled("cpu" if device == "cpu" else "cuda", fetch)
     for action in (limit, fetch, copies):
         _timed(action, settle)
     for _ in range(runs):
