@@ -77,8 +77,11 @@ class Launches:
         launch = TableLaunch.of(
             program, plane, parts.heads, parts.tokens, int(strips), int(np.bitwise_or.reduce(planes, axis=None))
         )
-        lines = torch_module().from_numpy(table.reshape(-1, 6)).to(self._gpu, non_blocking=True)
-        return attempt(f"{program} of tables", lambda: launch.run(lines, self._slots and self._slots.flat)) is True
+        lines = torch_module().from_numpy(table.reshape(-1, 6))
+        if self._gpu.type == "cuda":  # from other memory CUDA may copy only when the stream has done all else
+            lines = lines.pin_memory().to(self._gpu, non_blocking=True)
+        slots = None if self._slots is None else self._slots.flat
+        return attempt(f"{program} of tables", lambda: launch.run(lines, slots)) is True
 
 
 @cache
