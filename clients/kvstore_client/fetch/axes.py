@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvstore.errors import InvalidRequest
 from kvstore_client.arrays import Tensor, check_dtype, check_memory, is_tensor, kind_of, raw_array
 from kvstore_client.copying import raw
+from kvstore_client.cuda import lanes
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.overlap import Span, check_targets, overlapping
 
@@ -91,6 +92,13 @@ class PageViews(NamedTuple):
                 is_same = all(one is other for one, other in zip(plain, tensors, strict=True))
                 arrays.append(halves if is_same else axes.split(plain, k_dim))
         return PageViews(views, arrays, list(chain.from_iterable(map(_tensors, layers))), are_alike)
+
+    @property
+    def gpu(self) -> Any | None:
+        """The GPU on which all of the tensors lie; None where there is none."""
+        if self.are_alike and lanes.gpu_of(self.given[0]) is None:  # tensors that are alike are all a GPU's, or none is
+            return None
+        return lanes.common_gpu(self.given)
 
     def check_writable(self) -> None:
         """Raise InvalidRequest for views that cannot be written, or that share memory. Where tensors are alike and lie

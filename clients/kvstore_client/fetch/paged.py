@@ -16,7 +16,6 @@ from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints
 from kvstore_client.arrays import Layer, Tensor, check_memory, is_array, is_tensor, settle_device
 from kvstore_client.copying import copy, raw
-from kvstore_client.cuda import common_gpu
 from kvstore_client.cuda.fetching import copy_checked_on, fetch_in_turn, fetched_on, with_slots
 from kvstore_client.cuda.pages import GpuSlots
 from kvstore_client.cuda.planes import GpuPlanes
@@ -88,7 +87,7 @@ class Pages:
         if self.slots.size and int(self.slots.max()) >= page_count * self.page_size:
             raise InvalidRequest(f"slot {int(self.slots.max())} lies outside {page_count} pages of {self.page_size}")
         settle_device(self._checked.given)
-        self.gpu = common_gpu(self._checked.given)
+        self.gpu = self._checked.gpu
         self._cut: dict[tuple[int, int], Cut] = {}
 
     def plane(self, position: int, which: int) -> Tensor:

@@ -14,9 +14,9 @@ from kvstore.chunk import ChunkLayout, layout_of, slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, Exactness, ModelSpec
-from kvstore_client.arrays import Layer, Tensor, checked, is_tensor, settle_device, torch_module
+from kvstore_client.arrays import Layer, Tensor, checked, settle_device, torch_module
 from kvstore_client.copying import calls_of, copy, plainly, plane_run, raw
-from kvstore_client.cuda import common_gpu
+from kvstore_client.cuda import lanes
 from kvstore_client.cuda.planes import GpuPlanes
 from kvstore_client.cuda.storing import stored_from
 from kvstore_client.derived import check_exact
@@ -95,11 +95,12 @@ class Tensors:
     def fused(self, unit: Unit, memory: Bytes, count: int, stride: int) -> Steps | None:
         """See ``planes.store.StoreSource.fused``: compiled calls, or one step per layer, K and V together."""
         layout = unit.layout
-        gpu = common_gpu(plane for both in self.planes[unit.part] for plane in both)
+        devices = {lanes.gpu_of(plane) for both in self.planes[unit.part] for plane in both}
+        gpu = devices.pop() if len(devices) == 1 else None
         if gpu is not None:
             return stored_from(GpuPlanes(gpu, self.planes[unit.part]), unit, memory, count, stride)
         layers = self.spec.slab_layers[unit.slab_first : unit.slab_stop]
-        if unit.part or any(is_tensor(plane) and not plane.is_cpu for both in self.planes[0] for plane in both):
+        if unit.part or devices:  # tensors of several devices
             return None
         geometry = plane_geometry(layout, layers)
         if geometry is None or stride % layout.item_size or unit.base % layout.item_size:
