@@ -41,7 +41,9 @@ from kvstore.server.world import World
 from kvstore.telemetry import NO_TRACING, Tracing, configure_logging, log_as
 from kvstore.units import format_bytes
 
-MOVER_COUNT = 2
+MOVERS_MIN, MOVERS_MAX = 2, 8
+PROCESSORS_PER_MOVER = 4
+"""A mover copies and checks some 3.5 GB/s: two keep up with what two processors bring, and a GPU brings far more."""
 SWITCH_INTERVAL_S = 0.0005
 """Seconds that another thread may hold the interpreter while the event loop waits."""
 DETACH_TIMEOUT_S = 30.0
@@ -65,7 +67,7 @@ def serve(loaded: LoadedSettings, tiers: Tiers = TIERS) -> int:
     check_arena(settings.arena.capacity_bytes)
     check_needs({name: loaded.of_tenant(name) for name in settings.tenant_names}, limit, tiers.needs)
     lock = prepare(settings, disk)
-    movers = MoverProcesses(MOVER_COUNT)  # before there are secrets, or threads
+    movers = MoverProcesses(mover_count(len(os.sched_getaffinity(0))))  # before there are secrets, or threads
     try:
         movers.lend(lock)  # no other server takes this state directory while a mover still writes for this one
         keys = read_keys(settings.tenants)
@@ -85,7 +87,7 @@ async def _run(
 ) -> None:  # fmt: skip
     settings = loaded.settings
     clock = SystemClock()
-    workers = movers.lane("mover", MOVER_COUNT, nice=MOVER_NICE)
+    workers = movers.lane("mover", len(movers.pids), nice=MOVER_NICE)
     background = WorkerThreads(1, "prefault", nice=MOVER_NICE)
     world = World(
         clock=clock, random=SystemRandom(), memory=SystemMemory(movers), disk=disk, faults=_faults(), workers=workers,
@@ -135,6 +137,11 @@ async def _run(
         for each in (workers, background, publisher, *tenants, world.tracing):
             if each is not None:
                 each.close()
+
+
+def mover_count(processors: int) -> int:
+    """Return the number of byte movers for so many processors."""
+    return max(MOVERS_MIN, min(MOVERS_MAX, processors // PROCESSORS_PER_MOVER))
 
 
 def _claim(tenants: list[Tenant]) -> None:
