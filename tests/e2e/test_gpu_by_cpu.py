@@ -117,3 +117,24 @@ def refused(*_: object) -> Future[None]:
     job: Future[None] = Future()
     job.set_exception(NotBegun("no thread is to be had"))
     return job
+
+
+class Interrupted:
+    """A stream of which the first wait is interrupted."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+        self.is_settled = False
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        if self.waits == 1:
+            raise KeyboardInterrupt
+        self.is_settled = True
+
+
+def test_an_interrupt_comes_after_the_last_copy() -> None:
+    streams = [Interrupted(), Interrupted()]
+    with pytest.raises(KeyboardInterrupt):
+        lanes._settle(streams)
+    assert all(stream.is_settled for stream in streams)

@@ -87,8 +87,21 @@ def _queue(torch: Any, streams: Sequence[Any], steps: Iterable[QueuedStep]) -> N
         while coming:
             _land(*coming.popleft())
     finally:
-        for stream in streams:
-            stream.synchronize()
+        _settle(streams)
+
+
+def _settle(streams: Iterable[Any]) -> None:
+    """Wait for all streams, also where the caller is interrupted: they may write to memory that is given back."""
+    interrupt: KeyboardInterrupt | None = None
+    for stream in streams:
+        while True:
+            try:
+                stream.synchronize()
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def _land(events: Iterable[Any], landed: Callable[[], object]) -> None:
