@@ -21,6 +21,7 @@ from tests.e2e.test_paged import (
     SPEC,
     client,
     engine_pages,
+    slots_in,
     test_a_chunk_that_fails_its_checksums_is_not_written,
     test_a_store_from_pages_of_a_latent_cache,
     test_a_store_takes_every_token_from_its_slot,
@@ -31,7 +32,7 @@ from tests.e2e.test_paged import (
     test_tokens_that_are_not_wanted_before_the_first_slot,
 )
 from tests.e2e.test_round_trip import test_into_the_callers_tensors
-from tests.specs import random_cache, tokens_of
+from tests.specs import bits, random_cache, tokens_of
 
 AGAIN = (
     client,
@@ -138,3 +139,34 @@ def test_an_interrupt_comes_after_the_last_copy() -> None:
     with pytest.raises(KeyboardInterrupt):
         lanes._settle(streams)
     assert all(stream.is_settled for stream in streams)
+
+
+@pytest.mark.parametrize("gap", [(), (1,), (2, 3)], ids=str)
+def test_chunks_that_lie_here_and_there_cross_together(
+    local_sidecar: Sidecar, crossed: list[int], gap: tuple[int, ...]
+) -> None:
+    """Runs of several distances, and chunks of which no token has a slot between them."""
+    tokens, kv = tokens_of(COUNT, 5), random_cache(SPEC, COUNT, 5)
+    with connect(local_sidecar.address) as client:
+        for step, (stop, others) in enumerate([(16, 1), (32, 2), (64, 1), (80, 3), (COUNT, 0)]):
+            client.store(SPEC, tokens[:stop], [(k[:, :stop], v[:, :stop]) for k, v in kv]).wait()
+            for other in range(others):
+                seed = 100 + 10 * step + other
+                client.store(SPEC, tokens_of(16, seed), random_cache(SPEC, 16, seed)).wait()
+        crossed.clear()
+        dense = [tuple(torch.zeros(2, COUNT, 8, dtype=torch.bfloat16) for _ in "KV") for _ in kv]
+        assert client.fetch(SPEC, tokens, into=dense).token_count == COUNT
+        for both, each in zip(dense, kv, strict=True):
+            assert all((bits(plane) == kept).all() for plane, kept in zip(both, each, strict=True))
+        assert 0 < len(crossed) <= 2, "whole chunks together, and the tail"
+        slots = slots_in(COUNT, 6, 16)
+        for chunk in gap:
+            slots[16 * chunk : 16 * chunk + 16] = -1
+        there = slots >= 0
+        pages = engine_pages(LAYOUTS[0], 6, 16, 2, 8, pairs=False, tensor=True)
+        assert client.fetch(SPEC, tokens, into=Paged(pages, slots, LAYOUTS[0])).token_count == COUNT
+        for layer, each in zip(pages, kv, strict=True):
+            flat = bits(layer).reshape(2, 96, 2, 8)
+            for half, kept in zip(flat, each, strict=True):
+                assert (half[slots[there]].swapaxes(0, 1) == kept[:, there]).all()
+                assert (np.delete(half, slots[there], axis=0) == 0xDBDB).all()

@@ -6,24 +6,32 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from kvstore_client import Client
 from kvstore_client.cuda import launches
 from kvstore_client.cuda.launches import ARRIVE
+from kvstore_client.planes.shared_memory import landing
 from kvstore_kernels.gpu.strips import TableLaunch
 
 from tests.e2e.test_gpu_by_cpu import (
+    COUNT,
+    SPEC,
     client,
     crossed,
     test_chunks_of_whole_pages_are_written_together,
+    test_chunks_that_lie_here_and_there_cross_together,
     test_heads_layers_and_streams,
     test_into_the_callers_tensors,
     test_tokens_that_are_not_wanted_before_the_first_slot,
 )
 from tests.kernels.device import triton_here
+from tests.specs import bits, random_cache, tokens_of
 
 AGAIN = (
     client,
     crossed,
     test_chunks_of_whole_pages_are_written_together,
+    test_chunks_that_lie_here_and_there_cross_together,
     test_heads_layers_and_streams,
     test_into_the_callers_tensors,
     test_tokens_that_are_not_wanted_before_the_first_slot,
@@ -51,3 +59,12 @@ def test_all_parts_go_in_one_launch(plane: str, client: object, launched: list[s
     """What the other tests of this file rest on."""
     test_into_the_callers_tensors(client)
     assert set(launched) == ({ARRIVE} if plane == "local" else set())
+
+
+def test_layers_in_turn_are_launched_one_by_one(plane: str, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landing, "JOB_BYTES", 1)
+    tokens, kv = tokens_of(COUNT), random_cache(SPEC, COUNT)
+    client.store(SPEC, tokens, kv).wait()
+    into = [tuple(torch.zeros(2, COUNT, 8, dtype=torch.bfloat16) for _ in "KV") for _ in kv]
+    for layer, planes in client.fetch_layers(SPEC, tokens, into=into):
+        assert all((bits(plane) == kept).all() for plane, kept in zip(planes, kv[layer], strict=True))

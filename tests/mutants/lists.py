@@ -12,6 +12,7 @@ from tests.mutants import (
     client,
     controller,
     copies,
+    cuda,
     doors,
     drains,
     engines,
@@ -45,6 +46,7 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS: list[Mutant] = [
     *chunk.MUTANTS,
+    *cuda.MUTANTS,
     *hbm.MUTANTS,
     *keys.MUTANTS,
     *spec.MUTANTS,
