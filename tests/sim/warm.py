@@ -113,7 +113,7 @@ class SimulatedSession(MappedSession):
 
     def __init__(self, life: Life) -> None:
         self._controller, self._arena = life.controller, life.arena
-        self._is_told, self.metadata = True, ()
+        self._is_told, self._has_pool, self.metadata = True, False, ()
         self.generations: NDArray[np.uint64] = life.arena.generations.bytes.view(np.uint64)
         self.warm = KnownChunks()
         self.returns = _Returns()  # type: ignore[assignment]  # simulated

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Protocol
 
 from kvstore.chunk import layout_of
-from kvstore.errors import Unavailable
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import FaultPoints
 from kvstore.seams.jobs import failure_of
 from kvstore_client.copying import Copier, stopped, wait_all
@@ -78,15 +78,17 @@ class MappedLanding:
         byte_count = wanted.byte_count(sum(chunk.layout.token_count for run in runs for chunk in run.chunks))
         count = max(1, JOB_BYTES * len(wanted.layers) // max(1, byte_count))
         some = list(_ranges(positions, count))
-        copies = self._copied_in_turn(some, runs) or [
-            self._copier.submit(self._copy_layers, each, runs) for each in some
-        ]
-        for each, copy in zip(some, copies, strict=True):
-            for position in each:
-                self.layers[position].append(copy)
+        if self._copy_in_turn(some, runs):
+            return
+        for each in some:
+            self._hand_out(each, self._copier.submit(self._copy_layers, each, runs))
 
-    def _copied_in_turn(self, positions: Sequence[range], runs: list[MappedRun]) -> list[Future[None]]:
-        """Begin to copy ranges of layers one after the other, in one job; empty where they are copied side by side."""
+    def _hand_out(self, positions: range, copies: Future[None]) -> None:
+        for position in positions:
+            self.layers[position].append(copies)
+
+    def _copy_in_turn(self, positions: Sequence[range], runs: list[MappedRun]) -> bool:
+        """Begin to copy ranges of layers one after the other, in one job. False where they are copied side by side."""
         copies: dict[range, Future[None]] = {each: Future() for each in positions}
 
         def landed(some: range) -> bool:
@@ -96,11 +98,20 @@ class MappedLanding:
 
         call = self._target.in_turn(runs, positions, self._faults, landed)
         if call is None:
-            return []
-        for copy in copies.values():
+            return False
+        for some, copy in copies.items():
             copy.set_running_or_notify_cancel()  # whoever stops it waits until the job has ended it
-        self._copier.submit(call).add_done_callback(partial(_end, list(copies.values())))
-        return list(copies.values())
+            self._hand_out(some, copy)
+        end = partial(_end, list(copies.values()))
+        job: Future[None] | None = None
+        try:
+            job = self._copier.submit(call)
+        finally:
+            if job is None:  # an interrupt: nothing has begun
+                end(_failed(Unavailable("the copies were not begun")))
+            else:
+                job.add_done_callback(end)
+        return True
 
     def _copy_layers(self, positions: range, runs: list[MappedRun]) -> None:
         fused = self._target.fused(runs, positions)
@@ -169,6 +180,12 @@ def _end(copies: Sequence[Future[None]], job: Future[None]) -> None:
     for copy in copies:
         if not copy.done():
             copy.set_exception(failure or Unavailable("the copies were stopped"))
+
+
+def _failed(error: KVStoreError) -> Future[None]:
+    job: Future[None] = Future()
+    job.set_exception(error)
+    return job
 
 
 def _ranges(positions: Sequence[int], length_max: int) -> Iterator[range]:
