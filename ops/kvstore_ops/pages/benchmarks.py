@@ -34,7 +34,8 @@ table says so. Mooncake needs Debian's libibverbs1, librdmacm1, libnl-3-200 and 
 `make gpu` is for a machine with a GPU: it runs the tests that need one and the benchmarks `gpu-*`, which `all` leaves
 out where there is none, and ends within nine minutes with one table and `kvstore-gpu.json`. `python -m kvstore_ops.gpu
 --help` names its parts, its options and its exit status. It takes the Python whose torch has CUDA, .venv's or
-`PYTHON`'s; without a GPU it says what is missing, and what that leaves untested.
+`PYTHON`'s; without a GPU it says what is missing, and what that leaves untested. What it measured stands in
+[gpu.md](gpu.md).
 
 GB are 10^9 bytes. Machines like these are shared with others, so ratios hold better than rates. Figures of different
 commits stand side by side below: each row says its own, and is of a quick run unless it says "in full". No speed and
