@@ -64,7 +64,9 @@ def run_in_turn(device: Any, steps: Iterable[QueuedStep]) -> None:
         count = LANES if device.type == "cuda" else 0
         streams = _lanes.of[device] = [torch.cuda.Stream(device) for _ in range(count)]
     try:
-        plainly(_queue, torch, streams, steps)
+        # To enter a stream of another device is to set this thread's own one in the end, which makes a context on it.
+        with torch.cuda.device(device) if streams else nullcontext():
+            plainly(_queue, torch, streams, steps)
     except torch.OutOfMemoryError as error:
         found = f"{device} has no memory left for copies"
         raise Internal(f"{found}: leave {LANES * 32} MiB to it that the engine does not take") from error
@@ -87,8 +89,21 @@ def _queue(torch: Any, streams: Sequence[Any], steps: Iterable[QueuedStep]) -> N
         while coming:
             _land(*coming.popleft())
     finally:
-        for stream in streams:
-            stream.synchronize()
+        _settle(streams)
+
+
+def _settle(streams: Iterable[Any]) -> None:
+    """Wait until nothing runs on the streams, also where the caller is interrupted meanwhile, once more."""
+    interrupt: KeyboardInterrupt | None = None
+    for stream in streams:
+        while True:
+            try:
+                stream.synchronize()
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def _land(events: Iterable[Any], landed: Callable[[], object]) -> None:
