@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from kvstore_client import Paged, connect
 from kvstore_client.cuda import launches
 from kvstore_client.cuda.launches import ARRIVE
 from kvstore_kernels.gpu.strips import TableLaunch
+from kvstore_ops.sidecar import Sidecar
 
 from tests.e2e.test_gpu_by_cpu import (
     client,
@@ -18,7 +22,9 @@ from tests.e2e.test_gpu_by_cpu import (
     test_into_the_callers_tensors,
     test_tokens_that_are_not_wanted_before_the_first_slot,
 )
+from tests.e2e.test_paged import COUNT, LAYOUTS, SPEC, engine_pages
 from tests.kernels.device import triton_here
+from tests.specs import random_cache, tokens_of
 
 AGAIN = (
     client,
@@ -51,3 +57,20 @@ def test_all_parts_go_in_one_launch(plane: str, client: object, launched: list[s
     """What the other tests of this file rest on."""
     test_into_the_callers_tensors(client)
     assert set(launched) == ({ARRIVE} if plane == "local" else set())
+
+
+@pytest.mark.parametrize("form", ["planes", "pages"])
+def test_a_graph_that_needs_a_tensor_learns_of_a_launch(local_sidecar: Sidecar, launched: list[str], form: str) -> None:
+    tokens = tokens_of(COUNT)
+    shape = (2, COUNT, 8)
+    planes = [tuple(torch.zeros(shape, dtype=torch.bfloat16) for _ in "KV") for _ in range(2)]
+    pages = engine_pages(LAYOUTS[0], 9, 16, 2, 8, pairs=False, tensor=True)
+    needed, into = (planes[1][1], planes) if form == "planes" else (pages[1], Paged(pages, np.arange(COUNT)))
+    x = torch.ones(needed.shape, dtype=torch.bfloat16, requires_grad=True)
+    graph = (x * needed).sum()
+    with connect(local_sidecar.address) as client:
+        client.store(SPEC, tokens, random_cache(SPEC, COUNT)).wait()
+        assert client.fetch(SPEC, tokens, into=into).token_count == COUNT
+    assert launched
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        graph.backward()
