@@ -35,8 +35,13 @@ def gpu_of(plane: Tensor) -> Any | None:
 
 def common_gpu(planes: Iterable[Tensor]) -> Any | None:
     """Return the GPU on which all of these tensors lie; None where one lies elsewhere."""
-    devices = set(map(gpu_of, planes))
-    return devices.pop() if len(devices) == 1 else None
+    common: Any | None = None
+    for plane in planes:
+        gpu = gpu_of(plane)
+        if gpu is None or common not in (None, gpu):
+            return None  # the CPU's first tensor decides: small fetches ask, too
+        common = gpu
+    return common
 
 
 class QueuedStep(NamedTuple):
