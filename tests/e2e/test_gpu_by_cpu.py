@@ -4,11 +4,13 @@ every tensor is taken for a GPU's. What only a GPU has (streams, registered memo
 from __future__ import annotations
 
 from concurrent.futures import Future
+from threading import Event
 
 import numpy as np
 import pytest
 import torch
 from kvstore_client import Paged, connect
+from kvstore_client.copying import COPY_THREADS
 from kvstore_client.cuda import lanes, mirror
 from kvstore_client.fetch.open import open_resident
 from kvstore_client.fetch.target import given_places
@@ -143,3 +145,26 @@ def test_a_chunk_beyond_its_destination_is_not_copied(local_sidecar: Sidecar, fo
                 piece()
         prefix.close()
     assert not any(plane.any() for plane in whole)
+
+
+def test_layers_in_turn_that_have_not_begun_are_stopped_at_once(
+    local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, crossed: list[int]
+) -> None:
+    tokens, go = tokens_of(COUNT), Event()
+    into = engine_pages(LAYOUTS[0], 9, 16, 2, 8, pairs=False, tensor=True)
+    with connect(local_sidecar.address) as client:
+        client.store(SPEC, tokens, random_cache(SPEC, COUNT)).wait()
+        before = len(crossed)
+        busy = [client._context.copier.submit(go.wait, 10.0) for _ in range(COPY_THREADS)]
+        layers = iter(client.fetch_layers(SPEC, tokens, into=Paged(into, np.arange(COUNT), LAYOUTS[0])))
+        monkeypatch.setattr("kvstore_client.fetch.stream.wait_all", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(layers)
+        assert not any(each.done() for each in busy), "it waited for nobody"
+        go.set()
+        assert client.fetch(SPEC, tokens).token_count == COUNT
+        assert len(crossed) == before
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
