@@ -4,17 +4,25 @@ every tensor is taken for a GPU's. What only a GPU has (streams, registered memo
 from __future__ import annotations
 
 from concurrent.futures import Future
+from threading import Event
 
 import numpy as np
 import pytest
 import torch
 from kvstore_client import Paged, connect
+from kvstore_client.copying import COPY_THREADS
 from kvstore_client.cuda import lanes, mirror
+from kvstore_client.fetch.open import open_resident
+from kvstore_client.fetch.target import given_places
+from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.shared_memory import landing
+from kvstore_client.prompt import Prompt
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Internal, KVStoreError
+from kvstore.seams import FaultPoints
 from kvstore.seams.jobs import NotBegun
+from kvstore.spec import Exactness
 from tests.e2e.test_paged import (
     COUNT,
     LAYOUTS,
@@ -170,3 +178,46 @@ def test_chunks_that_lie_here_and_there_cross_together(
             for half, kept in zip(flat, each, strict=True):
                 assert (half[slots[there]].swapaxes(0, 1) == kept[:, there]).all()
                 assert (np.delete(half, slots[there], axis=0) == 0xDBDB).all()
+
+
+@pytest.mark.parametrize("form", ["planes", "pages"])
+def test_a_chunk_beyond_its_destination_is_not_copied(local_sidecar: Sidecar, form: str) -> None:
+    """As a confused sidecar may name one: a kernel would write on, into what lies behind."""
+    tokens, short = tokens_of(COUNT), SPEC.chunk_tokens
+    whole = [torch.zeros(2, COUNT, 8, dtype=torch.bfloat16) for _ in range(4)]
+    pages = engine_pages(LAYOUTS[0], 9, 16, 2, 8, pairs=False, tensor=True)
+    into = [(whole[0][:, :short], whole[1][:, :short]), (whole[2][:, :short], whole[3][:, :short])]
+    wanted = Wanted.of(SPEC, None, None, (), False)
+    with connect(local_sidecar.address) as client:
+        client.store(SPEC, tokens, random_cache(SPEC, COUNT)).wait()
+        prefix = open_resident(client._context, wanted, Prompt.of(SPEC, tokens, (), Exactness.EXACT))
+        given = given_places(wanted, into if form == "planes" else Paged(pages, np.arange(short + 1), LAYOUTS[0]))
+        fused = given(short).fused(prefix.runs(0))
+        with pytest.raises(Internal, match="ends at token"):
+            for piece in fused.pieces(FaultPoints(), 1):
+                piece()
+        prefix.close()
+    assert not any(plane.any() for plane in whole)
+
+
+def test_layers_in_turn_that_have_not_begun_are_stopped_at_once(
+    local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, crossed: list[int]
+) -> None:
+    tokens, go = tokens_of(COUNT), Event()
+    into = engine_pages(LAYOUTS[0], 9, 16, 2, 8, pairs=False, tensor=True)
+    with connect(local_sidecar.address) as client:
+        client.store(SPEC, tokens, random_cache(SPEC, COUNT)).wait()
+        before = len(crossed)
+        busy = [client._context.copier.submit(go.wait, 10.0) for _ in range(COPY_THREADS)]
+        layers = iter(client.fetch_layers(SPEC, tokens, into=Paged(into, np.arange(COUNT), LAYOUTS[0])))
+        monkeypatch.setattr("kvstore_client.fetch.stream.wait_all", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(layers)
+        assert not any(each.done() for each in busy), "it waited for nobody"
+        go.set()
+        assert client.fetch(SPEC, tokens).token_count == COUNT
+        assert len(crossed) == before
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt

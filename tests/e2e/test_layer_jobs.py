@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from time import sleep
 from types import SimpleNamespace
 
 import numpy as np
@@ -194,3 +195,30 @@ def test_a_loss_is_seen_by_a_layer_of_which_more_was_still_to_come(monkeypatch: 
     assert [next(layers)[0], next(layers)[0]] == [0, 1]
     with pytest.raises(DataLoss):
         next(layers)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_an_interrupt_between_two_jobs_leaves_none_behind(
+    client: Client, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Nobody has the landing yet who would stop it, and its jobs write to the caller's memory."""
+    tokens, begun = tokens_of(COUNT, 77), []
+    client.store(ALIKE, tokens, random_cache(ALIKE, COUNT, 77)).wait(10)
+    submit = Copier.submit
+
+    def slow(function: Callable[..., object], *arguments: object) -> object:
+        sleep(0.1)
+        return function(*arguments)
+
+    def interrupted(self: Copier, function: Callable[..., object], *arguments: object) -> Future[object]:
+        if len(begun) == number:
+            raise KeyboardInterrupt
+        begun.append(submit(self, slow, function, *arguments))
+        return begun[-1]
+
+    monkeypatch.setattr(landing, "JOB_BYTES", 1)
+    monkeypatch.setattr(Copier, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(client.fetch_layers(ALIKE, tokens)))
+    assert len(begun) == number
+    assert all(each.done() for each in begun)

@@ -6,11 +6,12 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor as WorkerPool
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from kvstore_client import AsyncClient, Client, Paged
+from kvstore_client.cuda import lanes
 from kvstore_client.streams import within_streams
 
 from kvstore.seams import WorkerThreads
@@ -212,32 +213,58 @@ async def test_awaited_calls_wait_for_the_callers_stream(client: Client, device:
     asked._threads.close()
 
 
+class StreamOf(NamedTuple):
+    device: int
+    name: str
+
+
 class Cuda:
-    """torch.cuda as a process sees it that has two GPUs. ``streams``: by thread and device."""
+    """torch.cuda as a process sees it that has four GPUs. ``streams``: by thread and device. ``contexts``: the GPUs on
+    which there is a context, because they were made current; ``device`` goes back to no other."""
 
     def __init__(self) -> None:
         self.streams: dict[tuple[int, int], str] = {}
-        self.device = threading.local()
+        self.contexts: set[int] = set()
+        self._own = threading.local()
 
     def is_initialized(self) -> bool:
         return True
 
     def device_count(self) -> int:
-        return 2
+        return 4
 
     def current_device(self) -> int:
-        return getattr(self.device, "number", 0)
+        return getattr(self._own, "device", 0)
 
-    def current_stream(self, device: int) -> tuple[int, str]:
-        return device, self.streams.get((threading.get_ident(), device), "default")
+    def current_stream(self, device: int) -> StreamOf:
+        return StreamOf(device, self.streams.get((threading.get_ident(), device), "default"))
+
+    def default_stream(self, device: int) -> StreamOf:
+        return StreamOf(device, "default")
 
     @contextmanager
-    def stream(self, stream: tuple[int, str]) -> Iterator[None]:
-        before, number = self.current_device(), stream[0]
-        kept = self.current_stream(number)[1]
-        self.streams[threading.get_ident(), number], self.device.number = stream[1], number
+    def device(self, device: int) -> Iterator[None]:
+        before = self.current_device()
+        self._set(device)
         yield
-        self.streams[threading.get_ident(), number], self.device.number = kept, before
+        if before in self.contexts:
+            self._set(before)
+        else:
+            self._own.device = before
+
+    @contextmanager
+    def stream(self, stream: StreamOf) -> Iterator[None]:
+        before, kept = self.current_device(), self.current_stream(stream.device)
+        self._set(stream.device)
+        self.streams[threading.get_ident(), stream.device] = stream.name
+        yield
+        self.streams[threading.get_ident(), stream.device] = kept.name
+        self._set(before)
+
+    def _set(self, device: int) -> None:
+        if device != self.current_device():
+            self.contexts.add(device)
+        self._own.device = device
 
 
 def test_another_thread_works_on_the_callers_device_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,8 +272,38 @@ def test_another_thread_works_on_the_callers_device_and_streams(monkeypatch: pyt
     monkeypatch.setattr(torch, "cuda", cuda)
 
     def seen() -> tuple[int, Any, Any]:
-        return cuda.current_device(), cuda.current_stream(0), cuda.current_stream(1)
+        return cuda.current_device(), cuda.current_stream(1), cuda.current_stream(2)
 
-    with WorkerPool() as pool, cuda.stream((0, "a")), cuda.stream((1, "b")):
-        assert pool.submit(within_streams(seen)).result() == (1, (0, "a"), (1, "b"))
-        assert pool.submit(seen).result() == (0, (0, "default"), (1, "default"))
+    one, two = StreamOf(1, "a"), StreamOf(2, "b")
+    with WorkerPool() as pool, cuda.device(2), cuda.stream(one), cuda.stream(two):
+        assert pool.submit(within_streams(seen)).result() == (2, one, two)
+        assert pool.submit(seen).result() == (0, StreamOf(1, "default"), StreamOf(2, "default"))
+    assert cuda.contexts == {1, 2}, "a context takes some 500 MiB of a GPU: other processes may use the others"
+
+
+def test_copies_make_no_context_on_another_gpu_and_end_whatever_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's own device is the first one, unless somebody says otherwise; and a second Ctrl-C may come soon."""
+    cuda = Cuda()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    ended: list[str] = []
+
+    class Lane(StreamOf):
+        def synchronize(self) -> None:
+            if not ended:
+                ended.append("interrupted")
+                raise KeyboardInterrupt
+            ended.append(self.name)
+
+    gpu = torch.device("cuda:3")
+    monkeypatch.setattr(lanes._lanes, "of", {gpu: [Lane(3, "one"), Lane(3, "two")]})
+    cuda_device = cuda.device
+    monkeypatch.setattr(cuda, "device", lambda device: cuda_device(device.index))
+
+    def fails() -> None:
+        assert cuda.current_device() == 3
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lanes.run_on(gpu, [fails])
+    assert ended == ["interrupted", "one", "two"]
+    assert cuda.contexts == {3}

@@ -53,8 +53,8 @@ MUTANTS = (
     Mutant(
         "cuda-layers-without-an-end",
         "clients/kvstore_client/planes/shared_memory/landing.py",
-        "                job.add_done_callback(end)\n",
-        "                pass\n",
+        "        self._turns[-1].add_done_callback(partial(_end, list(copies.values())))\n",
+        "",
         "layers of which a copy failed are waited for until the time is over",
         (f"{T_CPU}::test_layers_in_turn_of_which_a_copy_fails_are_not_shown",),
     ),

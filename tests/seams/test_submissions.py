@@ -96,7 +96,7 @@ SITES = {
     ("clients/kvstore_client/planes/shared_memory/resident.py", "ResidentPrefix.copy_all"): FETCH,
     ("clients/kvstore_client/planes/shared_memory/landing.py", "MappedLanding._copy_hidden"): LAYERS,
     ("clients/kvstore_client/planes/shared_memory/landing.py", "MappedLanding._copy"): LAYERS,
-    ("clients/kvstore_client/planes/shared_memory/landing.py", "MappedLanding._copy_in_turn"): IN_TURN,
+    ("clients/kvstore_client/planes/shared_memory/landing.py", "MappedLanding._copied_in_turn"): IN_TURN,
     ("clients/kvstore_client/store/calls.py", "keep"): STORE,
     ("clients/kvstore_client/planes/shared_memory/store.py", "StagedUpload._copy_batch"): STORE,
     ("clients/kvstore_client/store/gathering.py", "gather"): STORE,

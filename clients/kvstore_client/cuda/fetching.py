@@ -83,7 +83,8 @@ def _copies(
     target: GpuPlanes, wanted: Wanted, runs: Sequence[MappedRun], positions: range, faults: FaultPoints
 ) -> Iterator[Callable[[], None]]:
     for some in _alike(runs):
-        first = some[0].chunks[0]
+        first, last = some[0].chunks[0], some[-1].chunks[-1]
+        target.check_room(last.token_start + last.layout.token_count)
         layout, count = first.layout, sum(len(run.chunks) for run in some)
         numbers = [layout.slab_of_layer[wanted.layers[position]] for position in positions]
         alone = first.home is None or (wanted.head_stop is not None and not layout.blocked)

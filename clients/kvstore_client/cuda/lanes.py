@@ -35,8 +35,13 @@ def gpu_of(plane: Tensor) -> Any | None:
 
 def common_gpu(planes: Iterable[Tensor]) -> Any | None:
     """Return the GPU on which all of these tensors lie; None where one lies elsewhere."""
-    devices = set(map(gpu_of, planes))
-    return devices.pop() if len(devices) == 1 else None
+    common: Any | None = None
+    for plane in planes:
+        gpu = gpu_of(plane)
+        if gpu is None or common not in (None, gpu):
+            return None  # the CPU's first tensor decides: small fetches ask, too
+        common = gpu
+    return common
 
 
 class QueuedStep(NamedTuple):
@@ -64,7 +69,9 @@ def run_in_turn(device: Any, steps: Iterable[QueuedStep]) -> None:
         count = LANES if device.type == "cuda" else 0
         streams = _lanes.of[device] = [torch.cuda.Stream(device) for _ in range(count)]
     try:
-        plainly(_queue, torch, streams, steps)
+        # To enter a stream of another device is to set this thread's own one in the end, which makes a context on it.
+        with torch.cuda.device(device) if streams else nullcontext():
+            plainly(_queue, torch, streams, steps)
     except torch.OutOfMemoryError as error:
         found = f"{device} has no memory left for copies"
         raise Internal(f"{found}: leave {LANES * 32} MiB to it that the engine does not take") from error

@@ -66,7 +66,7 @@ class Launches:
         parts = _parts_of(slabs, size)
         if parts is None or parts.dim != plane.shape[-1]:
             return False
-        from kvstore_kernels.gpu import attempt
+        from kvstore_kernels.gpu import attempt, tell_graphs
         from kvstore_kernels.gpu.strips import TableLaunch
 
         table = np.repeat(parts.lines[None], len(addresses), axis=0)
@@ -81,7 +81,11 @@ class Launches:
         if self._gpu.type == "cuda":  # from other memory CUDA may copy only when the stream has done all else
             lines = lines.pin_memory().to(self._gpu, non_blocking=True)
         slots = None if self._slots is None else self._slots.flat
-        return attempt(f"{program} of tables", lambda: launch.run(lines, slots)) is True
+        if not attempt(f"{program} of tables", lambda: launch.run(lines, slots)):
+            return False
+        if program == ARRIVE:
+            tell_graphs([plane for position in positions for plane in self._planes[position]])
+        return True
 
 
 @cache

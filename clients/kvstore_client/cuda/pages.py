@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,21 @@ class GpuSlots:
 
     def __init__(self, slots: NDArray[np.int64], page_size: int, device: Any) -> None:
         """``slots``: [tokens], negative where a token has none."""
-        self._slots, self._device = slots, device
+        self._slots, self._page_size, self._device = slots, page_size, device
         self.flat = self._brought(slots)
         """[tokens], as they were given."""
-        self._here = np.stack(np.divmod(slots, page_size))
-        self._pages, self._rows = self._brought(self._here)
         self._found: dict[tuple[int, int, int, int, int], tuple[Tensor, Tensor, Tensor | None]] = {}
         """What ``_of`` returned: it is the same for each layer."""
+
+    @cached_property
+    def _here(self) -> NDArray[np.int64]:
+        """The page of each token, and its row there: [2, tokens]. One launch for all parts needs neither."""
+        return np.stack(np.divmod(self._slots, self._page_size))
+
+    @cached_property
+    def _there(self) -> Tensor:
+        """The same on the GPU."""
+        return self._brought(self._here)
 
     def _brought(self, numbers: NDArray[np.int64]) -> Tensor:
         """Return numbers on the GPU. They are there on return: any stream may use them."""
@@ -43,7 +52,8 @@ class GpuSlots:
 
     def tokens(self, plane: Tensor, start: int, stop: int) -> Tensor:
         """Return the tokens ``start .. stop`` of one half of a layer, [heads, tokens, dim]: a copy."""
-        return plane[self._pages[start:stop], self._rows[start:stop]].permute(1, 0, 2)
+        pages, rows = self._there[:, start:stop]
+        return plane[pages, rows].permute(1, 0, 2)
 
     def _of(self, token: int, step: int, count: int, part: PartPlace) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return pages, rows in them, and the numbers of the tokens that have a slot; None: all have."""
@@ -58,7 +68,7 @@ class GpuSlots:
         where, tokens = slice(token, token + step * count), slice(token_start, token_stop)
         there = np.flatnonzero(self._slots[where].reshape(count, step)[:, tokens] >= 0)
         if len(there) == count * (token_stop - token_start):
-            pages, rows = (each[where].view(count, step)[:, tokens] for each in (self._pages, self._rows))
+            pages, rows = (each[where].view(count, step)[:, tokens] for each in self._there)
             return pages, rows, None
         some = self._here[:, where].reshape(2, count, step)[:, :, tokens].reshape(2, -1)[:, there]
         pages, rows, numbers = self._brought(np.stack([*some, there]))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.chunk import PartPlace
+from kvstore.errors import Internal
 from kvstore_client.arrays import Tensor
 from kvstore_client.cuda.launches import ARRIVE, GATHER, Launches
 from kvstore_client.cuda.pages import GpuSlots
@@ -24,6 +26,19 @@ class GpuPlanes:
         self._planes = planes
         self._slots = slots
         self._launches = Launches(gpu, planes, slots)
+
+    @cached_property
+    def _room(self) -> int:
+        """The tokens that have places."""
+        if self._slots is not None:
+            return len(self._slots.flat)
+        return min(int(plane.shape[1]) for planes in self._planes for plane in planes)
+
+    def check_room(self, stop: int) -> None:
+        """Raise Internal where tokens before ``stop`` have no place, as a confused sidecar may say. No bounds are
+        checked behind this: the copies would reach beyond their plane."""
+        if stop > self._room:
+            raise Internal(f"a chunk ends at token {stop}, its destination at {self._room}")
 
     def put(self, position: int, part: PartPlace, content: Tensor, token: int, chunk_tokens: int) -> None:
         """Write a part of one layer, of chunks of which the first begins at ``token``: [chunks, heads, tokens, dim]."""

@@ -250,9 +250,10 @@ class PagedTarget:
         pages, or a layer has work of its own."""
         wanted, gpu = self._wanted, self._pages.gpu
         positions = positions or range(len(wanted.layers))
+        if wanted.verify:
+            return None
         if gpu is not None:
-            copies = fetched_on(self._pages.on_gpu, wanted, with_slots(runs, self._pages.slots), positions)
-            return None if wanted.verify else copies
+            return fetched_on(self._pages.on_gpu, wanted, with_slots(runs, self._pages.slots), positions)
         parts = self._whole_pages(runs, positions)
         if parts is None:
             return None

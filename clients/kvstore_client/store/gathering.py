@@ -35,7 +35,7 @@ class StripRange(NamedTuple):
 
 
 class Pile:
-    """StripsPart that are being gathered in staging. ``there``: the tokens gathered so far."""
+    """Strips that are being gathered in staging. ``there``: the tokens gathered so far."""
 
     def __init__(self, strips: StripRange, layout: ChunkLayout, run: StagingRun) -> None:
         self.first, self.count = strip_range(layout, strips)

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Protocol
 
 from kvstore.chunk import layout_of
-from kvstore.errors import KVStoreError, Unavailable
+from kvstore.errors import Unavailable
 from kvstore.seams import FaultPoints
 from kvstore.seams.jobs import failure_of
 from kvstore_client.copying import Copier, stopped, wait_all
@@ -60,6 +60,8 @@ class MappedLanding:
         self._coming += [(part, 0, part) for part in range(1, len(prefix.wanted.hidden_layers) + 1)]
         self.layers: list[list[Future[None]]] = [[] for _ in prefix.wanted.layers]
         self._hidden: list[Future[None]] = []
+        self._turns: list[Future[None]] = []
+        """Jobs that copy ranges of layers one after the other."""
         self._is_stopped = False
         try:
             self._copy(range(len(self.layers)), prefix.runs(0))
@@ -78,17 +80,16 @@ class MappedLanding:
         byte_count = wanted.byte_count(sum(chunk.layout.token_count for run in runs for chunk in run.chunks))
         count = max(1, JOB_BYTES * len(wanted.layers) // max(1, byte_count))
         some = list(_ranges(positions, count))
-        if self._copy_in_turn(some, runs):
-            return
-        for each in some:
-            self._hand_out(each, self._copier.submit(self._copy_layers, each, runs))
+        in_turn = self._copied_in_turn(some, runs)
+        for each in some:  # each is known at once: an interrupt before the next one has to stop it
+            copy = self._copier.submit(self._copy_layers, each, runs) if in_turn is None else in_turn[each]
+            for position in each:
+                self.layers[position].append(copy)
 
-    def _hand_out(self, positions: range, copies: Future[None]) -> None:
-        for position in positions:
-            self.layers[position].append(copies)
-
-    def _copy_in_turn(self, positions: Sequence[range], runs: list[MappedRun]) -> bool:
-        """Begin to copy ranges of layers one after the other, in one job. False where they are copied side by side."""
+    def _copied_in_turn(
+        self, positions: Sequence[range], runs: list[MappedRun]
+    ) -> dict[range, Future[None]] | None:  # fmt: skip
+        """Begin to copy ranges of layers one after the other, in one job; None where they are copied side by side."""
         copies: dict[range, Future[None]] = {each: Future() for each in positions}
 
         def landed(some: range) -> bool:
@@ -98,20 +99,12 @@ class MappedLanding:
 
         call = self._target.in_turn(runs, positions, self._faults, landed)
         if call is None:
-            return False
-        for some, copy in copies.items():
+            return None
+        for copy in copies.values():
             copy.set_running_or_notify_cancel()  # whoever stops it waits until the job has ended it
-            self._hand_out(some, copy)
-        end = partial(_end, list(copies.values()))
-        job: Future[None] | None = None
-        try:
-            job = self._copier.submit(call)
-        finally:
-            if job is None:  # an interrupt: nothing has begun
-                end(_failed(Unavailable("the copies were not begun")))
-            else:
-                job.add_done_callback(end)
-        return True
+        self._turns.append(self._copier.submit(call))
+        self._turns[-1].add_done_callback(partial(_end, list(copies.values())))
+        return copies
 
     def _copy_layers(self, positions: range, runs: list[MappedRun]) -> None:
         fused = self._target.fused(runs, positions)
@@ -165,9 +158,10 @@ class MappedLanding:
         stopped(self._jobs(), timeout_s)
         self.layers.clear()
         self._hidden.clear()
+        self._turns.clear()
 
     def _jobs(self) -> list[Future[None]]:
-        return list(dict.fromkeys(chain(*self.layers, self._hidden)))
+        return list(dict.fromkeys(chain(*self.layers, self._hidden, self._turns)))
 
     def finish(self, timeout_s: float) -> None:
         """Wait for the copies. Raises DeadlineExceeded while one may still be running."""
@@ -180,12 +174,6 @@ def _end(copies: Sequence[Future[None]], job: Future[None]) -> None:
     for copy in copies:
         if not copy.done():
             copy.set_exception(failure or Unavailable("the copies were stopped"))
-
-
-def _failed(error: KVStoreError) -> Future[None]:
-    job: Future[None] = Future()
-    job.set_exception(error)
-    return job
 
 
 def _ranges(positions: Sequence[int], length_max: int) -> Iterator[range]:

@@ -14,6 +14,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.chunk import STRIP_ALIGNMENT
 from kvstore.handoff.messages import DeviceAnswer
 from kvstore.seams.mapping import Bytes, SharedMap
 from kvstore.v1 import cache_pb2 as pb
@@ -37,6 +38,8 @@ class DevicePool:
         """Return the copy of a chunk at a place in the pool; None where no chunk of this layout can lie."""
         stop = place.offset + place.byte_count
         if place.byte_count != chunk.layout.total_bytes or stop > self._memory.size:
+            return None
+        if place.offset % STRIP_ALIGNMENT:  # a load from half of an item ends CUDA in this process
             return None
         return replace(
             chunk, extents=[self._memory[place.offset : stop]], slot=place.generation_slot,

@@ -64,7 +64,8 @@ class MappedPrefix(ResidentPrefix):
         except BaseException:
             self.close()
             raise
-        self.token_count = self.settle(set())
+        # What follows a chunk that is stale already is no part of it: no later check would look at that chunk.
+        self.token_count = self._stop = self.settle(set())
         self.chunks = [chunk for chunk in self.chunks if chunk.token_start < self.token_count]
 
     def _span(self, entry: pb.ResidentChunk) -> tuple[int, int]:
