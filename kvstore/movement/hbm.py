@@ -166,7 +166,7 @@ class HbmCopies:
         """See ``tiers.Evictor``."""
         wanted = set(residencies)
         rows = [row for row, residency in self._there.items() if residency in wanted]
-        if len(rows) < len(wanted) or any(map(self._table.is_held, rows)):
+        if len(rows) < len(wanted) or any(row in self._request or self._table.is_held(row) for row in rows):
             return False
         for row in rows:
             self._evict(row)

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from kvstore.controller import FetchResult
-from kvstore.errors import Unavailable
+from kvstore.errors import Exhausted, Unavailable
 from kvstore.movement.hbm import HbmCopies
 from kvstore.seams import SystemClock
 from kvstore.seams.devices.memory import HostDevice, HostRegion
 from kvstore.spec import MissReason, Tier
 from kvstore.tiers.hbm import HbmTier, Pool
+from kvstore.tiers.hbm.tier import _Copy
 from tests.controller.service import soon
 from tests.simulated import InlineWorkers
 from tests.tiers.service import DeviceService
@@ -357,5 +358,29 @@ def test_the_tiers_below_are_closed_before_a_device_that_hangs_is_waited_for() -
             tier.close = told
         await service.restart()
         assert closed == ["nvme", "hbm"]
+
+    service.run(scenario)
+
+
+def test_a_larger_chunk_drives_out_neighbours_not_half_the_pool() -> None:
+    service = HbmService()
+
+    async def scenario() -> None:
+        small, count = 8192, 2048
+        pool = Pool(HostDevice(service.memory), service.memory, count * small)
+        tier = HbmTier(pool, Moving())
+        copies = HbmCopies(
+            service.parts.catalog, service.mapped, tier, service.parts.movement.names, service.parts.counters
+        )
+        await tier.recover(copies)
+        extents = [pool.allocate(small) for _ in range(count)]
+        for number in np.random.default_rng(1).permutation(count).tolist():
+            tier._copies[extents[number].slot] = _Copy(extents[number], b"")
+            copies._there[number] = extents[number].slot
+        assert tier._allocate(64 * small).byte_count == 64 * small
+        assert len(copies._there) >= count - 16 - 64
+        copies._request = frozenset(range(count))
+        with pytest.raises(Exhausted):
+            tier._allocate(64 * small)
 
     service.run(scenario)

@@ -30,6 +30,11 @@ from kvstore.tiers.contract import (
 from kvstore.tiers.hbm.pool import Pool, PoolExtent
 from kvstore.tiers.pace import Pace
 
+APART_COUNT = 16
+"""Copies that go one by one, the least recently used first, before the neighbours of one of them go with it."""
+TRIED_COUNT = 4
+"""Places that are tried then: readers may hold something in each."""
+
 
 class _Copy(NamedTuple):
     """One copy. The packed header is the tier's own: what lies on the device may have been written by others."""
@@ -99,17 +104,45 @@ class HbmTier:
     def _allocate(self, byte_count: int) -> PoolExtent:
         """Return room for a chunk; other copies go for it. Raises Exhausted."""
         found = self.pool.allocate(byte_count)
-
-        def enough() -> bool:
-            nonlocal found
-            found = self.pool.allocate(byte_count)
-            return found is not None
-
         if found is None and self._evictor is not None and byte_count <= self.pool.capacity_bytes:
-            self._evictor.evict(lambda _: True, enough)
+            found = self._room(byte_count, self._evictor)
         if found is None:
             raise Exhausted("the pool on the device is full: raise tiers.hbm.capacity_bytes")
         return found
+
+    def _room(self, byte_count: int, evictor: Evictor) -> PoolExtent | None:
+        """Make room. Where the copies that are next to go lie apart and are smaller than what comes, waiting for two of
+        them to be neighbours would empty half the pool: then the neighbours of one of them go with it."""
+        found: PoolExtent | None = None
+        next_to_go: list[int] = []
+        count = 0
+
+        def seen(residency: Residency) -> bool:
+            next_to_go.append(self._copies[residency].extent.offset)
+            return True
+
+        def enough() -> bool:
+            nonlocal found, count
+            found, count = self.pool.allocate(byte_count), count + 1
+            return found is not None or count == APART_COUNT
+
+        evictor.evict(seen, enough)
+        if found is None:
+            for offset in next_to_go[:TRIED_COUNT]:
+                if evictor.evict_all(self._within(min(offset, self.pool.capacity_bytes - byte_count), byte_count)):
+                    found = self.pool.allocate(byte_count)
+                if found is not None:
+                    break
+        return found
+
+    def _within(self, begin: int, byte_count: int) -> list[Residency]:
+        """Return the copies that lie, wholly or in part, in a run of the pool. Looks at every copy."""
+        stop = begin + byte_count
+        return [
+            residency
+            for residency, (extent, _) in self._copies.items()
+            if extent.offset < stop and extent.offset + extent.byte_count > begin
+        ]
 
     def _begun(self, function: Callable[..., None], *arguments: object) -> asyncio.Future[None]:
         """Begin to move bytes."""
