@@ -45,7 +45,6 @@ class HbmCopies:
         self, catalog: Catalog, memory: MappedCopies, tier: HbmTier, names: ChunkNames, counters: Counters
     ) -> None:
         self.tier = tier
-        self._catalog = catalog
         self._table = catalog.table
         self._memory = memory
         self._names = names
@@ -106,7 +105,6 @@ class HbmCopies:
             waiting = self._waiting.pop(row)
             if row in self._there or row not in self._memory or self._table.identity(row) != waiting.identity:
                 continue
-            self._table.hold(row)
             try:
                 self._request = waiting.request
                 await self._fill(row)
@@ -120,13 +118,13 @@ class HbmCopies:
                 self._is_refused = True
             finally:
                 self._request = frozenset()
-                self._catalog.unhold(row)
 
     def _drop_waiting(self, request: frozenset[int]) -> None:
         self._waiting = {row: each for row, each in self._waiting.items() if each.request is not request}
 
     async def _fill(self, row: int) -> None:
-        """Copy one chunk. It counts only if memory still has it where it was copied from. Raises KVStoreError."""
+        """Copy one chunk. It counts only if memory still has it where it was copied from: nothing holds it there, so
+        that a device that hangs keeps nobody from removing or replacing it. Raises KVStoreError."""
         placement, layout = self._memory.placement(row), self._names.of(row).layout
         header = parse_header(placement.pieces[0], layout)
         residency = await self.tier.write(header, layout, placement.pieces)

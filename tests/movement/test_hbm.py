@@ -291,13 +291,14 @@ def test_a_device_that_hangs_is_seen_and_nothing_piles_up_behind_it() -> None:
         tier, copies = service.hbm.tier, service.hbm
         tier._workers = hanging
         hanging.hangs = True
-        await service.store(service.session, 1, 2, 3)
+        await service.keep(1, 2, 3)
         for _ in range(5):
             service.ask(1, 2, 3)
         await soon(lambda: len(hanging.taken) == 1)
         for _ in range(5):
             service.ask(1, 2, 3)
         assert len(copies._waiting) <= 3, "each chunk waits once"
+        assert not service.parts.catalog.table.is_held(service.row(1)), "whoever removes or replaces it is not kept"
         tier._clock = Later(60.0)
         assert next(each.stalled_s for each in service.parts.movement.accounts() if each.stats.name == "hbm") > 50
         await service.store(service.session, 4)
