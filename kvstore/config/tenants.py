@@ -68,6 +68,11 @@ def check_tenants(
             raise wrong_setting(f"{section}.capacity_bytes", tenant.capacity_bytes, "use at least 8 KiB")
         if tenant.nvme_capacity_bytes < 0:
             raise wrong_setting(f"{section}.nvme_capacity_bytes", tenant.nvme_capacity_bytes, "use 0 or more")
+        if tenant.hbm_capacity_bytes > tenant.capacity_bytes:
+            raise wrong_setting(
+                f"{section}.hbm_capacity_bytes", tenant.hbm_capacity_bytes, "it has copies of what memory has: use at "
+                f"most {section}.capacity_bytes, {tenant.capacity_bytes}, or raise that",
+            )  # fmt: skip
         if (socket_directory / name).resolve().is_relative_to(device_directory.resolve()):
             raise wrong_setting(
                 section, name, "its sockets would lie in tiers.nvme.directory: give the tenant another name, or set "

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from kvstore.catalog import Catalog, MappedCopies, RowIdentity
 from kvstore.chunk import parse_header
 from kvstore.errors import DataLoss, Exhausted, KVStoreError
 from kvstore.movement.names import ChunkNames
+from kvstore.movement.sources import STALL_S
 from kvstore.telemetry import Counters
 from kvstore.tiers import Residency
 from kvstore.tiers.contract import HelpingCopies
@@ -24,13 +26,14 @@ from kvstore.tiers.hbm import HbmTier, PoolExtent
 
 WAITING_COUNT_MAX = 4096
 """Chunks that wait to be copied to the device. The next request asks again for those beyond."""
+VICTIM_COUNT = 16
+"""Copies that are chosen together to leave: the list of all of them would hold up the loop for each copy that comes."""
 _log = logging.getLogger("kvstore.movement")
 
 
 class _Waiting(NamedTuple):
     """A chunk to be copied. ``request``: the chunks of its request, none of which it drives out."""
 
-    row: int
     identity: RowIdentity
     request: frozenset[int]
 
@@ -42,13 +45,13 @@ class HbmCopies:
         self, catalog: Catalog, memory: MappedCopies, tier: HbmTier, names: ChunkNames, counters: Counters
     ) -> None:
         self.tier = tier
-        self._catalog = catalog
         self._table = catalog.table
         self._memory = memory
         self._names = names
         self._counters = counters
-        self._there: dict[int, Residency] = {}
-        self._waiting: deque[_Waiting] = deque()
+        self._there: OrderedDict[int, Residency] = OrderedDict()
+        self._waiting: dict[int, _Waiting] = {}
+        """By row, in the order in which they are copied."""
         self._has_work = asyncio.Event()
         self._request: frozenset[int] = frozenset()
         """The chunks of the request for which a chunk is copied now."""
@@ -71,20 +74,25 @@ class HbmCopies:
     def used(self, chain: Sequence[int]) -> None:
         """Record that a chain was read, root first. Its end leaves before its beginning."""
         for row in reversed(chain):
-            residency = self._there.pop(row, None)
-            if residency is not None:
-                self._there[row] = residency
+            if row in self._there:
+                self._there.move_to_end(row)
 
     # ------------------------------------------------------------ copies come
 
     def wants(self, rows: Sequence[int]) -> None:
-        """Have chunks copied to the device, the first ones first, as far as they fit."""
-        missing = [row for row in rows if row not in self._there]
-        if missing:
+        """Have chunks copied to the device, the first ones first, as far as they fit. Chunks that wait already wait
+        once, and nothing more waits for a device that does not answer."""
+        missing = [row for row in rows if row not in self._there and not self._is_waiting(row)]
+        if missing and self.tier.stalled_s() <= STALL_S:
             request = frozenset(rows)
             for row in missing[: WAITING_COUNT_MAX - len(self._waiting)]:
-                self._waiting.append(_Waiting(row, self._table.identity(row), request))
+                self._waiting[row] = _Waiting(self._table.identity(row), request)
             self._has_work.set()
+
+    def _is_waiting(self, row: int) -> bool:
+        """True when this chunk waits, and not another one that had its row before."""
+        waiting = self._waiting.get(row)
+        return waiting is not None and waiting.identity == self._table.identity(row)
 
     async def run(self) -> None:
         """Copy the chunks that are wanted, for ever."""
@@ -93,11 +101,10 @@ class HbmCopies:
             if not self._waiting:
                 self._has_work.clear()
                 continue
-            waiting = self._waiting.popleft()
-            row = waiting.row
+            row = next(iter(self._waiting))
+            waiting = self._waiting.pop(row)
             if row in self._there or row not in self._memory or self._table.identity(row) != waiting.identity:
                 continue
-            self._table.hold(row)
             try:
                 self._request = waiting.request
                 await self._fill(row)
@@ -111,13 +118,13 @@ class HbmCopies:
                 self._is_refused = True
             finally:
                 self._request = frozenset()
-                self._catalog.unhold(row)
 
     def _drop_waiting(self, request: frozenset[int]) -> None:
-        self._waiting = deque(each for each in self._waiting if each.request is not request)
+        self._waiting = {row: each for row, each in self._waiting.items() if each.request is not request}
 
     async def _fill(self, row: int) -> None:
-        """Copy one chunk. It counts only if memory still has it where it was copied from. Raises KVStoreError."""
+        """Copy one chunk. It counts only if memory still has it where it was copied from: nothing holds it there, so
+        that a device that hangs keeps nobody from removing or replacing it. Raises KVStoreError."""
         placement, layout = self._memory.placement(row), self._names.of(row).layout
         header = parse_header(placement.pieces[0], layout)
         residency = await self.tier.write(header, layout, placement.pieces)
@@ -141,18 +148,23 @@ class HbmCopies:
     ) -> bool:
         """See ``tiers.Evictor``. What a reader or a ticket holds stays, and so do chunks of the request for which room
         is made."""
-        for row, residency in list(self._there.items()):
-            if row not in self._request and not self._table.is_held(row) and helps(residency):
+        while victims := list(islice(self._victims(helps), VICTIM_COUNT)):
+            for row in victims:
                 self._evict(row)
                 if enough():
                     return True
         return False
 
+    def _victims(self, helps: Callable[[Residency], bool]) -> Iterator[int]:
+        for row, residency in self._there.items():
+            if row not in self._request and not self._table.is_held(row) and helps(residency):
+                yield row
+
     def evict_all(self, residencies: Sequence[Residency]) -> bool:
         """See ``tiers.Evictor``."""
         wanted = set(residencies)
         rows = [row for row, residency in self._there.items() if residency in wanted]
-        if len(rows) < len(wanted) or any(map(self._table.is_held, rows)):
+        if len(rows) < len(wanted) or any(row in self._request or self._table.is_held(row) for row in rows):
             return False
         for row in rows:
             self._evict(row)
@@ -187,9 +199,8 @@ class HbmCopies:
         self._counters.add_of(self.tier.name, "verified_bytes", name.layout.total_bytes)
         return True
 
-    async def close(self) -> None:
-        """Give the device's memory back."""
+    def end(self) -> None:
+        """Give up all copies. The tier is not used any more, and may be closed."""
         for row in list(self._there):
             self.gave_up(row)
         self._memory.on_leaving.remove(self.gave_up)
-        await self.tier.close(None)

@@ -174,12 +174,14 @@ class Movement:
         self._shared_targets.clear()
         hbm, self.hbm = self.hbm, None
         if hbm is not None:
-            await hbm.close()
+            hbm.end()
         for copies in self._table.copies[:0:-1]:
             held = held_by(self._catalog, copies)
             self._table.drop_tier(copies)
             await copies.tier.close(held)
-        await self.shared_tiers.close()  # last: our own tiers are closed well whatever an engine does
+        await self.shared_tiers.close()  # behind our own tiers: they are closed well whatever an engine does
+        if hbm is not None:
+            await hbm.tier.close(None)  # last: it waits for a device that hangs
 
     def statistics(self) -> tuple[TierStatistics, ...]:
         """Return the statistics of every tier but memory, the fastest first, the shared ones last."""

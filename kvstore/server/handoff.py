@@ -210,7 +210,8 @@ class Handoff:
                 pool = self._pool()
                 if pool is None:
                     raise Unavailable("this server has no pool on a device")
-                self._outbox.room(connection, 2)
+                if self._outbox.room(connection, 2) < 2:
+                    raise Exhausted("too many answers to others are unread: ask again later")
                 device = DeviceAnswer(pool.identity, pool.generations.bytes.size, pool.region.byte_count)
                 return device, [pool.generations.descriptor, pool.region.descriptor]
         raise InvalidRequest(f"{question.op} is no question of an open session")

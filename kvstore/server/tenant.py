@@ -6,7 +6,9 @@ import asyncio
 import logging
 import os
 from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -20,9 +22,11 @@ from kvstore.controller.operators import Operators
 from kvstore.controller.prefills import PartialPrefills
 from kvstore.controller.traced import TracedController
 from kvstore.directory import NodeDirectory
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.policy import POLICIES
 from kvstore.seams import EnvelopeRing, TenantKeys
+from kvstore.seams.jobs import in_time
+from kvstore.seams.scheduler import run_for, start_thread
 from kvstore.server.announcing import Announcer
 from kvstore.server.descriptors import HELLO_COUNT_MAX
 from kvstore.server.handoff import Handoff
@@ -40,7 +44,7 @@ from kvstore.server.warming import Warming
 from kvstore.server.world import TierOwner, World
 from kvstore.telemetry import Counters, log_as
 from kvstore.tiers import NotOurs
-from kvstore.tiers.hbm import Pool
+from kvstore.tiers.hbm import HbmTier, Pool
 from kvstore.v1 import cache_pb2
 from kvstore.v1alpha import admin_pb2, prefill_pb2
 from kvstore.wire.limits import REPLY_BYTES_MAX
@@ -48,6 +52,8 @@ from kvstore.wire.limits import REPLY_BYTES_MAX
 EPOCH_BYTES = 8
 HANDSHAKE_TIMEOUT_MS = 5000
 """Milliseconds that a connection may hold one of the server's descriptors before its HTTP/2 handshake is done."""
+HBM_OPENING_S_MAX = 30.0
+"""Seconds that a device's driver may take until there is a pool: on a machine of many GPUs it takes ten."""
 OVER_COUNT = 64
 """Calls beyond their places that the service refuses by itself, naming the limit; gRPC refuses those beyond without."""
 _log = logging.getLogger("kvstore.server")
@@ -162,10 +168,18 @@ class Tenant:
 
     async def _attach_hbm(self) -> None:
         """Take the pool on a device into use. Without it, the service runs as without any other tier."""
-        if self._tiers.hbm is None:
+        builder = self._tiers.hbm
+        if builder is None or not self.settings.tiers.hbm.capacity_bytes:
             return
-        with _without(self._tiers.hbm, self.controller):
-            hbm = self._tiers.hbm.build(self.settings, self._world, self._owner)
+        with _without(builder, self.controller):
+            opening: Future[HbmTier | None] = Future()
+            opened = partial(run_for, opening, builder.build, self.settings, self._world, self._owner)
+            start_thread(opened, "hbm-opening")  # a driver that hangs holds up neither a stop nor the service
+            try:
+                hbm = await in_time(asyncio.wrap_future(opening), HBM_OPENING_S_MAX)
+            except TimeoutError:
+                opening.add_done_callback(_close_late)
+                raise Unavailable(f"the device's driver did not answer within {HBM_OPENING_S_MAX:.0f} s") from None
             if hbm is not None:
                 await self._parts.movement.attach_hbm(hbm)
 
@@ -202,6 +216,13 @@ class Tenant:
     def close(self) -> None:
         """Free the tenant's memory, after ``abandon``."""
         self._parts.arena.close()
+
+
+def _close_late(opening: Future[HbmTier | None]) -> None:
+    """Give a pool's memory back that came too late to be used."""
+    hbm = None if opening.cancelled() or opening.exception() else opening.result()
+    if hbm is not None:
+        hbm.pool.close()
 
 
 @contextmanager

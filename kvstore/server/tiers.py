@@ -92,7 +92,7 @@ def _build_hbm(settings: Settings, world: World, _owner: TierOwner) -> HbmTier |
             f"{error.message}: install an NVIDIA driver, name a GPU that this process sees, or set "
             "tiers.hbm.capacity_bytes = 0"
         ) from error
-    return HbmTier(pool, WorkerThreads(1, "hbm", nice=MOVER_NICE))
+    return HbmTier(pool, WorkerThreads(1, "hbm", nice=MOVER_NICE), world.clock)
 
 
 def _device(name: str, world: World) -> Device:

@@ -90,6 +90,10 @@ TOO_MUCH = f"capacity_bytes = {memory_limit_bytes()}\n"
         ('[tenants.""]\nsecret_file = "x"\n', ["lower-case"]),
         (f'[tenants.{"a" * 33}]\nsecret_file = "x"\n', ["at most 32"]),
         ('[tenants.a]\nsecret_file = "x"\ncapacity_bytes = 8191\n', ["tenants.a.capacity_bytes", "8 KiB"]),
+        (
+            '[tenants.a]\nsecret_file = "x"\ncapacity_bytes = "1 MiB"\nhbm_capacity_bytes = "2 MiB"\n',
+            ["tenants.a.hbm_capacity_bytes = 2097152", "at most tenants.a.capacity_bytes, 1048576"],
+        ),
         ('[tenants.a]\nsecret_file = "x"\nuid = -1\n', ["tenants.a.uid", "number"]),
         ('[tenants.a]\nsecret_file = "x"\nuid = 4294967295\n', ["tenants.a.uid", "number"]),
         ('[tenants.a]\nsecret_file = "x"\nuid = "root"\n', ["tenants.a.uid", "whole number"]),

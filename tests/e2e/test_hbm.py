@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -345,6 +346,22 @@ def test_a_pool_by_a_cuda_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             running.stop(kill=True)
             assert client.fetch(SPEC, tokens, into=into).token_count in (0, 90)
     driver.driver.cache_clear()
+
+
+def test_a_driver_that_hangs_at_the_start_holds_up_no_stop(tmp_path: Path) -> None:
+    (tmp_path / "cuInit").touch()
+    own = {"LD_LIBRARY_PATH": str(compiled(tmp_path)), "KVSTORE_STAND_IN_HANGS": str(tmp_path)}
+    command = [sys.executable, "-m", "kvstore_ops.cli", "serve", "--capacity", "16 MiB", "--nvme", "0"]
+    command += ["--state-directory", str(tmp_path / "state"), "--socket-directory", str(tmp_path / "run")]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, env={**environment("4 MiB", "cuda:0"), **own}, stdout=log, stderr=log)
+    try:
+        eventually((tmp_path / "cuInit.hung").exists)
+        process.terminate()
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+    assert "told to stop before the start was over" in (tmp_path / "log").read_text()
 
 
 def test_without_a_gpu_the_service_runs_and_names_the_setting() -> None:

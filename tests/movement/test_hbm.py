@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 
 from kvstore.controller import FetchResult
-from kvstore.errors import Unavailable
+from kvstore.errors import Exhausted, Unavailable
 from kvstore.movement.hbm import HbmCopies
+from kvstore.seams import SystemClock
 from kvstore.seams.devices.memory import HostDevice, HostRegion
 from kvstore.spec import MissReason, Tier
 from kvstore.tiers.hbm import HbmTier, Pool
+from kvstore.tiers.hbm.tier import _Copy
 from tests.controller.service import soon
 from tests.simulated import InlineWorkers
 from tests.tiers.service import DeviceService
@@ -260,5 +263,125 @@ def test_a_stop_gives_the_memory_back() -> None:
         await service.restart()
         assert service.row(1) not in service.hbm
         assert await service.fetch(1) == (1, MissReason.NONE)
+
+    service.run(scenario)
+
+
+class Hanging(Moving):
+    """A device that does not answer, while ``hangs``."""
+
+    hangs = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[Future[Any]] = []
+
+    def submit(self, function: Callable[..., Any], /, *args: object) -> Future[Any]:
+        if not self.hangs:
+            return super().submit(function, *args)
+        self.taken.append(Future())
+        return self.taken[-1]
+
+
+def test_a_device_that_hangs_is_seen_and_nothing_piles_up_behind_it() -> None:
+    service = HbmService()
+
+    async def scenario() -> None:
+        hanging = Hanging()
+        tier, copies = service.hbm.tier, service.hbm
+        tier._workers = hanging
+        hanging.hangs = True
+        await service.keep(1, 2, 3)
+        for _ in range(5):
+            service.ask(1, 2, 3)
+        await soon(lambda: len(hanging.taken) == 1)
+        for _ in range(5):
+            service.ask(1, 2, 3)
+        assert len(copies._waiting) <= 3, "each chunk waits once"
+        assert not service.parts.catalog.table.is_held(service.row(1)), "whoever removes or replaces it is not kept"
+        tier._clock = Later(60.0)
+        assert next(each.stalled_s for each in service.parts.movement.accounts() if each.stats.name == "hbm") > 50
+        await service.store(service.session, 4)
+        before = len(copies._waiting)
+        service.ask(4)
+        assert len(copies._waiting) == before
+        hanging.hangs = False
+        hanging.taken[0].set_result(None)
+        await soon(lambda: service.row(1, 2, 3) in copies)
+
+    service.run(scenario)
+
+
+class Later(SystemClock):
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self._seconds
+
+
+def test_a_cancelled_copy_does_not_wait_for_the_device_and_its_room_is_free_afterwards() -> None:
+    service = HbmService()
+
+    async def scenario() -> None:
+        hanging = Hanging()
+        service.hbm.tier._workers = hanging
+        hanging.hangs = True
+        await service.store(service.session, 1)
+        row = service.row(1)
+        filling = asyncio.ensure_future(service.hbm._fill(row))
+        await soon(lambda: len(hanging.taken) == 1)
+        filling.cancel()
+        await soon(filling.done)
+        assert filling.cancelled()
+        assert service.pool.free_bytes < service.pool.capacity_bytes, "the device may still write there"
+        hanging.taken[0].set_result(None)
+        await soon(lambda: service.pool.free_bytes == service.pool.capacity_bytes)
+        assert row not in service.hbm
+
+    service.run(scenario)
+
+
+def test_the_tiers_below_are_closed_before_a_device_that_hangs_is_waited_for() -> None:
+    service = HbmService()
+
+    async def scenario() -> None:
+        await service.keep(1)
+        closed: list[str] = []
+        movement, hbm = service.parts.movement, service.hbm.tier
+        for tier in (movement._table.copies[1].tier, hbm):
+            close = tier.close
+
+            async def told(held: Any, name: str = tier.name, close: Any = close) -> None:
+                closed.append(name)
+                await close(held)
+
+            tier.close = told
+        await service.restart()
+        assert closed == ["nvme", "hbm"]
+
+    service.run(scenario)
+
+
+def test_a_larger_chunk_drives_out_neighbours_not_half_the_pool() -> None:
+    service = HbmService()
+
+    async def scenario() -> None:
+        small, count = 8192, 2048
+        pool = Pool(HostDevice(service.memory), service.memory, count * small)
+        tier = HbmTier(pool, Moving())
+        copies = HbmCopies(
+            service.parts.catalog, service.mapped, tier, service.parts.movement.names, service.parts.counters
+        )
+        await tier.recover(copies)
+        extents = [pool.allocate(small) for _ in range(count)]
+        for number in np.random.default_rng(1).permutation(count).tolist():
+            tier._copies[extents[number].slot] = _Copy(extents[number], b"")
+            copies._there[number] = extents[number].slot
+        assert tier._allocate(64 * small).byte_count == 64 * small
+        assert len(copies._there) >= count - 16 - 64
+        copies._request = frozenset(range(count))
+        with pytest.raises(Exhausted):
+            tier._allocate(64 * small)
 
     service.run(scenario)

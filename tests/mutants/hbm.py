@@ -60,6 +60,14 @@ MUTANTS = (
         (f"{T_E2E}::test_the_bytes_come_from_the_pool_and_from_nowhere_else",),
     ),
     Mutant(
+        "device-room-free-while-it-is-written",
+        "kvstore/tiers/hbm/tier.py",
+        "            job.add_done_callback(lambda _: self.pool.free(extent))\n",
+        "            self.pool.free(extent)\n",
+        "a copy that nobody waits for any more lands in the room of the next one",
+        (f"{T_MOVEMENT}::test_a_cancelled_copy_does_not_wait_for_the_device_and_its_room_is_free_afterwards",),
+    ),
+    Mutant(
         "device-header-is-believed",
         "kvstore/tiers/hbm/tier.py",
         "            if packed.tobytes() != found.packed:\n",

@@ -1,8 +1,12 @@
 /* The calls of the CUDA driver that kvstore makes, on the host's memory: a region is a memfd, a mapping is a mapping. What a
-   device would refuse is refused: wrong properties, memory without access, a thread without a context. */
+   device would refuse is refused: wrong properties, memory without access, a thread without a context. It hangs in a call
+   while a file of that call's name lies in the directory that KVSTORE_STAND_IN_HANGS names, and leaves CALL.hung there. */
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -23,7 +27,23 @@ enum { INVALID = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_CONTEXT = 201 };
 static int begun;
 static __thread void *current;
 
-int cuInit(unsigned flags) { begun = 1; return flags ? INVALID : 0; }
+static void hang(const char *call) {
+    const char *directory = getenv("KVSTORE_STAND_IN_HANGS");
+    char path[512];
+    if (!directory) return;
+    snprintf(path, sizeof path, "%s/%s", directory, call);
+    if (access(path, F_OK)) return;
+    char told[520];
+    snprintf(told, sizeof told, "%s.hung", path);
+    close(creat(told, 0600));
+    while (!access(path, F_OK)) usleep(10000);
+}
+
+int cuInit(unsigned flags) {
+    hang("cuInit");
+    begun = 1;
+    return flags ? INVALID : 0;
+}
 int cuDeviceGet(int *device, int ordinal) {
     if (!begun) return NOT_INITIALIZED;
     if (ordinal != 0) return 101;
@@ -83,6 +103,7 @@ int cuMemMap(u64 address, size_t size, size_t offset, u64 handle, u64 flags) {
     return mmap(there, size, PROT_NONE, MAP_SHARED | MAP_FIXED, (int)handle, 0) == there ? 0 : INVALID;
 }
 int cuMemUnmap(u64 address, size_t size) {
+    hang("cuMemUnmap");
     void *there = (void *)(uintptr_t)address;
     return mmap(there, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) != there;
 }
@@ -97,6 +118,7 @@ int cuStreamCreate(void **stream, unsigned flags) {
 }
 static int is_ready(void *stream) { return current ? (stream == (void *)(uintptr_t)0x77 ? 0 : INVALID) : NO_CONTEXT; }
 int cuMemcpyHtoDAsync_v2(u64 target, const void *source, size_t size, void *stream) {
+    hang("cuMemcpyHtoDAsync_v2");
     int status = is_ready(stream);
     if (!status) memcpy((void *)(uintptr_t)target, source, size);
     return status;

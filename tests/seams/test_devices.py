@@ -94,6 +94,20 @@ def test_what_a_driver_refuses_is_a_typed_error_and_leaves_nothing(cuda: driver.
     assert set(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_region_without_a_stream_leaves_nothing(cuda: driver.Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, number = set(os.listdir("/proc/self/fd")), cuda.number
+
+    def refused(name: str, *arguments: Any) -> Any:
+        if name == "cuStreamCreate":
+            raise Exhausted("no memory left for a stream")
+        return number(name, *arguments)
+
+    monkeypatch.setattr(cuda, "number", refused)
+    with pytest.raises(Exhausted):
+        CudaDevice(0).allocate(1)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
 @pytest.mark.parametrize("name", ["libcuda-that-is-not-there.so.1", "libc.so.6"])
 def test_without_a_driver(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "LIBRARY", name)

@@ -71,7 +71,11 @@ class CudaRegion:
                     raise
             finally:
                 cuda.call("cuMemRelease", handle)  # the mapping and the descriptor keep the memory
-            self._stream: int = cuda.number("cuStreamCreate", ctypes.c_void_p, NON_BLOCKING)
+            try:
+                self._stream: int = cuda.number("cuStreamCreate", ctypes.c_void_p, NON_BLOCKING)
+            except BaseException:
+                self.close()
+                raise
 
     def write(self, offset: int, source: Sequence[Bytes]) -> None:
         """See ``DeviceRegion.write``."""

@@ -68,6 +68,8 @@ class Pool:
 
     def free(self, extent: PoolExtent) -> None:
         """Give a copy's bytes away. Its generation changes first: from here on every reader sees a miss."""
+        if not self._values.size:  # closed: a last reader ended after it
+            return
         assert int(self._values[extent.slot]) == extent.generation, "freed twice"
         self._values[extent.slot] += np.uint64(1)
         fence()  # and it changes before any byte does, for readers on other processors too

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,9 +11,9 @@ from numpy.typing import NDArray
 
 from kvstore.chunk import ChunkHeader, ChunkLayout, StripMemory, are_right, pack_header, parse_header, slab_runs
 from kvstore.errors import DataLoss, Exhausted, KVStoreError
-from kvstore.seams import Workers
+from kvstore.seams import Clock, SystemClock, Workers
 from kvstore.seams.devices import DeviceRegion
-from kvstore.seams.jobs import NotBegun, done
+from kvstore.seams.jobs import NotBegun, begun, done, failure_of, to_its_end
 from kvstore.seams.memory import Bytes
 from kvstore.spec import Durability, Encoding, Tier
 from kvstore.tiers.contract import (
@@ -27,6 +28,12 @@ from kvstore.tiers.contract import (
     host_memory,
 )
 from kvstore.tiers.hbm.pool import Pool, PoolExtent
+from kvstore.tiers.pace import Pace
+
+APART_COUNT = 16
+"""Copies that go one by one, the least recently used first, before the neighbours of one of them go with it."""
+TRIED_COUNT = 4
+"""Places that are tried then: readers may hold something in each."""
 
 
 class _Copy(NamedTuple):
@@ -44,9 +51,11 @@ class HbmTier:
     kind = Tier.HBM
     durability = Durability.MEMORY
 
-    def __init__(self, pool: Pool, workers: Workers) -> None:
+    def __init__(self, pool: Pool, workers: Workers, clock: Clock | None = None) -> None:
         self.pool = pool
         self._workers = workers
+        self._clock = clock or SystemClock()
+        self._pace = Pace()
         self._evictor: Evictor | None = None
         self._copies: dict[Residency, _Copy] = {}
         self._readers: dict[Residency, int] = {}
@@ -61,7 +70,8 @@ class HbmTier:
         return Recovered(IndexColumns(), np.empty(0, np.bool_))
 
     async def close(self, held: Recovered | None) -> None:
-        """Let go of the device's memory."""
+        """Let go of the device's memory. It waits for a device that hangs, and holds up nothing else meanwhile."""
+        await done(self._workers, self.pool.region.close)  # after the jobs that were taken before
         self._workers.close()
         self.pool.close()
 
@@ -72,10 +82,18 @@ class HbmTier:
         return self._copies[residency].extent
 
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> Residency:
+        """See ``LocalTier.write``. A cancelled caller does not wait for a device that hangs: the job keeps the memory
+        that it reads, and the room is free once it has ended."""
         source = host_memory(pieces)
         extent = self._allocate(layout.total_bytes)
+        job = self._begun(_write, self.pool.region, extent.offset, source)
         try:
-            await self._moved(_write, self.pool.region, extent.offset, source)
+            await asyncio.wait([job])
+        except asyncio.CancelledError:
+            job.add_done_callback(lambda _: self.pool.free(extent))
+            raise
+        try:
+            await self._ended(job)
         except BaseException:
             self.pool.free(extent)
             raise
@@ -86,22 +104,57 @@ class HbmTier:
     def _allocate(self, byte_count: int) -> PoolExtent:
         """Return room for a chunk; other copies go for it. Raises Exhausted."""
         found = self.pool.allocate(byte_count)
-
-        def enough() -> bool:
-            nonlocal found
-            found = self.pool.allocate(byte_count)
-            return found is not None
-
         if found is None and self._evictor is not None and byte_count <= self.pool.capacity_bytes:
-            self._evictor.evict(lambda _: True, enough)
+            found = self._room(byte_count, self._evictor)
         if found is None:
             raise Exhausted("the pool on the device is full: raise tiers.hbm.capacity_bytes")
         return found
 
-    async def _moved(self, job: object, *arguments: object) -> None:
-        """Move bytes. Remembers what the device says: nothing else tells that it has failed."""
+    def _room(self, byte_count: int, evictor: Evictor) -> PoolExtent | None:
+        """Make room. Where the copies that are next to go lie apart and are smaller than what comes, waiting for two of
+        them to be neighbours would empty half the pool: then the neighbours of one of them go with it."""
+        found: PoolExtent | None = None
+        next_to_go: list[int] = []
+        count = 0
+
+        def seen(residency: Residency) -> bool:
+            next_to_go.append(self._copies[residency].extent.offset)
+            return True
+
+        def enough() -> bool:
+            nonlocal found, count
+            found, count = self.pool.allocate(byte_count), count + 1
+            return found is not None or count == APART_COUNT
+
+        evictor.evict(seen, enough)
+        if found is None:
+            for offset in next_to_go[:TRIED_COUNT]:
+                if evictor.evict_all(self._within(min(offset, self.pool.capacity_bytes - byte_count), byte_count)):
+                    found = self.pool.allocate(byte_count)
+                if found is not None:
+                    break
+        return found
+
+    def _within(self, begin: int, byte_count: int) -> list[Residency]:
+        """Return the copies that lie, wholly or in part, in a run of the pool. Looks at every copy."""
+        stop = begin + byte_count
+        return [
+            residency
+            for residency, (extent, _) in self._copies.items()
+            if extent.offset < stop and extent.offset + extent.byte_count > begin
+        ]
+
+    def _begun(self, function: Callable[..., None], *arguments: object) -> asyncio.Future[None]:
+        """Begin to move bytes."""
+        job = asyncio.wrap_future(begun(self._workers, function, *arguments))
+        self._pace.began(job, self._clock)
+        job.add_done_callback(failure_of)  # a cancelled caller does not ask for it
+        return job
+
+    async def _ended(self, job: asyncio.Future[None]) -> None:
+        """Wait for a job. Remembers what the device says: nothing else tells that it has failed."""
         try:
-            await done(self._workers, job, *arguments)  # type: ignore[arg-type]  # one of the functions below
+            await to_its_end(job)
         except NotBegun:
             raise
         except KVStoreError as error:
@@ -137,7 +190,7 @@ class HbmTier:
 
     async def read_into(self, reads: Sequence[tuple[int, Bytes]]) -> None:
         """Copy bytes of the region to host memory: (offset, target) of each."""
-        await self._moved(_read, self.pool.region, reads)
+        await self._ended(self._begun(_read, self.pool.region, reads))
 
     async def are_right(self, runs: Sequence[StripMemory], expected: bytes) -> bool:
         """Return True when strips in host memory have these checksums; they count as read then. Bytes that no strip
@@ -185,7 +238,7 @@ class HbmTier:
         return np.full(len(residencies), Encoding.RAW, np.uint8)
 
     def stalled_s(self) -> float:
-        return 0.0
+        return self._pace.stalled_s(self._clock)
 
     def statistics(self) -> TierStatistics:
         capacity, free = self.pool.capacity_bytes, self.pool.free_bytes

@@ -91,7 +91,7 @@ def time_source(is_synced: bool | None) -> Finding:
 
 
 def accelerators(root: Path) -> Iterator[Finding]:
-    """Tell whether there is a GPU, and GPUDirect Storage. This release uses neither. ``root``: of the file system."""
+    """Tell whether there is a GPU, and GPUDirect Storage. The latter is not used. ``root``: of the file system."""
     version = root / "proc/driver/nvidia/version"
     gpus = sorted((root / "dev").glob("nvidia[0-9]*"))
     if gpus:

@@ -249,17 +249,19 @@ class MappedMemory(ClientSession):
 
     def _open_pool(self, device: str) -> DevicePool | None:
         """Map the pool, if it lies on this device. Where that fails, fetches go on without it."""
-        answer, descriptors = self._exchange(DeviceQuestion(), DeviceAnswer)
-        with closing_all(descriptors):
-            try:
+        try:
+            answer, descriptors = self._exchange(DeviceQuestion(), DeviceAnswer)
+            with closing_all(descriptors):
                 check_descriptors(answer, descriptors)
                 return opened_pool(answer, descriptors, device) if is_same_device(answer, device) else None
-            except (KVStoreError, RuntimeError) as error:  # RuntimeError: torch's
-                _log.warning(
-                    "the sidecar's pool on the device cannot be used here: fetches take the bytes from memory",
-                    extra={"device": device, "reason": str(error)},
-                )
-                return None
+        except (KVStoreError, RuntimeError) as error:  # RuntimeError: torch's
+            if self.ended.is_set():
+                raise
+            _log.warning(
+                "the sidecar's pool on the device cannot be used here: fetches take the bytes from memory",
+                extra={"device": device, "reason": str(error)},
+            )
+            return None
 
     # ------------------------------------------------------------ end
 
