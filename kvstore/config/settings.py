@@ -141,7 +141,9 @@ class HbmSettings:
     GPU, for tests."""
 
     def __post_init__(self) -> None:
-        check_setting(self.capacity_bytes >= 0, "tiers.hbm.capacity_bytes", self.capacity_bytes, "use 0 or more")
+        size = self.capacity_bytes
+        fits = size == 0 or size >= PAGE_BYTES * 2
+        check_setting(fits, "tiers.hbm.capacity_bytes", size, "use 0, or at least 8 KiB")
         known = re.fullmatch(r"cpu|cuda:\d{1,3}", self.device) is not None
         check_setting(known, "tiers.hbm.device", self.device, "use cuda:0, cuda:1, or cpu")
 

@@ -20,6 +20,8 @@ from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.shared_memory.chunk import MappedRun, runs_of
 
 Landed = Callable[[range], bool]
+LINES_MAX = 1 << 16
+"""Parts of chunks in the pool that go in one launch: their table takes 3 MiB."""
 
 
 def fetched_on(target: GpuPlanes, wanted: Wanted, runs: Sequence[MappedRun], positions: range) -> Fused:
@@ -90,7 +92,8 @@ def _copies(
         alone = first.home is None or (wanted.head_stop is not None and not layout.blocked)
         cut: Iterable[tuple[range, range]] = pieces(layout, numbers, count, alone=alone)
         if _is_near(some[0]) and not alone:  # it needs no scratch memory
-            cut = [(range(len(numbers)), range(count))]
+            step = max(1, LINES_MAX // (2 * len(numbers)))
+            cut = [(range(len(numbers)), range(at, min(count, at + step))) for at in range(0, count, step)]
         for places, chunks in cut:
             start, stop = (0, None) if layout.blocked else (wanted.head_start, wanted.head_stop)
             slabs = Slabs(layout, tuple(numbers[place] for place in places), start, stop)

@@ -32,14 +32,18 @@ def _registered(pages: MappedPages) -> bool:
     if library is None:
         return False
     if not pages.back():  # what is registered stays where it is: the kernel makes no huge pages of it any more
-        return False
+        return _refused(pages, "the machine has no memory left to back it with")
     # Before the addresses are given back: CUDA would go on with the pages that lay there. And before CUDA takes them:
     # that may take seconds, after which an interrupt would leave them registered for ever. For others it does nothing.
     pages.before_unmapping.append(partial(library.unregister, pages.address))
     flags = REGISTER_PORTABLE if pages.writable else REGISTER_PORTABLE | REGISTER_READ_ONLY
     reason = library.register(pages.address, pages.byte_count, flags)
     if reason:
-        found = f"CUDA does not take {pages.byte_count} bytes of the sidecar's memory for direct copies: {reason}"
-        _log.warning("%s. Copies to and from the GPU are made by the processor, at a tenth of the rate", found)
-        return False
+        return _refused(pages, reason)
     return True
+
+
+def _refused(pages: MappedPages, reason: str) -> bool:
+    found = f"{pages.byte_count} bytes of the sidecar's memory cannot be copied by the GPU itself: {reason}"
+    _log.warning("%s. The processor copies them, at a tenth of the rate", found)
+    return False

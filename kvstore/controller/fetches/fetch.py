@@ -114,7 +114,7 @@ class Fetches:
         if not query.is_ahead:
             self._note(spaces[0], chains[0])
         if query.on_device:
-            self._movement.bring_to_device([row for chain in chains for row in chain])
+            self._movement.bring_to_device(chains[0])  # hidden states go to the client's own memory
         slowest = max((each.source for each in loadings.values()), key=lambda source: source.rank, default=None)
         tier = slowest.kind if slowest else Tier.HBM if device_count == len(chunks) else self._movement.memory.kind
         return FetchResult(lease.lease_id, count, tier, reason, chunks, tails, lengths)

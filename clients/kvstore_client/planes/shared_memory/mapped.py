@@ -254,7 +254,7 @@ class MappedMemory(ClientSession):
             with closing_all(descriptors):
                 check_descriptors(answer, descriptors)
                 return opened_pool(answer, descriptors, device) if is_same_device(answer, device) else None
-        except (KVStoreError, RuntimeError) as error:  # RuntimeError: torch's
+        except (KVStoreError, RuntimeError, ValueError) as error:  # torch's, and numpy's
             if self.ended.is_set():
                 raise
             _log.warning(
