@@ -210,7 +210,11 @@ def tier_names(parts: Parts) -> list[str]:
 
 def no_such_tier(parts: Parts, name: str) -> InvalidRequest:
     """Return the error that names the tiers in use."""
-    return InvalidRequest(f"no tier is called {name[:64]!r} here: {', '.join(tier_names(parts))}", tier=name[:64])
+    known = ", ".join(tier_names(parts))
+    found = (
+        "hbm, a pool on a GPU, has only what memory has" if name == "hbm" else f"no tier is called {name[:64]!r} here"
+    )
+    return InvalidRequest(f"{found}: {known}", tier=name[:64])
 
 
 def namespaces_named(catalog: Catalog, name: str) -> list[int]:
