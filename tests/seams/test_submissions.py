@@ -27,6 +27,8 @@ STORES = "tests/controller/test_moves.py::test_each_job_of_a_store_in_turn_fails
 DEVICE = "tests/tiers/test_failing_movers.py::test_each_job_of_a_life_fails_in_turn"
 SHARED = "tests/tiers/shared/test_jobs.py::test_each_job_of_a_shared_tier_fails_in_turn"
 HBM = "tests/movement/test_hbm.py::test_each_job_fails_in_turn"
+HBM_CLOSE = "tests/movement/test_hbm.py::test_the_tiers_below_are_closed_before_a_device_that_hangs_is_waited_for"
+HBM_OPEN = "tests/server/test_pool_opening.py::test_a_driver_that_does_not_answer_costs_the_pool_alone"
 DRAM = "tests/tiers/test_dram.py::test_a_job_that_no_mover_takes_changes_nothing"
 PREFAULT = "tests/arena/test_arena.py::test_a_prefault_that_no_mover_takes_ends_and_the_arena_still_serves"
 FETCH = "tests/e2e/test_failing_threads.py::test_a_fetch_of_which_a_copy_fails_has_no_holes"
@@ -58,7 +60,9 @@ SITES = {
     ("kvstore/movement/loads.py", "Loads._finish"): DEVICE,
     ("kvstore/server/kept.py", "KeptFile.follow"): RATES,
     **{("kvstore/tiers/dram/tier.py", name): DRAM for name in ("DramTier.write", "DramChunk.read", "DramChunk.check")},
-    **{("kvstore/tiers/hbm/tier.py", f"HbmTier.{name}"): HBM for name in ("_moved", "are_right")},
+    **{("kvstore/tiers/hbm/tier.py", f"HbmTier.{name}"): HBM for name in ("_begun", "are_right")},
+    ("kvstore/tiers/hbm/tier.py", "HbmTier.close"): HBM_CLOSE,
+    ("kvstore/server/tenant.py", "Tenant._attach_hbm"): HBM_OPEN,
     ("kvstore/tiers/nvme/reading.py", "NvmeChunk.read"): DEVICE,
     ("kvstore/tiers/nvme/reading.py", "NvmeChunk.check"): DEVICE,
     ("kvstore/tiers/nvme/recovery.py", "_read_all"): DEVICE,
