@@ -74,7 +74,7 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_the_cpu_stands_in_both_ways(plane: str, client: object, crossed: list[int]) -> None:
-    """What the other tests of this file rest on."""
+    """The other tests of this file rest on it."""
     test_into_the_callers_tensors(client)
     assert (mirror.TO_DEVICE in crossed) == (plane == "local"), "the remote plane's messages go to the tensors at once"
 

@@ -57,7 +57,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def test_all_parts_go_in_one_launch(plane: str, client: object, launched: list[str]) -> None:
-    """What the other tests of this file rest on."""
+    """The other tests of this file rest on it."""
     test_into_the_callers_tensors(client)
     assert set(launched) == ({ARRIVE} if plane == "local" else set())
 

@@ -216,7 +216,7 @@ def test_rotations_are_those_of_the_table_and_of_these_rows(
     model = on(device, model_of(family, next(seeds)))
     tabled, anew = TransformersRunner(model), TransformersRunner(model)
     monkeypatch.setattr(tabled, "device", torch.device("cpu"))
-    tabled._tables = tuple(each[0] for each in model.base_model.rotary_emb(  # type: ignore[assignment]  # two
+    tabled._tables = tuple(each[0] for each in model.base_model.rotary_emb(  # type: ignore[assignment]  # cos and sin
         torch.zeros(1, device=device), torch.arange(256, device=device)[None]
     ))  # fmt: skip
     monkeypatch.setattr(anew, "device", torch.device("cuda"))

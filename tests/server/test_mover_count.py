@@ -1,4 +1,4 @@
-"""How many byte movers a machine gets."""
+"""A machine gets byte movers by its processors."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class GpuSlots:
         self.flat = self._brought(slots)
         """[tokens], as they were given."""
         self._found: dict[tuple[int, int, int, int, int], tuple[Tensor, Tensor, Tensor | None]] = {}
-        """What ``_of`` returned: it is the same for each layer."""
+        """The answers of ``_of``, which are the same for each layer."""
 
     @cached_property
     def _here(self) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""What this machine has of what the GPU's tests and benchmarks use, and what it lacks."""
+"""Looks for what the GPU's tests and benchmarks use on this machine, and names what it lacks."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ GRACE_S = 3.0
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of a part. ``state``: done, failed, or cut. ``result``: a benchmark's, or the counts of tests.
+    """The end of a part. ``state``: done, failed, or cut. ``result``: a benchmark's, or the counts of tests.
     ``tail``: the end of its output."""
 
     name: str

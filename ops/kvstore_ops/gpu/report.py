@@ -1,4 +1,4 @@
-"""What ``make gpu`` found: one JSON file, and one table."""
+"""Writes what ``make gpu`` found: one JSON file, and one table."""
 
 from __future__ import annotations
 
