@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvstore_client.fetch import fused
+from kvstore_client.fetch import given as given_module
 from kvstore_client.fetch.fused import Planes, copies_of
 from kvstore_client.fetch.given import given_planes
 from kvstore_client.fetch.wanted import Wanted
@@ -31,6 +33,13 @@ WANTED = Wanted.of(SPEC, None, None, (), False)
 ODD = list(odd_arrays(SPEC.cache_dtype))
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["told by compiled code", "told by torch"])
+def _told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param:
+        for module in (fused, given_module):
+            monkeypatch.setattr(module, "alike_addresses", lambda _: None)
+
+
 @pytest.mark.parametrize("odd", ODD, ids=[odd.name for odd in ODD])
 def test_one_odd_plane_among_planes_that_are_right_is_found(odd: Odd) -> None:
     into: list[tuple[Any, Any]] = [
@@ -43,6 +52,12 @@ def test_one_odd_plane_among_planes_that_are_right_is_found(odd: Odd) -> None:
         assert len(found.layers) == LAYERS
         return
     with pytest.raises(InvalidRequest, match=rf"into\[{LAYERS - 1}\]"):
+        given_planes(WANTED, into)
+
+
+def test_all_v_of_another_dtype_are_found() -> None:
+    into = [(tensor(SHAPE, SPEC.cache_dtype), tensor(SHAPE, "float16")) for _ in range(LAYERS)]
+    with pytest.raises(InvalidRequest, match=r"into\[0\].*float16"):
         given_planes(WANTED, into)
 
 

@@ -9,13 +9,12 @@ import sys
 import threading
 from collections.abc import Sequence
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvstore_copies import Blocks, batch, batch_of, compiled, is_compiled
+from kvstore_copies import Blocks, batch, batch_of, compiled, is_compiled, tensors
 from numpy.typing import NDArray
 
 from tests.conftest import ROOT
@@ -151,10 +150,12 @@ def test_ends_that_do_not_fit_each_other_are_refused() -> None:
 
 def test_a_library_of_another_release_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its function has another number in its name."""
-    monkeypatch.setattr(compiled, "find_spec", lambda _: SimpleNamespace(origin=np.random.mtrand.__file__))
+    monkeypatch.setattr(compiled, "compiled_path", lambda: np.random.mtrand.__file__)
     other = compiled.compiled_code.__wrapped__()
     monkeypatch.setattr(batch, "compiled_code", lambda: other)
     assert batch._copy.__wrapped__() is None
+    monkeypatch.setattr(tensors, "compiled_path", compiled.compiled_path)
+    assert tensors._compiled.__wrapped__() is None
 
 
 def test_without_compiled_code_there_is_no_batch() -> None:

@@ -9,7 +9,6 @@ KNOWN = "clients/kvstore_client/segments/known.py"
 COPYING = "clients/kvstore_client/copying.py"
 FETCHED = "clients/kvstore_client/fetch/fetched.py"
 T_THREADS = "tests/e2e/test_failing_threads.py"
-GIVEN = "clients/kvstore_client/fetch/given.py"
 OVERLAP = "clients/kvstore_client/overlap.py"
 PREFIX = "clients/kvstore_client/planes/shared_memory/prefix.py"
 READING = "clients/kvstore_client/planes/shared_memory/reading.py"
@@ -161,30 +160,6 @@ MUTANTS = [
         "        if kind is not None and right is not None:\n",
         "a last layer of another dtype is fetched into as if it were right",
         ("tests/e2e/test_targets.py::test_one_odd_plane_among_planes_that_are_right_is_found",),
-    ),
-    Mutant(
-        "alike-without-a-look",
-        GIVEN,
-        "dtypes.count(dtype_of(wanted.spec.cache_dtype)) != len(flat)",
-        "dtypes[0] is not dtype_of(wanted.spec.cache_dtype)",
-        "a last layer of another dtype is fetched into as if it were right",
-        ("tests/e2e/test_targets.py::test_one_odd_plane_among_planes_that_are_right_is_found",),
-    ),
-    Mutant(
-        "alike-and-not-yet-negated",
-        GIVEN,
-        " or any(map(torch.Tensor.is_neg, flat)):",
-        ":",
-        "a fetch into a negated view leaves the negative of the cache",
-        ("tests/e2e/test_targets.py::test_one_odd_plane_among_planes_that_are_right_is_found",),
-    ),
-    Mutant(
-        "alike-and-over-each-other",
-        GIVEN,
-        "    return bool(min(map(sub, starts[1:], starts)) >= max(geometry.byte_count for geometry in geometries))\n",
-        "    return True\n",
-        "a layer is fetched over another one",
-        ("tests/e2e/test_doors.py::test_planes_that_share_memory_are_refused_and_interleaved_ones_are_not",),
     ),
     Mutant(
         "one-behind-the-other-for-apart",

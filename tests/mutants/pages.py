@@ -8,9 +8,7 @@ AXES = "clients/kvstore_client/fetch/axes.py"
 PAGED = "clients/kvstore_client/fetch/paged.py"
 T_PAGED = "tests/e2e/test_paged.py"
 T_WARM = "tests/e2e/test_warm.py"
-
 GIVEN = "clients/kvstore_client/fetch/given.py"
-
 FUSED = "clients/kvstore_client/fetch/fused.py"
 T_STORED = "tests/e2e/test_stored_in_one_pass.py"
 
@@ -32,18 +30,50 @@ MUTANTS = [
         (f"{T_STORED}::test_what_was_stored_is_fetched",),
     ),
     Mutant(
+        "alike-without-a-look",
+        GIVEN,
+        "(_shape, _dtype, _is_cpu, type(first).stride)",
+        "(_shape, _is_cpu, type(first).stride)",
+        "a last layer of another dtype is fetched into as if it were right",
+        ("tests/e2e/test_targets.py::test_one_odd_plane_among_planes_that_are_right_is_found",),
+    ),
+    Mutant(
+        "alike-but-k-and-v",
+        GIVEN,
+        " or flat[1].dtype != flat[0].dtype",
+        "",
+        "all V are fetched as another dtype",
+        ("tests/e2e/test_targets.py::test_all_v_of_another_dtype_are_found",),
+    ),
+    Mutant(
+        "alike-and-not-yet-negated",
+        GIVEN,
+        " or any(map(torch.Tensor.is_neg, flat)):",
+        ":",
+        "a fetch into a negated view leaves the negative of the cache",
+        ("tests/e2e/test_targets.py::test_one_odd_plane_among_planes_that_are_right_is_found",),
+    ),
+    Mutant(
+        "alike-and-over-each-other",
+        GIVEN,
+        "bool(min(map(sub, in_order[1:], in_order)) >= max(geometry.byte_count for geometry in geometries))",
+        "True",
+        "a layer is fetched over another one",
+        ("tests/e2e/test_doors.py::test_planes_that_share_memory_are_refused_and_interleaved_ones_are_not",),
+    ),
+    Mutant(
         "alike-in-other-shapes",
         GIVEN,
-        "list(map(_shape, planes)).count(shape) == len(planes) == strides",
-        "len(planes) == strides",
+        "(_shape, _dtype, _is_cpu, type(first).stride)",
+        "(_dtype, _is_cpu, type(first).stride)",
         "a fetch into layers of unlike room ends with an error of torch's",
         ("tests/e2e/test_targets.py::test_layers_of_one_stride_have_room_of_their_own",),
     ),
     Mutant(
         "alike-in-other-strides",
         GIVEN,
-        ".count(shape) == len(planes) == strides.count(strides[0])",
-        ".count(shape) == len(planes)",
+        "(_shape, _dtype, _is_cpu, type(first).stride)",
+        "(_shape, _dtype, _is_cpu)",
         "a layer is fetched over another one, which lies between its heads",
         ("tests/e2e/test_targets.py::test_a_plane_that_reaches_over_another_one_is_found",),
     ),

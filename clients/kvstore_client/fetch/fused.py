@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
+from operator import add, sub
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from kvstore_copies import Batch, Blocks, address_of, batch_of, is_compiled
+from kvstore_copies import Batch, Blocks, address_of, alike_addresses, batch_of, is_compiled
 from numpy.typing import NDArray
 
 from kvstore.chunk import STRIP_ALIGNMENT, ChunkLayout
@@ -88,7 +89,10 @@ def _in_a_batch(planes: Planes, pairs: Sequence[tuple[int, Chunk, NDArray[np.gen
             return None
         blocks.append((target, Blocks.of(source)))
     batch = batch_of(blocks, pairs[0][2].itemsize) if pairs else None
-    return None if batch is None else in_calls(batch)
+    if batch is None:
+        return None
+    planes.are_written()
+    return in_calls(batch)
 
 
 def in_calls(batch: Batch) -> Fused:
@@ -127,12 +131,10 @@ def views_of(array: NDArray[np.generic], dtype: object) -> Sequence[Tensor]:
 
 
 class Planes(NamedTuple):
-    """The destination of a dense fetch. ``sides``: all K, and all V, each a list over the layers. ``are_alike``: True
-    when those of each side are known to be the CPU's, of one shape and stride. ``halves``: the same planes, where those
-    of each side are one tensor [layers, heads, tokens, dim]."""
+    """The destination of a dense fetch. ``sides``: all K, and all V, each a list over the layers. ``halves``: the
+    same planes, where those of each side are one tensor [layers, heads, tokens, dim]."""
 
     sides: Sequence[Sequence[Tensor]]
-    are_alike: bool = False
     halves: Sequence[Tensor] = ()
 
     def at(self, positions: range) -> Planes:
@@ -140,7 +142,7 @@ class Planes(NamedTuple):
         some = slice(positions.start, positions.stop)
         halves = [half[some] for half in self.halves]
         sides = [half[:1] for half in halves] if halves else [side[some] for side in self.sides]
-        return Planes(sides, self.are_alike, halves)
+        return Planes(sides, halves)
 
     def parts(self, which: int, shape: Sequence[int], start: int) -> Iterable[Tensor]:
         """Return, of each K or V, a view of some chunks' tokens from token ``start`` on, of ``shape``: [heads, chunks,
@@ -156,18 +158,19 @@ class Planes(NamedTuple):
         return views
 
     def blocks(self, which: int, shape: tuple[int, ...], start: int) -> Blocks | None:
-        """Return the same as blocks that are about to be written. None where the planes have several strides, or no
-        plain memory."""
+        """Return the same as blocks. None where the planes have several strides, or no plain memory."""
         if self.halves:
             half = self.halves[which]
             layer = half.stride(0) * half.element_size()
             addresses = range(half.data_ptr(), half.data_ptr() + len(half) * layer, layer or 1)
             return _blocks(addresses, shape, half.stride()[1:], half.element_size(), start, half)
-        side = self.sides[which]
-        found = blocks_of(side, shape, start, are_alike=self.are_alike)
-        if found is not None and is_tensor(side[0]):
-            tell_graphs(side)
-        return found
+        return blocks_of(self.sides[which], shape, start)
+
+    def are_written(self) -> None:
+        """Tell torch that others than torch write the caller's tensors."""
+        told = [] if self.halves else [plane for side in self.sides if is_tensor(side[0]) for plane in side]
+        if told:
+            tell_graphs(told)
 
 
 def sources_of(
@@ -214,41 +217,46 @@ def token_runs(planes: Iterable[Tensor], shape: Sequence[int], start: int) -> It
         yield plane.as_strided(shape, steps, plane.storage_offset() + skipped)
 
 
-def blocks_of(
-    planes: Sequence[Tensor], shape: tuple[int, ...], start: int, *, are_alike: bool = False
-) -> Blocks | None:  # fmt: skip
+def blocks_of(planes: Sequence[Tensor], shape: tuple[int, ...], start: int) -> Blocks | None:
     """Return what ``token_runs`` does as blocks, of tensors or arrays. None where they have several strides, no plain
-    memory of the CPU, or less of it than ``shape`` takes: their storage may have been resized. ``are_alike``: as that
-    of ``Planes``."""
+    memory of the CPU, or less of it than ``shape`` takes: their storage may have been resized."""
     first = planes[0]
     if not is_tensor(first):
         if any(is_tensor(plane) or plane.strides != first.strides for plane in planes):
             return None
         return _blocks(list(map(address_of, planes)), shape, first.strides, 1, start, planes)
-    tensor = torch_module().Tensor
+    torch = torch_module()
     try:
         strides, size = first.stride(), first.element_size()
-        if not are_alike and not all(_is_plain(plane) and plane.stride() == strides for plane in planes):
-            return None
-        if len(strides) != 3 or not all(plane.is_cpu for plane in planes):  # changed since they were looked at
-            return None
-        storages = list(map(tensor.untyped_storage, planes))
-        addresses = list(map(tensor.data_ptr, planes))
-        ends = [storage.data_ptr() + storage.nbytes() for storage in storages]
+        storages = list(map(torch.Tensor.untyped_storage, planes))
+        addresses = _addresses(planes)
+        ends = map(add, map(torch.UntypedStorage.data_ptr, storages), map(torch.UntypedStorage.nbytes, storages))
+        room = min(map(sub, ends, addresses), default=0)
     except (RuntimeError, NotImplementedError):  # it has no memory of its own
+        return None
+    if not addresses or len(strides) != 3:
         return None
     heads, count, tokens, dim = shape
     lasts = heads - 1, start + count * tokens - 1, dim - 1
     reach = sum(step * last for step, last in zip(strides, lasts, strict=True))
-    needed = (reach + 1) * size
-    if not all(addresses) or any(begin + needed > end for begin, end in zip(addresses, ends, strict=True)):
+    if room < (reach + 1) * size:
         return None
     return _blocks(addresses, shape, strides, size, start, storages)
 
 
-def _is_plain(plane: Tensor) -> bool:
+def _addresses(planes: Sequence[Tensor]) -> Sequence[int]:
+    """Return where plain tensors of the CPU begin that have the strides of the first. Empty for others, and where one
+    has no memory."""
     torch = torch_module()
-    return type(plane) in (torch.Tensor, torch.nn.Parameter) and plane.is_cpu
+    if not set(map(type, planes)) <= {torch.Tensor, torch.nn.Parameter}:
+        return []
+    if found := alike_addresses(planes):
+        return found
+    strides = planes[0].stride()
+    if not all(plane.is_cpu and plane.stride() == strides for plane in planes):
+        return []
+    addresses = list(map(torch.Tensor.data_ptr, planes))
+    return addresses if all(addresses) else []
 
 
 def _blocks(

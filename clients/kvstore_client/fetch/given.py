@@ -11,6 +11,8 @@ from itertools import chain
 from operator import attrgetter, sub
 from typing import NamedTuple
 
+from kvstore_copies import alike_addresses
+
 from kvstore.errors import InvalidRequest
 from kvstore_client.arrays import Layer, Tensor, dtype_of, is_tensor, settle_device, torch_module
 from kvstore_client.fetch.wanted import Wanted
@@ -68,36 +70,39 @@ def _alike(wanted: Wanted, into: Sequence[Layer]) -> Given | None:
     if not set(map(type, into)) <= {tuple, list} or set(map(len, into)) != {2}:
         return None
     flat = list(chain.from_iterable(into))
-    if set(map(type, flat)) != {torch.Tensor} or not all(map(_is_cpu, flat)):
+    if set(map(type, flat)) != {torch.Tensor} or flat[0].dtype != dtype_of(wanted.spec.cache_dtype):
         return None
-    dtypes = list(map(_dtype, flat))
-    if dtypes.count(dtype_of(wanted.spec.cache_dtype)) != len(flat) or any(map(torch.Tensor.is_neg, flat)):
-        return None  # conjugates have complex items
     sides = flat[::2], flat[1::2]
-    try:
-        room = flat[0].shape[1]
-        shapes = plane_shapes(wanted.spec, wanted.layers[0], room, wanted.head_count)
-        if not all(_are(side, shape) for side, shape in zip(sides, shapes, strict=True)) or not _are_apart(flat):
-            return None
-    except (RuntimeError, IndexError):  # one has no strides, no memory of its own, or one axis only
+    starts = [alike_addresses(side) or _starts(side) for side in sides]
+    if not all(starts) or flat[1].dtype != flat[0].dtype or any(map(torch.Tensor.is_neg, flat)):
+        return None  # conjugates have complex items
+    firsts = flat[:2]
+    shapes: list[Sequence[int]] = [each.shape for each in firsts]
+    room = shapes[0][1] if len(shapes[0]) > 1 else 0
+    if shapes != plane_shapes(wanted.spec, wanted.layers[0], room, wanted.head_count) or not _are_apart(firsts, starts):
         return None
     return Given(into, [room] * len(into), True, sides)
 
 
-def _are(planes: Sequence[Tensor], shape: tuple[int, ...]) -> bool:
-    """Return True when all planes have this shape, and all the stride of the first."""
-    strides = list(map(type(planes[0]).stride, planes))
-    return list(map(_shape, planes)).count(shape) == len(planes) == strides.count(strides[0])
+def _starts(planes: Sequence[Tensor]) -> list[int]:
+    """Return what ``alike_addresses`` does, by torch alone. Empty for None."""
+    first = planes[0]
+    try:
+        looks = [list(map(look, planes)) for look in (_shape, _dtype, _is_cpu, type(first).stride)]
+        if not first.is_cpu or any(look.count(look[0]) != len(planes) for look in looks):
+            return []
+        starts = list(map(type(first).data_ptr, planes))
+    except RuntimeError:  # one has no strides, or no memory of its own
+        return []
+    return starts if all(starts) else []
 
 
-def _are_apart(flat: Sequence[Tensor]) -> bool:
-    """Return True when none of these tensors has items that share memory, and each begins at least as many bytes behind
-    the one before as the larger of K and V takes. K and V in turn; those of each side have one shape, dtype and
-    stride."""
-    geometries = [ByteGeometry.of(each.shape, each.stride(), each.element_size()) for each in flat[:2]]
+def _are_apart(firsts: Sequence[Tensor], starts: Sequence[Sequence[int]]) -> bool:
+    """Return True when no tensor has items that share memory, and each begins at least as many bytes behind the one
+    before as the larger of K and V takes. ``firsts``: one K, and one V, which the others of their side are like;
+    ``starts``: where those of each side begin."""
+    geometries = [ByteGeometry.of(each.shape, each.stride(), each.element_size()) for each in firsts]
     if any(geometry.repeats for geometry in geometries):
         return False
-    starts = sorted(map(type(flat[0]).data_ptr, flat))
-    if not starts[0]:
-        return False  # it has no memory
-    return bool(min(map(sub, starts[1:], starts)) >= max(geometry.byte_count for geometry in geometries))
+    in_order = sorted(chain.from_iterable(starts))
+    return bool(min(map(sub, in_order[1:], in_order)) >= max(geometry.byte_count for geometry in geometries))

@@ -40,7 +40,7 @@ class DenseTarget:
         self._token_count = token_count
         self.is_callers = given is not None
         self._are_tensors = given is not None and given.are_tensors
-        self._alike = None if given is None or not given.sides else Planes(given.sides, are_alike=True)
+        self._alike = None if given is None or not given.sides else Planes(given.sides)
         self._layers: Sequence[Sequence[Tensor]]
         self._owned = OwnedHalves.of(wanted, token_count) if given is None else None
         if given is not None:

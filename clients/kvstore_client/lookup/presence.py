@@ -285,7 +285,8 @@ class Presence:
     def count(self, **counts: int) -> None:
         """Add to the sidecar's counters of these names, with the next report."""
         with self._counting:
-            self._counts.update(counts)
+            for name, count in counts.items():
+                self._counts[name] += count
             is_due = self._clock.monotonic() - self._told_s >= INTERVAL_S or len(self._used) >= USED_MAX
         if is_due:
             self.tell()

@@ -58,7 +58,8 @@ _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("SingleThreadedUnaryStream", 1),
 )
-
+_LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
+"""Computed once: Python makes an object of each sum of flags."""
 CALL_FILLS_MAX = 64
 """Runs of one call, of 37 bytes at most each: so many fit into the smallest limits.message_bytes_max, 4 KiB, and the
 sidecar begins them at once: where it refuses a call, it reads none of them."""
@@ -314,7 +315,7 @@ def _send_now(connection: socket.socket, message: Question) -> bool:
 def _is_open(connection: socket.socket) -> bool:
     """Return True when the sidecar's end of the hand-off is open. Cost: about a microsecond."""
     try:
-        return bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        return bool(connection.recv(1, _LOOK))
     except BlockingIOError:
         return True
     except OSError:

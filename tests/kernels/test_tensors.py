@@ -1,0 +1,99 @@
+"""Where tensors lie, told by compiled code: as torch says, or not at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kvstore_copies import alike_addresses, is_compiled, tensors
+
+pytestmark = pytest.mark.skipif(
+    not is_compiled() or not hasattr(torch.Tensor, tensors.ATTRIBUTE),
+    reason="kvstore was installed without a C compiler, or this torch has no table for DLPack",
+)
+SIZES = st.lists(st.integers(0, 4), max_size=4)
+DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.float8_e4m3fn])
+LOOKS = st.tuples(SIZES, DTYPES, st.permutations(range(4)), st.integers(0, 3))
+
+
+def made(look: tuple[list[int], torch.dtype, list[int], int]) -> torch.Tensor:
+    sizes, dtype, order, skipped = look
+    whole = torch.zeros([skipped + 4, *sizes], dtype=torch.uint8).to(dtype)[skipped:]
+    return whole[0].permute([axis for axis in order if axis < len(sizes)])
+
+
+def kind(each: torch.Tensor) -> tuple[Any, ...]:
+    return each.dtype, each.shape, each.stride()
+
+
+@given(st.lists(LOOKS, min_size=1, max_size=3), st.lists(st.integers(0, 2), min_size=1, max_size=6))
+def test_addresses_are_told_where_all_are_like_the_first(looks: list[Any], chosen: list[int]) -> None:
+    """Tensors of one look are made anew for each place, so that each lies elsewhere."""
+    given = [made(looks[number % len(looks)]) for number in chosen]
+    found = alike_addresses(given)
+    if all(kind(each) == kind(given[0]) for each in given) and all(each.data_ptr() for each in given):
+        assert found is not None
+        assert list(found) == [each.data_ptr() for each in given]
+    else:
+        assert found is None
+
+
+def freed() -> torch.Tensor:
+    found = torch.zeros(4)
+    found.untyped_storage().resize_(0)
+    return found
+
+
+ODD = {
+    "sparse": lambda: torch.zeros(4).to_sparse(),
+    "on no device": lambda: torch.zeros(4, device="meta"),
+    "freed": freed,
+    "of nine axes": lambda: torch.zeros(9 * (1,)),
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(4)]),
+    "numpy's": lambda: np.zeros(4, np.float32),
+    "no tensor": lambda: 4.0,
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_has_no_plain_memory_is_not_told(name: str, is_first: bool) -> None:
+    odd = ODD[name]()
+    assert alike_addresses([odd]) is None
+    assert alike_addresses([odd, torch.zeros(4)] if is_first else [torch.zeros(4), odd]) is None
+    assert alike_addresses([torch.zeros(4)]) is not None, "nothing is left of the failure"
+
+
+def test_wrapped_tensors_are_not_told() -> None:
+    told: list[Any] = []
+
+    def look(each: torch.Tensor) -> torch.Tensor:
+        told.append(alike_addresses([each]))
+        return each
+
+    torch.func.vmap(look)(torch.zeros(3, 4))
+    assert told == [None]
+
+
+def test_no_tensors_have_no_addresses() -> None:
+    assert alike_addresses([]) is None
+
+
+def test_another_kind_of_capsule_is_no_table() -> None:
+    kind = type("Kind", (), {tensors.ATTRIBUTE: torch.zeros(4).__dlpack__()})
+    assert alike_addresses([kind()]) is None
+
+
+def test_a_table_of_another_major_version_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (torch.zeros(8, dtype=torch.int32).numpy() + 2).astype(np.uint32)  # version 2.2, and no function
+    monkeypatch.setattr(tensors, "_table_of", lambda kind: words.ctypes.data)
+    assert alike_addresses([torch.zeros(4)]) is None
+
+
+def test_without_compiled_code_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "_compiled", lambda: None)
+    assert alike_addresses([torch.zeros(4)]) is None
