@@ -10,6 +10,7 @@ from kvstore.config import RedisAddress, RedisSettings
 from kvstore.errors import Unavailable
 
 PASSWORD_BYTES_MAX = 4096
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,11 @@ class Server:
     port: int = 0
     path: str = ""
     is_asked: bool = False
+
+    @property
+    def is_near(self) -> bool:
+        """True when the server is on this machine."""
+        return bool(self.path) or self.host in LOOPBACK
 
     def __str__(self) -> str:
         return self.path or f"{self.host}:{self.port}"
