@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvstore_client.fetch import fused
 from kvstore_client.fetch import given as given_module
-from kvstore_client.fetch.fused import Planes, copies_of
+from kvstore_client.fetch.fused import Planes, blocks_of, copies_of
 from kvstore_client.fetch.given import given_planes
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.overlap import Span, overlapping
@@ -116,6 +116,27 @@ def test_views_do_not_reach_beyond_their_plane() -> None:
     heads = range(SHAPE[0])
     assert copies_of(Planes(sides), 16 + SPEC.chunk_tokens, [run], SPEC.slab_layers, heads) is not None
     assert copies_of(Planes(sides), 15 + SPEC.chunk_tokens, [run], SPEC.slab_layers, heads) is None
+
+
+class Silent(torch.Tensor):
+    """Refuses to tell of its storage, as wrappers do that have none."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.untyped_storage:
+            raise TypeError("it has no storage")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("place", range(LAYERS))
+@pytest.mark.parametrize(
+    "odd", [tensor(SHAPE, SPEC.cache_dtype).as_subclass(Silent), np.zeros(SHAPE, np.uint16)], ids=["subclass", "array"]
+)
+def test_planes_that_are_no_plain_tensors_are_left_to_torch(place: int, odd: Any) -> None:
+    side = [tensor(SHAPE, SPEC.cache_dtype) for _ in range(LAYERS)]
+    assert blocks_of(side, (SHAPE[0], 1, *SHAPE[1:]), 0) is not None
+    side[place] = odd
+    assert blocks_of(side, (SHAPE[0], 1, *SHAPE[1:]), 0) is None
 
 
 RUNS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.integers(1, 3)), min_size=1, max_size=8)

@@ -219,13 +219,16 @@ def token_runs(planes: Iterable[Tensor], shape: Sequence[int], start: int) -> It
 
 def blocks_of(planes: Sequence[Tensor], shape: tuple[int, ...], start: int) -> Blocks | None:
     """Return what ``token_runs`` does as blocks, of tensors or arrays. None where they have several strides, no plain
-    memory of the CPU, or less of it than ``shape`` takes: their storage may have been resized."""
+    memory of the CPU, or less of it than ``shape`` takes: their storage may have been resized. None for subclasses,
+    which may refuse to tell of their storage."""
     first = planes[0]
     if not is_tensor(first):
         if any(is_tensor(plane) or plane.strides != first.strides for plane in planes):
             return None
         return _blocks(list(map(address_of, planes)), shape, first.strides, 1, start, planes)
     torch = torch_module()
+    if not set(map(type, planes)) <= {torch.Tensor, torch.nn.Parameter}:
+        return None
     try:
         strides, size = first.stride(), first.element_size()
         storages = list(map(torch.Tensor.untyped_storage, planes))
@@ -245,17 +248,14 @@ def blocks_of(planes: Sequence[Tensor], shape: tuple[int, ...], start: int) -> B
 
 
 def _addresses(planes: Sequence[Tensor]) -> Sequence[int]:
-    """Return where plain tensors of the CPU begin that have the strides of the first. Empty for others, and where one
-    has no memory."""
-    torch = torch_module()
-    if not set(map(type, planes)) <= {torch.Tensor, torch.nn.Parameter}:
-        return []
+    """Return where tensors begin, if all are the CPU's and have the strides of the first. Empty where they are not, and
+    where one has no memory."""
     if found := alike_addresses(planes):
         return found
     strides = planes[0].stride()
     if not all(plane.is_cpu and plane.stride() == strides for plane in planes):
         return []
-    addresses = list(map(torch.Tensor.data_ptr, planes))
+    addresses = list(map(torch_module().Tensor.data_ptr, planes))
     return addresses if all(addresses) else []
 
 
