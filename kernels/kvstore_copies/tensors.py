@@ -37,10 +37,11 @@ def _table_of(kind: type) -> int:
     capsule = getattr(kind, ATTRIBUTE, None)
     if capsule is None:
         return 0
-    address_of = ctypes.pythonapi.PyCapsule_GetPointer
-    address_of.argtypes, address_of.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
+    kind_of_function = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    address_of = kind_of_function(("PyCapsule_GetPointer", ctypes.pythonapi))  # that of ``pythonapi`` is everybody's
     try:
-        return address_of(capsule, CAPSULE) or 0
+        address: int | None = address_of(capsule, CAPSULE)
+        return address or 0
     except ValueError:  # another kind of capsule
         return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,16 @@ def test_no_tensors_have_no_addresses() -> None:
 def test_another_kind_of_capsule_is_no_table() -> None:
     kind = type("Kind", (), {tensors.ATTRIBUTE: torch.zeros(4).__dlpack__()})
     assert alike_addresses([kind()]) is None
+
+
+def test_the_function_that_all_of_the_process_share_is_left_as_others_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever declared it for capsules of his own would get another type, or a TypeError."""
+    shared = ctypes.pythonapi.PyCapsule_GetPointer
+    monkeypatch.setattr(shared, "argtypes", [ctypes.py_object])
+    monkeypatch.setattr(shared, "restype", ctypes.c_char_p)
+    assert tensors._table_of.__wrapped__(torch.Tensor) == tensors._table_of(torch.Tensor) != 0
+    assert shared.argtypes == [ctypes.py_object]
+    assert shared.restype is ctypes.c_char_p
 
 
 def test_a_table_of_another_major_version_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
