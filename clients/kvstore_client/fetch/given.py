@@ -87,9 +87,11 @@ def _alike(wanted: Wanted, into: Sequence[Layer]) -> Given | None:
 def _starts(planes: Sequence[Tensor]) -> list[int]:
     """Return what ``alike_addresses`` does, by torch alone. Empty for None."""
     first = planes[0]
+    if not first.is_cpu:
+        return []
     try:
         looks = [list(map(look, planes)) for look in (_shape, _dtype, _is_cpu, type(first).stride)]
-        if not first.is_cpu or any(look.count(look[0]) != len(planes) for look in looks):
+        if any(look.count(look[0]) != len(planes) for look in looks):
             return []
         starts = list(map(type(first).data_ptr, planes))
     except RuntimeError:  # one has no strides, or no memory of its own

@@ -77,8 +77,8 @@ class PartRead(NamedTuple):
 
 def read_parts(server: Server, key: bytes, parts: Sequence[PartRead], until_s: float) -> list[bool]:
     """Read parts of one chunk. Returns a flag per part: True when all its strips are right. Raises DataLoss where the
-    fields are not there, or are other ones. The bytes are checked while they are in the processor's cache, and the
-    server meanwhile has the next field ready."""
+    fields are not there, or are other ones. The bytes are checked while they are in the processor's cache, and a server
+    on another machine meanwhile sends the next field."""
 
     def read(line: Line) -> list[bool]:
         ahead = iter([field.name for part in parts for field in part.fields])

@@ -1,7 +1,8 @@
 """Reads of open chunks, given to the byte movers in turns.
 
 While all turns are taken, reads of one chunk gather, and become one job. A job costs the service as much as a mover
-needs for a megabyte, and a mover that has several fields to read keeps the server busy while it checks one.
+needs for a megabyte, and a mover that has several fields to read keeps a server on another machine busy while it checks
+one.
 """
 
 from __future__ import annotations
