@@ -99,6 +99,70 @@ def test_the_function_that_all_of_the_process_share_is_left_as_others_set_it(mon
     assert shared.restype is ctypes.c_char_p
 
 
+class Told(ctypes.Structure):
+    """DLPack's DLTensor, by its own header."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+LOOK = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(Told))
+
+
+class Table(ctypes.Structure):
+    """DLPack's DLPackExchangeAPI, by its own header."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("prev_api", ctypes.c_void_p),
+        ("allocator", ctypes.c_void_p), ("from_object", ctypes.c_void_p), ("to_object", ctypes.c_void_p),
+        ("dltensor_from_object", LOOK), ("current_work_stream", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+def pair(first: int, second: int) -> Any:
+    return (ctypes.c_int64 * 2)(first, second)
+
+
+OTHERWISE = {
+    "as it is": ({}, True), "pinned": ({"device_type": 3}, True), "CUDA's": ({"device_type": 2}, False),
+    "ROCm's": ({"device_type": 10}, False), "managed by CUDA": ({"device_type": 13}, False),
+    "empty": ({"data": 0}, False), "of another code": ({"code": 4}, False), "of other bits": ({"bits": 32}, False),
+    "of more lanes": ({"lanes": 2}, False), "of fewer axes": ({"ndim": 1}, False),
+    "without strides": ({"strides": None}, False), "shorter": ({"shape": pair(3, 8)}, False),
+    "narrower": ({"shape": pair(4, 7)}, False), "of other steps": ({"strides": pair(9, 1)}, False),
+    "spread": ({"strides": pair(8, 2)}, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_each_field_of_a_table_is_looked_at(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The last of three differs. No machine of the tests has the devices."""
+    shape, strides = pair(4, 8), pair(8, 1)
+    changes, is_told = OTHERWISE[name]
+
+    def look(number: int, found: Any) -> int:
+        told = Told(1000 * (number + 1), 1, 0, 2, 2, 16, 1, shape, strides, 24)
+        for field, value in changes.items() if number == 2 else ():
+            setattr(told, field, value)
+        found[0] = told
+        return 0
+
+    table = Table(major=1, minor=9, dltensor_from_object=LOOK(look))
+    monkeypatch.setattr(tensors, "_table_of", lambda _: ctypes.addressof(table))
+    found = alike_addresses([0, 1, 2])
+    assert (None if found is None else list(found)) == ([1024, 2024, 3024] if is_told else None)
+
+
+def test_a_table_that_fails_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = Table(major=1, minor=9, dltensor_from_object=LOOK(lambda _, __: -1))
+    monkeypatch.setattr(tensors, "_table_of", lambda _: ctypes.addressof(fails))
+    assert alike_addresses([0]) is None
+
+
 def test_a_table_of_another_major_version_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     words = (torch.zeros(8, dtype=torch.int32).numpy() + 2).astype(np.uint32)  # version 2.2, and no function
     monkeypatch.setattr(tensors, "_table_of", lambda kind: words.ctypes.data)
