@@ -95,10 +95,12 @@ def test_what_is_digested_is_what_was_written(skip: int) -> None:
     writer.start()
     starts, torn = np.arange(0, source.size, 1 << 16), 0
     try:
-        for seed in range(30):
+        for seed in range(3000):  # where processors are busy the writer may long have none
             found = copy_checked(target, source, starts, starts + (1 << 16), [seed] * starts.size)
             assert found == b"".join(xxhash.xxh3_128_digest(target[at : at + (1 << 16)].data, seed) for at in starts)
             torn += 0 < int((target == original).sum()) < target.size
+            if torn and seed >= 30:
+                break
     finally:
         ended.set()
         writer.join()
