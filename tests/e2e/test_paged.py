@@ -91,6 +91,30 @@ def test_chunks_of_whole_pages_are_written_together(client: Client, size: int, h
             assert (flat[slots] == plane[slice(*(heads or (0, 2))), :count].swapaxes(0, 1)).all()
 
 
+@pytest.mark.parametrize("count", [COUNT, 80])
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("layers", [None, [1]])
+def test_a_graph_that_needs_pages_learns_of_a_fetch_into_them(
+    client: Client, count: int, verify: bool, layers: list[int] | None
+) -> None:
+    pages = engine_pages(LAYOUTS[0], 6, 16, 2, 8, pairs=False, tensor=True)[: len(layers or "KV")]
+    x = torch.ones(pages[0].shape, dtype=torch.bfloat16, requires_grad=True)
+    graph = (x * pages[-1]).sum()
+    into = Paged(pages, np.arange(count), LAYOUTS[0])
+    assert client.fetch(SPEC, tokens_of(5, 99), into=into, layers=layers).token_count == 0
+    graph.backward(retain_graph=True)  # a miss wrote nothing
+    assert client.fetch(SPEC, tokens_of(COUNT)[:count], into=into, layers=layers, verify=verify).token_count == count
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        graph.backward()
+
+
+def test_pages_made_in_inference_mode_are_fetched_into(client: Client) -> None:
+    """They have no graph that could be told."""
+    with torch.inference_mode():
+        pages = engine_pages(LAYOUTS[0], 6, 16, 2, 8, pairs=False, tensor=True)
+    assert client.fetch(SPEC, tokens_of(COUNT), into=Paged(pages, np.arange(COUNT), LAYOUTS[0])).token_count == COUNT
+
+
 def test_a_chunk_that_fails_its_checksums_is_not_written(
     local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,14 @@ MUTANTS = [
         ("tests/e2e/test_doors.py::test_planes_that_share_memory_are_refused_and_interleaved_ones_are_not",),
     ),
     Mutant(
+        "pages-that-no-graph-sees",
+        PAGED,
+        "            pages.are_written()\n",
+        "            pass\n",
+        "a gradient is computed from bytes that a fetch wrote over its own",
+        (f"{T_PAGED}::test_a_graph_that_needs_pages_learns_of_a_fetch_into_them",),
+    ),
+    Mutant(
         "alike-in-other-shapes",
         GIVEN,
         "(_shape, _dtype, _is_cpu, type(first).stride)",

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvstore.chunk import slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints
-from kvstore_client.arrays import Layer, Tensor, check_memory, is_array, is_tensor, settle_device
+from kvstore_client.arrays import Layer, Tensor, check_memory, is_array, is_tensor, settle_device, tell_graphs
 from kvstore_client.copying import copy, raw
 from kvstore_client.cuda.fetching import copy_checked_on, fetch_in_turn, fetched_on, with_slots
 from kvstore_client.cuda.pages import GpuSlots
@@ -113,6 +113,11 @@ class Pages:
         """Raise InvalidRequest for pages that cannot be fetched into."""
         self._checked.check_writable()
         self._check_slots()
+
+    def are_written(self) -> None:
+        """Tell torch that others than torch write the tensors."""
+        if told := [each for each in self._checked.given if is_tensor(each)]:
+            tell_graphs(told)
 
     def _check_slots(self) -> None:
         """Raise InvalidRequest where two tokens would lie in one slot."""
@@ -228,6 +233,8 @@ class PagedTarget:
             raise InvalidRequest("hidden states do not go into pages: fetch them apart")
         self._wanted = wanted
         self._pages = pages
+        if token_count:
+            pages.are_written()
 
     def layer(self, position: int, token_count: int) -> Layer:
         """Return a wanted layer in the caller's form: (K, V) of its pages."""
