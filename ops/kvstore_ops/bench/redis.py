@@ -2,9 +2,9 @@
 
 The server is the embedded one, on a unix socket; both ends run on this machine. The bare client is one thread with one
 connection, two fields in flight, a ``recv_into`` for each field, no checksum. On two processors it reads at one of two
-rates, which stand for a whole run: 1.4x as fast where the kernel wakes it on the server's processor, whose caches have
-what was just sent. A fetched context is never in the arena: more contexts take turns than the arena holds. A fetch ends
-when all slabs are there and checked; no client copies them.
+rates, up to 1.4 times apart, which stand for a whole run. Pinned to the server's processor, whose caches have what was
+just sent, it reads 1.2 times as fast as beside it. A fetched context is never in the arena: more contexts take turns
+than the arena holds. A fetch ends when all slabs are there and checked; no client copies them.
 Between the two stands a bare pipeline (``redis_pipeline``): two other processes read the same and hash it, as
 movers do, without a service. It shows how much of the distance to the bare client is the service's own.
 Beside it stands the rate at which stored chunks reach the server, over a bare client that writes the same fields. Both
