@@ -110,7 +110,7 @@ FORMS: dict[str, Form] = {
 def long_kernel(device: str) -> None:
     """Occupy the current stream for a while; what is launched behind it begins later."""
     if device == "cuda":
-        torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]  # torch's
+        torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]  # torch gives it no types
 
 
 @contextmanager

@@ -216,9 +216,9 @@ def test_rotations_are_those_of_the_table_and_of_these_rows(
     model = on(device, model_of(family, next(seeds)))
     tabled, anew = TransformersRunner(model), TransformersRunner(model)
     monkeypatch.setattr(tabled, "device", torch.device("cpu"))
-    tabled._tables = tuple(each[0] for each in model.base_model.rotary_emb(  # type: ignore[assignment]  # cos and sin
-        torch.zeros(1, device=device), torch.arange(256, device=device)[None]
-    ))  # fmt: skip
+    positions = torch.arange(256, device=device)[None]
+    cos, sin = model.base_model.rotary_emb(torch.zeros(1, device=device), positions)
+    tabled._tables = cos[0], sin[0]
     monkeypatch.setattr(anew, "device", torch.device("cuda"))
     x = torch.zeros(45, 32, device=device)
     for positions in (torch.arange(5, 50, device=device), torch.arange(9, 99, 2, device=device)):

@@ -57,7 +57,8 @@ def test_a_sidecar_that_dies_in_the_middle(own_sidecar: Sidecar, device: str) ->
         into = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in kv]
         long_kernel(device)
         transfer = client.start_fetch_prefix(spec, tokens_of(4096, seed), into=into)
-        own_sidecar.process.kill()  # type: ignore[union-attr]  # it runs
+        assert own_sidecar.process is not None
+        own_sidecar.process.kill()
         try:
             transfer.wait(20.0)
         except KVStoreError:

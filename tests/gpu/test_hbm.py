@@ -67,13 +67,11 @@ def stored(client: Client, token_count: int = COUNT, spec: ModelSpec = SPEC) -> 
 
 def planes(token_count: int, spec: ModelSpec = SPEC) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Poisoned planes on the device."""
-    return [
-        tuple(
-            torch.full((each.kv_heads, token_count, dim), -1, dtype=torch.int16, device=DEVICE).view(torch.bfloat16)
-            for dim in (each.k_dim, each.v_dim)
-        )
-        for each in spec.layers
-    ]  # type: ignore[misc]  # K and V: mypy counts no generator
+
+    def plane(heads: int, dim: int) -> torch.Tensor:
+        return torch.full((heads, token_count, dim), -1, dtype=torch.int16, device=DEVICE).view(torch.bfloat16)
+
+    return [(plane(each.kv_heads, each.k_dim), plane(each.kv_heads, each.v_dim)) for each in spec.layers]
 
 
 def pages(token_count: int, size: int, layout: str, spec: ModelSpec = SPEC) -> tuple[Paged, Callable[[int], Any]]:

@@ -148,7 +148,7 @@ def test_each_layer_may_be_used_as_soon_as_it_was_waited_for(
             used.append((k.clone(), v.clone()))  # on the caller's stream
         transfer.wait(10.0)
     if form == "pages":
-        used = [tuple(half.flatten(0, 1).transpose(0, 1) for half in pair) for pair in used]  # type: ignore[misc]  # K and V
+        used = [(k.flatten(0, 1).transpose(0, 1), v.flatten(0, 1).transpose(0, 1)) for k, v in used]
     same(used, cache)
 
 
