@@ -14,7 +14,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from kvstore_ops.sidecar import Sidecar
 
-from tests.warm import Warm
+pytest.register_assert_rewrite(*(f"tests.{each.stem}" for each in Path(__file__).parent.iterdir()))  # helpers, too
+
+from tests.warm import Warm  # noqa: E402  # a module that was imported before is not rewritten
 
 IS_FULL = os.environ.get("KVSTORE_TEST_SCALE") == "full"
 settings.register_profile(

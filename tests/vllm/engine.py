@@ -37,6 +37,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "2",
 }
+_ADAPTERS: dict[str, int] = {}  # vLLM's numbers of them, in an engine's own process
 
 
 class Engine:
@@ -156,7 +157,7 @@ def _answered(llm: Any, query: dict[str, Any]) -> dict[str, Any]:
     for prompt, seed in zip(prompts, query.get("images", ()), strict=False):
         prompt["multi_modal_data"] = {"image": _picture(seed)}
     name = query.get("lora")
-    lora = LoRARequest(name, abs(hash(name)) % 1000 + 1, name) if name else None
+    lora = LoRARequest(name, _ADAPTERS.setdefault(name, len(_ADAPTERS) + 1), name) if name else None
     done = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
     return {
         "outputs": [list(each.outputs[0].token_ids) for each in done],

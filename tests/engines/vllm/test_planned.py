@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ from tests.specs import tokens_of
 
 COUNT = 90  # five chunks of 16, and two blocks and a half
 STEP = 64
+SEEDS = itertools.count(900)  # each test's own: the sidecar still has the prompts of the tests before
 
 
 class Planned(Engine):
@@ -71,10 +73,10 @@ class Planned(Engine):
 
 
 @pytest.fixture
-def stored(sidecar: Sidecar, request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
+def stored(sidecar: Sidecar) -> Iterator[tuple[Any, Any]]:
     """A prompt that another engine has kept."""
     engine = Engine(sidecar.address)
-    tokens = tokens_of(COUNT, 900 + abs(hash(request.node.name)) % 10_000)
+    tokens = tokens_of(COUNT, next(SEEDS))
     yield tokens, engine.keep(asked("kept", tokens), blocks_of(COUNT))
     engine.close()
 
