@@ -30,6 +30,27 @@ def make_text(kind: str, seed: int, directory: Path) -> Path:
     return directory
 
 
+def make_scaled(directory: Path) -> Path:
+    """A tiny Llama whose checkpoint says that its cache has 8 bits, with scales so small that they show in its answers."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    make_text("llama", 0, directory)
+    weights = load_file(directory / "model.safetensors")
+    for layer in range(3):
+        for part, scale in (("k", 0.003), ("v", 0.002)):
+            weights[f"model.layers.{layer}.self_attn.{part}_scale"] = torch.tensor(scale * (layer + 1))
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "kv_cache_scheme": scheme,
+        "quantization_status": "frozen",
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
 def make_seeing(directory: Path) -> Path:
     """A tiny BLIP-2: images of 56 x 56 become 8 tokens before a prompt."""
     import torch

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from kvstore_client import connect
 from kvstore_client.engines.vllm.hashes import block_hashes
 from kvstore_ops.bench.throttled import ThrottledSidecar
@@ -93,6 +94,37 @@ def test_saved_in_one_process_hit_in_another(
         assert second.ask(LONG, salt="tenant")[1] == [0]  # a salt keeps its prompts apart
         wait_durable(durable, 7)
         assert second.ask(LONG, salt="tenant") == (plain[name][:1], [288])
+    assert leases_of(durable) == (0, 0)
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM has caches of 8 bits on CPUs with AVX-512 only")
+@pytest.mark.parametrize(
+    ("name", "load", "cache_dtype", "other"),
+    [("qwen3", "async", "fp8", ("qwen3", "auto")), ("scaled", "layerwise", "auto", ("llama", "fp8"))],
+)
+def test_a_cache_of_8_bits_is_kept_with_its_scales(
+    models: dict[str, Path], durable: Sidecar, name: str, load: str, cache_dtype: str, other: tuple[str, str]
+) -> None:
+    """``scaled``: its checkpoint says that the cache has 8 bits, and has scales. ``other``: the same weights, whose cache
+    has another dtype, or other scales."""
+    own: dict[str, Any] = {"kv_cache_dtype": cache_dtype, "enable_prefix_caching": False}
+    mine = prompt(350, 50)
+    prompts = mine, SHORT, mine[:200] + prompt(150, 51)
+    with connect(durable.address) as client:
+        before = client.stats().counters["nvme_written_chunks"]
+    with Engine(models[name], None, **own) as engine:
+        said, _ = engine.ask(*prompts)
+    shared = {"extra": {**CHUNK, "load": load}, **own}
+    with Engine(models[other[0]], durable.address, **{**shared, "kv_cache_dtype": other[1]}) as engine:
+        assert engine.ask(mine)[0] != said[:1], "what the cache holds is not the same"
+        wait_durable(durable, before + 5)  # chunks of 64
+    with Engine(models[name], durable.address, **shared) as engine:
+        assert engine.ask(mine) == (said[:1], [0])
+        wait_durable(durable, before + 10)
+    durable.stop(kill=True)
+    durable.start()
+    with Engine(models[name], durable.address, **shared) as engine:
+        assert engine.ask(*prompts) == (said, [320, 0, 192])
     assert leases_of(durable) == (0, 0)
 
 

@@ -16,7 +16,8 @@ import torch
 from kvstore_client.engines.vllm import KVStoreConnector
 from kvstore_client.engines.vllm.connector import StepMetadata
 from kvstore_client.engines.vllm.hashes import block_hashes, seed_of_process
-from kvstore_client.engines.vllm.identity import OF_ADAPTERS, Adapters, adapter_settings, geometry_of, spec_of
+from kvstore_client.engines.vllm.geometry import geometry_of
+from kvstore_client.engines.vllm.identity import OF_ADAPTERS, Adapters, adapter_settings, spec_of
 from kvstore_client.engines.vllm.naming import Naming, extras_of
 from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.step import Load, Save, Step

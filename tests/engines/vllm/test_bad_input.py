@@ -26,6 +26,8 @@ def writer_of(order: str) -> Any:
     """A kernel that writes K as it is, transposed, or in pairs of tokens; and V as it is."""
 
     def write(k: Any, v: Any, key_cache: Any, value_cache: Any, slots: Any) -> None:
+        if key_cache.dtype is torch.uint8:  # as vLLM shows pages of 8 bits
+            k, v = k.to(torch.float8_e4m3fn).view(torch.uint8), v.to(torch.float8_e4m3fn).view(torch.uint8)
         page = int(slots[0]) // k.shape[0]
         strip = k[:, 0]
         if order == "transposed":
@@ -44,6 +46,7 @@ def writer_of(order: str) -> Any:
         ((8, 4, 4, 16), "FLASH_ATTN", torch.bfloat16, r"\[pages, 2, tokens, 16\]"),
         ((2, 8, 4, 2, 8), "FLASH_ATTN", torch.bfloat16, "use the attention backend FLASH_ATTN"),
         ((8, 2, 4, 16), "FLASH_ATTN", torch.float16, "--kv-cache-dtype auto"),
+        ((8, 2, 4, 16), "FLASH_ATTN", torch.uint8, "pages are uint8, the model's cache is bfloat16"),
         ((8, 2, 4, 16), "NEW_ATTN", torch.bfloat16, "--attention-backend to FLASH_ATTN"),
         ((8, 2, 4, 16), "CPU_MLA", torch.bfloat16, "cannot go on after a prefix"),
         ((8, 2, 3, 16), "FLASH_ATTN", torch.bfloat16, "blocks of 4"),
@@ -62,15 +65,28 @@ def test_pages_that_are_packed_otherwise_are_refused() -> None:
 
 
 @pytest.mark.parametrize("order", ["plain", "transposed"])
-def test_the_cpu_backends_pages_are_read_as_its_kernel_writes_them(order: str) -> None:
-    tensors = [torch.zeros((8, 1, 4, 16), dtype=torch.bfloat16)]
-    spec = small_spec(layers=(LayerSpec(kv_heads=1, k_dim=8, v_dim=8),))
+@pytest.mark.parametrize(("kept", "shown"), [("bfloat16", torch.bfloat16), ("float8_e4m3fn", torch.uint8)])
+def test_the_cpu_backends_pages_are_read_as_its_kernel_writes_them(order: str, kept: str, shown: torch.dtype) -> None:
+    tensors = [torch.zeros((8, 1, 4, 16), dtype=shown)]
+    spec = small_spec(layers=(LayerSpec(kv_heads=1, k_dim=8, v_dim=8),), cache_dtype=kept)
+    dtype = getattr(torch, kept)
     views = PagesOfModel(spec, tensors, 4, CPU, writer_of(order)).views[0]
-    k, v = torch.randn(4, 1, 8).to(torch.bfloat16), torch.randn(4, 1, 8).to(torch.bfloat16)
-    halves = tensors[0].view(8, 1, 8, 8).chunk(2, dim=2)
+    assert {view.dtype for view in views} == {dtype}
+    k, v = torch.randn(4, 1, 8).to(dtype), torch.randn(4, 1, 8).to(dtype)
+    halves = tensors[0].view(dtype).view(8, 1, 8, 8).chunk(2, dim=2)
     writer_of(order)(k, v, *halves, torch.arange(4) + 12)
-    assert torch.equal(views[0][3].transpose(0, 1), k)
-    assert torch.equal(views[1][3].transpose(0, 1), v)
+    assert torch.equal(views[0][3].transpose(0, 1).float(), k.float())
+    assert torch.equal(views[1][3].transpose(0, 1).float(), v.float())
+
+
+def test_pages_of_8_bits_are_the_models_for_every_backend() -> None:
+    spec = small_spec(cache_dtype="float8_e4m3fn")
+    tensors = [torch.randint(0, 255, (8, 2, 4, 16), dtype=torch.uint8) for _ in range(2)]
+    k, v = PagesOfModel(spec, tensors, 4, "FLASHINFER").views[1]
+    assert (k.dtype, v.dtype) == (torch.float8_e4m3fn, torch.float8_e4m3fn)
+    assert torch.equal(torch.cat([k.view(torch.uint8), v.view(torch.uint8)], 3), tensors[1])
+    with pytest.raises(InvalidRequest, match="pages are int8, the model's cache is float8_e4m3fn"):
+        PagesOfModel(spec, [each.view(torch.int8) for each in tensors], 4, "FLASHINFER")
 
 
 @pytest.mark.parametrize(

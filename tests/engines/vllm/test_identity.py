@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvstore_client.engines.vllm.identity import IGNORED, OF_ITEMS, Adapters, engine_identity, geometry_of, spec_of
+from kvstore_client.engines.vllm.geometry import geometry_of
+from kvstore_client.engines.vllm.identity import IGNORED, OF_ITEMS, Adapters, engine_identity, spec_of
 from kvstore_client.engines.vllm.naming import check_items
 from kvstore_client.engines.vllm.settings import ConnectorSettings, EncoderSettings
 from kvstore_client.opaque.encoder import encoder_namespace
@@ -36,8 +37,14 @@ LONG = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0] * 4,
 class FullAttentionSpec:
     """Named as vLLM's."""
 
-    def __init__(self, heads: int = 2, size: int = 8, dtype: str = "torch.float32", block: int = 16) -> None:
+    def __init__(
+        self, heads: int = 2, size: int = 8, dtype: str = "torch.float32", block: int = 16, mode: int = 0
+    ) -> None:
         self.num_kv_heads, self.head_size, self.dtype, self.block_size = heads, size, dtype, block
+        self.kv_quant_mode = mode
+
+
+EIGHT_BITS = FullAttentionSpec(dtype="torch.uint8", mode=1)
 
 
 def engine(
@@ -51,6 +58,7 @@ def engine(
         "get_vocab_size": lambda: 96, "get_total_num_kv_heads": lambda: 2,
     }  # fmt: skip
     load = {"load_format": more.pop("load_format", "auto")}
+    cache = {"cache_dtype": more.pop("cache_dtype", "auto"), "calculate_kv_scales": more.pop("calculates", False)}
     model.update(more)
     group = SimpleNamespace(
         layer_names=["model.layers.0", "model.layers.1"], kv_cache_spec=layers or FullAttentionSpec()
@@ -59,6 +67,7 @@ def engine(
         SimpleNamespace(
             model_config=SimpleNamespace(**model), load_config=SimpleNamespace(**load),
             parallel_config=SimpleNamespace(tensor_parallel_size=1), speculative_config=None,
+            cache_config=SimpleNamespace(**cache),
         ),
         SimpleNamespace(kv_cache_groups=[group]),
     )  # fmt: skip
@@ -111,11 +120,42 @@ def test_what_is_beside_the_configuration_is_in_the_identity(directory: Path, vo
         engine(directory, config={"rope_parameters": LONG}),
         engine(directory, config={"rope_parameters": {**LONG, "long_factor": [3.0] * 4}}),
         engine(directory, config={"rope_parameters": LONG}, max_model_len=4096),
+        engine(directory, layers=EIGHT_BITS, cache_dtype="fp8"),
     ]  # fmt: skip
     names = [name_of(each, vouched) for each in made] + [name_of(made[0], vouched, chunk_tokens=64)]
     assert len(set(names)) == len(names)
     assert name_of(engine(directory, max_model_len=4096), vouched) == names[0], "nothing reads it here"
     assert len({name_of(made[0], each) for each in VOUCHED}) == len(VOUCHED)
+
+
+@pytest.mark.parametrize("called", ["fp8", "fp8_e4m3"])
+def test_a_cache_of_8_bits_has_its_own_dtype(directory: Path, called: str) -> None:
+    assert geometry_of(*engine(directory, layers=EIGHT_BITS, cache_dtype=called)).cache_dtype == "float8_e4m3fn"
+
+
+MIXED = SimpleNamespace(
+    kv_cache_specs={"model.layers.0": EIGHT_BITS, "model.layers.1": FullAttentionSpec()}, block_size=16
+)
+
+
+@pytest.mark.parametrize(
+    ("layers", "called", "more", "said"),
+    [
+        (EIGHT_BITS, "fp8_e5m2", {}, "'fp8_e5m2', which kvstore cannot name: set --kv-cache-dtype fp8, or auto"),
+        (EIGHT_BITS, "auto", {}, "'auto', which kvstore cannot name"),
+        (EIGHT_BITS, "fp8_ds_mla", {}, "'fp8_ds_mla', which"),
+        (FullAttentionSpec(dtype="torch.uint8", mode=3), "fp8_per_token_head", {}, "'fp8_per_token_head', which"),
+        (FullAttentionSpec(dtype="torch.uint8", mode=3), "fp8", {}, "'fp8', which"),
+        (MIXED, "fp8", {}, "float32, float8_e4m3fn: set --kv-cache-dtype auto, and no --kv-cache-dtype-skip-layers"),
+        (EIGHT_BITS, "fp8", {"calculates": True}, "do without --calculate-kv-scales"),
+    ],
+)
+def test_caches_whose_bytes_have_no_name_are_refused(
+    directory: Path, layers: Any, called: str, more: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        geometry_of(*engine(directory, layers=layers, cache_dtype=called, **more))
+    geometry_of(*engine(directory, calculates=True))  # its cache has no scales
 
 
 def test_every_byte_of_the_weights_files_counts(directory: Path) -> None:

@@ -12,13 +12,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )  # fmt: skip
+from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
 from kvstore.errors import InvalidRequest
 from kvstore_client.arrays import Tensor
 from kvstore_client.begin import connect
 from kvstore_client.client import Client
-from kvstore_client.engines.vllm.identity import Adapters, adapter_settings, geometry_of, spec_of, worker_rank
+from kvstore_client.engines.vllm.geometry import FP8, geometry_of
+from kvstore_client.engines.vllm.identity import Adapters, adapter_settings, spec_of, worker_rank
 from kvstore_client.engines.vllm.naming import check_algorithm, check_items
 from kvstore_client.engines.vllm.objects import CacheConfig, EngineRequest, RequestBlocks, ScheduledStep, WorkersReport
 from kvstore_client.engines.vllm.pages import CPU, PagesOfModel, Writer
@@ -66,6 +68,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         check_algorithm(self._settings.digests, str(vllm_config.cache_config.prefix_caching_hash_algo))
         check_items(vllm_config)
         self._geometry = geometry_of(vllm_config, kv_cache_config)
+        fp8 = str(current_platform.fp8_dtype()).removeprefix("torch.")
+        if self._geometry.cache_dtype in FP8.values() and self._geometry.cache_dtype != fp8:
+            raise InvalidRequest(f"this device's fp8 is {fp8}, which kvstore does not keep: set --kv-cache-dtype auto")
         self._layer_of = {name: index for index, name in enumerate(self._geometry.layer_names)}
         self._config = vllm_config
         self._scheduler: SchedulerSide | None = None
@@ -228,6 +233,7 @@ def _cpu_writer(config: Any, block_tokens: int) -> Writer:
     cache_dtype = config.cache_config.cache_dtype
 
     def write(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+        k, v = k.to(config.model_config.dtype), v.to(config.model_config.dtype)
         isa = _get_attn_isa(config.model_config.dtype, block_tokens, k.shape[-1], cache_dtype)
         _custom_ops.cpu_attn_reshape_and_cache(
             k, v, key_cache, value_cache, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype=cache_dtype

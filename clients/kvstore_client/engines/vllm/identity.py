@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -14,10 +13,11 @@ from blake3 import blake3
 
 from kvstore.errors import InvalidRequest
 from kvstore.seams import SystemRandom
-from kvstore.spec import LayerKind, LayerSpec, ModelSpec, RopeSpec
+from kvstore.spec import ModelSpec, RopeSpec
 from kvstore.spec.configuration import named
 from kvstore.spec.from_transformers import rope_of
-from kvstore_client.engines.vllm.objects import CacheConfig, EngineConfig, LayerCache, LoraRequest, ModelConfig
+from kvstore_client.engines.vllm.geometry import Geometry
+from kvstore_client.engines.vllm.objects import EngineConfig, LoraRequest, ModelConfig
 from kvstore_client.engines.vllm.settings import Common, ConnectorSettings
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -34,122 +34,12 @@ OF_ADAPTERS = (
 IGNORED = ("_name_or_path", "transformers_version")
 """Fields of the configuration that do not change the cache: a name (the weights are digested), and the file's
 writer."""
-WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix")
-"""Kinds of speculative decoding whose drafts keep no cache of their own."""
-
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 _Files: TypeAlias = tuple[str, bool, tuple[tuple[str, int, int, int], ...]]
 """An adapter's path, True if its request says that its experts are fused, and the states of its files."""
 ADAPTERS_KEPT = 1024
 """Adapters whose files need not be read again, those of the last requests: callers bring new ones for ever."""
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The layers that keep a cache, in order, with the kv heads of all ranks together; and vLLM's block size."""
-
-    layer_names: tuple[str, ...]
-    layers: tuple[LayerSpec, ...]
-    cache_dtype: str
-    block_tokens: int
-    mla: bool
-    ranks: int
-    """Number of tensor-parallel ranks. Each has an equal share of every layer's kv heads."""
-
-
-def geometry_of(vllm_config: EngineConfig, kv_cache_config: CacheConfig) -> Geometry:
-    """Return the geometry of an engine's cache. Raises InvalidRequest naming the vLLM setting that kvstore cannot
-    serve, and what to set."""
-    _check_parallel(vllm_config)
-    if not getattr(vllm_config.model_config, "is_prefix_caching_supported", True):
-        raise InvalidRequest(
-            "this model needs all of a prompt in each computation, as poolers of a mean or of the first token do, and "
-            "cannot go on after a prefix (vLLM turns its own prefix cache off for it): run it without the connector"
-        )
-    groups = [each for each in kv_cache_config.kv_cache_groups if getattr(each, "enable_kv_transfer", True)]
-    if len(groups) != 1:
-        raise InvalidRequest(
-            f"this model has {len(groups)} groups of layers with blocks of their own; kvstore needs one block table: "
-            "set --disable-hybrid-kv-cache-manager (models with recurrent layers have no cache that could be kept)"
-        )
-    group = groups[0].kv_cache_spec
-    names = sorted(groups[0].layer_names, key=lambda name: ([int(each) for each in re.findall(r"\d+", name)], name))
-    each_spec = getattr(group, "kv_cache_specs", None) or dict.fromkeys(names, group)
-    hf = vllm_config.model_config.hf_text_config
-    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
-    layers = tuple(_layer(name, each_spec[name], hf, ranks) for name in names)
-    dtypes = {str(each_spec[name].dtype).removeprefix("torch.") for name in names}
-    if len(dtypes) != 1:
-        raise InvalidRequest(f"the layers' caches are {', '.join(sorted(dtypes))}: set --kv-cache-dtype auto")
-    mla = all(_is_mla(each) for each in each_spec.values())
-    _check_ranks(vllm_config.model_config, layers, ranks, mla)
-    return Geometry(tuple(names), layers, dtypes.pop(), int(group.block_size), mla, ranks)
-
-
-def _check_ranks(model: ModelConfig, layers: tuple[LayerSpec, ...], ranks: int, mla: bool) -> None:
-    if ranks == 1:
-        return
-    total = int(model.get_total_num_kv_heads())
-    if mla or total % ranks or {each.kv_heads for each in layers} != {total}:
-        raise InvalidRequest(
-            f"{total} kv heads on {ranks} ranks: kvstore serves ranks that share out the kv heads evenly, all layers "
-            "alike and without MLA; set --tensor-parallel-size to a divisor of them"
-        )
-
-
-def _check_parallel(vllm_config: EngineConfig) -> None:
-    parallel = vllm_config.parallel_config
-    for name, flag in (
-        ("pipeline_parallel_size", "--pipeline-parallel-size"),
-        ("decode_context_parallel_size", "--decode-context-parallel-size"),
-        ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
-    ):
-        if getattr(parallel, name, 1) != 1:
-            raise InvalidRequest(
-                f"{name} is {getattr(parallel, name)}: this release serves tensor-parallel ranks only; set {flag} 1"
-            )
-    draft = getattr(vllm_config, "speculative_config", None)
-    if draft is not None and draft.method not in WITHOUT_CACHE:
-        raise InvalidRequest(
-            f"speculative decoding by {draft.method!r} keeps a cache of its own, which kvstore does not name yet: use "
-            f"one of {', '.join(WITHOUT_CACHE)}, or none"
-        )
-
-
-def _is_mla(spec: object) -> bool:
-    return any(each.__name__ == "MLAAttentionSpec" for each in type(spec).__mro__)
-
-
-def _layer(name: str, spec: LayerCache, hf: Any, ranks: int) -> LayerSpec:
-    known = {"FullAttentionSpec", "MLAAttentionSpec"}
-    if type(spec).__name__ == "SlidingWindowSpec":
-        raise InvalidRequest(
-            f"layer {name}: vLLM gives up blocks that leave a window, so no prompt could be kept whole: set "
-            "--disable-sliding-window"
-        )
-    if type(spec).__name__ not in known:
-        raise InvalidRequest(
-            f"layer {name} keeps a {type(spec).__name__}; kvstore keeps {', '.join(sorted(known))}: run this model "
-            "without the connector"
-        )
-    if int(getattr(spec, "kv_quant_mode", 0)) or getattr(spec, "tokens_per_state", 1) != 1:
-        raise InvalidRequest(f"layer {name} keeps a quantised or compressed cache: set --kv-cache-dtype auto")
-    if getattr(spec, "non_causal", False):
-        raise InvalidRequest(
-            f"layer {name} attends to later tokens, so its cache of a prefix is not that of a longer prompt (vLLM "
-            "turns its own prefix cache off for it): run this model without the connector"
-        )
-    if _is_mla(spec):
-        latent, rope = int(hf.kv_lora_rank), int(hf.qk_rope_head_dim)
-        if latent + rope != spec.head_size:
-            raise InvalidRequest(f"layer {name} keeps {spec.head_size} numbers per token, not {latent} + {rope}")
-        return LayerSpec(kv_heads=1, k_dim=latent, v_dim=rope)
-    window = getattr(spec, "sliding_window", None) or 0
-    kind = LayerKind.SLIDING_WINDOW if window else LayerKind.FULL
-    v_dim = getattr(spec, "head_size_v", None) or spec.head_size
-    heads = int(spec.num_kv_heads) * ranks
-    return LayerSpec(kind=kind, kv_heads=heads, k_dim=int(spec.head_size), v_dim=int(v_dim), window=window)
 
 
 def spec_of(

@@ -156,10 +156,17 @@ class LoadConfig(Protocol):
     load_format: object
 
 
+class CacheSettings(Protocol):
+    """The engine's settings of its cache. ``cache_dtype``: a name of vLLM's own."""
+
+    cache_dtype: str
+
+
 class EngineConfig(Protocol):
     """An engine's configuration, as far as it decides what the cache is."""
 
     model_config: ModelConfig
+    cache_config: CacheSettings
     parallel_config: ParallelConfig
     load_config: LoadConfig
 

@@ -14,6 +14,7 @@ from typing import Any
 from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
 from kvstore_client.arrays import Tensor, check_memory
+from kvstore_client.engines.vllm.geometry import FP8
 
 SIDE_BY_SIDE = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASHINFER")
 LATENT = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA")
@@ -22,7 +23,10 @@ WHOLE_ONLY = ("CPU_MLA", "AMX_MLA")
 CPU = "CPU_ATTN"
 LAYOUT = "page head slot dim"
 Writer = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-"""Writes K and V, [tokens, heads, dim], by a call with (k, v, key_cache, value_cache, slots)."""
+"""Writes K and V, [tokens, heads, dim], by a call with (k, v, key_cache, value_cache, slots). It makes the pages' dtype
+of theirs."""
+_DIGITS = 16
+"""So many small whole numbers every dtype of a cache has."""
 
 
 class PagesOfModel:
@@ -79,42 +83,55 @@ def _views(
 ) -> tuple[Tensor, Tensor]:
     each = spec.layers[layer]
     content, heads = each.k_dim + each.v_dim, each.kv_heads // ranks
-    found = str(tensor.dtype).removeprefix("torch.")
     if len(tensor.shape) != 4 or tuple(tensor.shape[1::2]) != (heads, content):
         raise InvalidRequest(
             f"layer {layer}: its pages have the shape {tuple(tensor.shape)}, the model says [pages, {heads}, "
             f"tokens, {content}]: use the attention backend {' or '.join((*SIDE_BY_SIDE, CPU))} with "
-            "--kv-cache-dtype auto"
+            "--kv-cache-dtype auto or fp8"
         )
-    if found != spec.cache_dtype:
-        raise InvalidRequest(
-            f"layer {layer}: its pages are {found}, the model's cache is {spec.cache_dtype}: set --kv-cache-dtype auto"
-        )
+    pages = _as_kept(spec, layer, tensor)
     if backend == CPU:
         assert writer is not None
-        return _cpu_views(tensor, each.k_dim, each.v_dim, writer)
+        return _cpu_views(tensor, pages, each.k_dim, each.v_dim, writer)
     if backend in WHOLE_ONLY:
         raise InvalidRequest(
             f"attention backend {backend} cannot go on after a prefix (vLLM turns its own prefix cache off for it): "
             "run this model without the connector, or on a GPU"
         )
     if backend in (LATENT if spec.mla else SIDE_BY_SIDE):
-        return tensor[..., : each.k_dim], tensor[..., each.k_dim :]
+        return pages[..., : each.k_dim], pages[..., each.k_dim :]
     raise InvalidRequest(
         f"attention backend {backend}: how its pages are packed is not known here; set --attention-backend to "
         f"{' or '.join(LATENT if spec.mla else SIDE_BY_SIDE)}"
     )
 
 
-def _cpu_views(tensor: Tensor, k_dim: int, v_dim: int, writer: Writer) -> tuple[Tensor, Tensor]:
+def _as_kept(spec: ModelSpec, layer: int, tensor: Tensor) -> Tensor:
+    """Return pages in the dtype of the spec. vLLM shows those of 8 bits as bytes."""
+    import torch
+
+    found = str(tensor.dtype).removeprefix("torch.")
+    if found == spec.cache_dtype:
+        return tensor
+    if tensor.dtype is torch.uint8 and spec.cache_dtype in FP8.values():
+        return tensor.view(getattr(torch, spec.cache_dtype))
+    raise InvalidRequest(
+        f"layer {layer}: its pages are {found}, the model's cache is {spec.cache_dtype}: set --kv-cache-dtype auto"
+    )
+
+
+def _cpu_views(
+    tensor: Tensor, kept: Tensor, k_dim: int, v_dim: int, writer: Writer
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``tensor``: pages as vLLM's kernel knows them; ``kept``: the same in the spec's dtype."""
     if k_dim != v_dim:
         raise InvalidRequest(f"K of {k_dim} and V of {v_dim} in one page: the CPU backend is known for equal ones only")
     page_tokens = int(tensor.shape[2])
-    shapes = [_probed(tensor.dtype, page_tokens, k_dim, which, writer) for which in (0, 1)]
     views = []
-    for which, is_transposed in enumerate(shapes):
-        half = _half(tensor, which)
+    for which in (0, 1):
+        half = _half(kept, which)
         pages, heads = half.shape[:2]
+        is_transposed = _probed(tensor.dtype, kept.dtype, page_tokens, k_dim, which, writer)
         plain = half.view(pages, heads, k_dim, page_tokens).transpose(2, 3) if is_transposed else half
         views.append(plain)
     return views[0], views[1]
@@ -127,22 +144,20 @@ def _half(tensor: Tensor, which: int) -> Tensor:
     return whole.chunk(2, dim=2)[which]
 
 
-def _probed(dtype: Any, page_tokens: int, dim: int, which: int, writer: Writer) -> bool:
-    """Write a page of distinct values through the kernel; return True when it lies transposed."""
+def _probed(shown: Any, kept: Any, page_tokens: int, dim: int, which: int, writer: Writer) -> bool:
+    """Number the items of a page, and write them through the kernel, digit by digit; return True when they lie
+    transposed. ``shown``: the dtype of pages as the kernel knows them; ``kept``: that of the items."""
     import torch
 
-    integers = {2: torch.int16, 4: torch.int32}.get(dtype.itemsize)
-    count = page_tokens * dim
-    if integers is None or count >= 1 << 14:
-        raise InvalidRequest(
-            f"pages of {page_tokens} tokens of {dim} {dtype}: set --kv-cache-dtype auto and --block-size 32"
-        )
-    # Small integers as bit patterns: denormal or small numbers, all distinct, which a move does not change.
-    numbers = torch.arange(1, count + 1, dtype=integers)
-    strips = numbers.view(dtype).reshape(page_tokens, 1, dim)
-    page = torch.zeros(2, 1, page_tokens, 2 * dim, dtype=dtype)
-    writer(strips, strips.clone(), _half(page, 0), _half(page, 1), torch.arange(page_tokens) + page_tokens)
-    written = _half(page, which)[1, 0].reshape(-1).view(integers)
+    count, scale = page_tokens * dim, 1
+    numbers = torch.arange(count)
+    written = torch.zeros(count, dtype=torch.int64)
+    while scale < count:
+        strips = (numbers // scale % _DIGITS).to(torch.float32).reshape(page_tokens, 1, dim)
+        page = torch.zeros(2, 1, page_tokens, 2 * dim, dtype=shown)
+        writer(strips, strips.clone(), _half(page, 0), _half(page, 1), torch.arange(page_tokens) + page_tokens)
+        written += _half(page, which)[1, 0].reshape(-1).view(kept).to(torch.int64) * scale
+        scale *= _DIGITS
     if torch.equal(written, numbers):
         return False
     if torch.equal(written.view(dim, page_tokens).t().reshape(-1), numbers):

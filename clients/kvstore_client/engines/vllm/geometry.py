@@ -1,0 +1,150 @@
+"""What a vLLM engine keeps of a token: its layers, their dtype, its blocks and ranks. What cannot be kept is refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.errors import InvalidRequest
+from kvstore.spec import LayerKind, LayerSpec
+from kvstore_client.engines.vllm.objects import CacheConfig, EngineConfig, LayerCache, ModelConfig
+
+WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix")
+"""Kinds of speculative decoding whose drafts keep no cache of their own."""
+PER_TENSOR = 1
+"""vLLM's mode of caches of 8 bits that have one scale per layer, which is the checkpoint's, or 1."""
+FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+"""Their dtype, by vLLM's name. What it calls fp8_e5m2 is e4m3 with some of its backends."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The layers that keep a cache, in order, with the kv heads of all ranks together; and vLLM's block size."""
+
+    layer_names: tuple[str, ...]
+    layers: tuple[LayerSpec, ...]
+    cache_dtype: str
+    block_tokens: int
+    mla: bool
+    ranks: int
+    """Number of tensor-parallel ranks. Each has an equal share of every layer's kv heads."""
+
+
+def geometry_of(vllm_config: EngineConfig, kv_cache_config: CacheConfig) -> Geometry:
+    """Return the geometry of an engine's cache. Raises InvalidRequest naming the vLLM setting that kvstore cannot
+    serve, and what to set."""
+    _check_parallel(vllm_config)
+    if not getattr(vllm_config.model_config, "is_prefix_caching_supported", True):
+        raise InvalidRequest(
+            "this model needs all of a prompt in each computation, as poolers of a mean or of the first token do, and "
+            "cannot go on after a prefix (vLLM turns its own prefix cache off for it): run it without the connector"
+        )
+    groups = [each for each in kv_cache_config.kv_cache_groups if getattr(each, "enable_kv_transfer", True)]
+    if len(groups) != 1:
+        raise InvalidRequest(
+            f"this model has {len(groups)} groups of layers with blocks of their own; kvstore needs one block table: "
+            "set --disable-hybrid-kv-cache-manager (models with recurrent layers have no cache that could be kept)"
+        )
+    group = groups[0].kv_cache_spec
+    names = sorted(groups[0].layer_names, key=lambda name: ([int(each) for each in re.findall(r"\d+", name)], name))
+    each_spec = getattr(group, "kv_cache_specs", None) or dict.fromkeys(names, group)
+    hf = vllm_config.model_config.hf_text_config
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+    layers = tuple(_layer(name, each_spec[name], hf, ranks) for name in names)
+    called = vllm_config.cache_config.cache_dtype
+    dtypes = {_dtype(name, each_spec[name], called) for name in names}
+    if len(dtypes) != 1:
+        raise InvalidRequest(
+            f"the layers' caches are {', '.join(sorted(dtypes))}: set --kv-cache-dtype auto, and no "
+            "--kv-cache-dtype-skip-layers"
+        )
+    if dtypes & set(FP8.values()) and getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise InvalidRequest(
+            "each engine calculates scales of its own for its cache: do without --calculate-kv-scales, so that they are "
+            "the checkpoint's"
+        )
+    mla = all(_is_mla(each) for each in each_spec.values())
+    _check_ranks(vllm_config.model_config, layers, ranks, mla)
+    return Geometry(tuple(names), layers, dtypes.pop(), int(group.block_size), mla, ranks)
+
+
+def _check_ranks(model: ModelConfig, layers: tuple[LayerSpec, ...], ranks: int, mla: bool) -> None:
+    if ranks == 1:
+        return
+    total = int(model.get_total_num_kv_heads())
+    if mla or total % ranks or {each.kv_heads for each in layers} != {total}:
+        raise InvalidRequest(
+            f"{total} kv heads on {ranks} ranks: kvstore serves ranks that share out the kv heads evenly, all layers "
+            "alike and without MLA; set --tensor-parallel-size to a divisor of them"
+        )
+
+
+def _check_parallel(vllm_config: EngineConfig) -> None:
+    parallel = vllm_config.parallel_config
+    for name, flag in (
+        ("pipeline_parallel_size", "--pipeline-parallel-size"),
+        ("decode_context_parallel_size", "--decode-context-parallel-size"),
+        ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
+    ):
+        if getattr(parallel, name, 1) != 1:
+            raise InvalidRequest(
+                f"{name} is {getattr(parallel, name)}: this release serves tensor-parallel ranks only; set {flag} 1"
+            )
+    draft = getattr(vllm_config, "speculative_config", None)
+    if draft is not None and draft.method not in WITHOUT_CACHE:
+        raise InvalidRequest(
+            f"speculative decoding by {draft.method!r} keeps a cache of its own, which kvstore does not name yet: use "
+            f"one of {', '.join(WITHOUT_CACHE)}, or none"
+        )
+
+
+def _is_mla(spec: object) -> bool:
+    return any(each.__name__ == "MLAAttentionSpec" for each in type(spec).__mro__)
+
+
+def _dtype(name: str, spec: LayerCache, called: str) -> str:
+    """Return the dtype of a layer's cache. ``called``: the name that vLLM has for it. Bytes of a quantised cache have no
+    meaning without their scales: those of a layer belong to the weights, and are in the key with them."""
+    mode = int(getattr(spec, "kv_quant_mode", 0))
+    if mode == PER_TENSOR and called in FP8:
+        return FP8[called]
+    if mode:
+        raise InvalidRequest(
+            f"layer {name} keeps a cache of {called!r}, which kvstore cannot name: set --kv-cache-dtype fp8, or auto"
+        )
+    return str(spec.dtype).removeprefix("torch.")
+
+
+def _layer(name: str, spec: LayerCache, hf: Any, ranks: int) -> LayerSpec:
+    known = {"FullAttentionSpec", "MLAAttentionSpec"}
+    if type(spec).__name__ == "SlidingWindowSpec":
+        raise InvalidRequest(
+            f"layer {name}: vLLM gives up blocks that leave a window, so no prompt could be kept whole: set "
+            "--disable-sliding-window"
+        )
+    if type(spec).__name__ not in known:
+        raise InvalidRequest(
+            f"layer {name} keeps a {type(spec).__name__}; kvstore keeps {', '.join(sorted(known))}: run this model "
+            "without the connector"
+        )
+    if getattr(spec, "tokens_per_state", 1) != 1:
+        raise InvalidRequest(
+            f"layer {name} keeps several tokens as one state, which no prefix ends in: run this model without the "
+            "connector"
+        )
+    if getattr(spec, "non_causal", False):
+        raise InvalidRequest(
+            f"layer {name} attends to later tokens, so its cache of a prefix is not that of a longer prompt (vLLM "
+            "turns its own prefix cache off for it): run this model without the connector"
+        )
+    if _is_mla(spec):
+        latent, rope = int(hf.kv_lora_rank), int(hf.qk_rope_head_dim)
+        if latent + rope != spec.head_size:
+            raise InvalidRequest(f"layer {name} keeps {spec.head_size} numbers per token, not {latent} + {rope}")
+        return LayerSpec(kv_heads=1, k_dim=latent, v_dim=rope)
+    window = getattr(spec, "sliding_window", None) or 0
+    kind = LayerKind.SLIDING_WINDOW if window else LayerKind.FULL
+    v_dim = getattr(spec, "head_size_v", None) or spec.head_size
+    heads = int(spec.num_kv_heads) * ranks
+    return LayerSpec(kind=kind, kv_heads=heads, k_dim=int(spec.head_size), v_dim=int(v_dim), window=window)
