@@ -31,7 +31,7 @@ def make_text(kind: str, seed: int, directory: Path) -> Path:
 
 
 def make_scaled(directory: Path) -> Path:
-    """A tiny Llama whose checkpoint says that its cache has 8 bits, with scales so small that they show in its answers."""
+    """A tiny Llama whose checkpoint gives its cache 8 bits, and scales so small that they show in its answers."""
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -25,6 +25,11 @@ NGRAM = {
 }  # fmt: skip
 
 
+NEEDS_AVX512 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM has caches of 8 bits on CPUs with AVX-512 only"
+)
+
+
 def prompt(count: int, seed: int = 0) -> list[int]:
     return [int(each) for each in np.random.default_rng(seed).integers(5, 500, count)]
 
@@ -97,7 +102,7 @@ def test_saved_in_one_process_hit_in_another(
     assert leases_of(durable) == (0, 0)
 
 
-@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM has caches of 8 bits on CPUs with AVX-512 only")
+@NEEDS_AVX512
 @pytest.mark.parametrize(
     ("name", "load", "cache_dtype", "other"),
     [("qwen3", "async", "fp8", ("qwen3", "auto")), ("scaled", "layerwise", "auto", ("llama", "fp8"))],
@@ -105,8 +110,8 @@ def test_saved_in_one_process_hit_in_another(
 def test_a_cache_of_8_bits_is_kept_with_its_scales(
     models: dict[str, Path], durable: Sidecar, name: str, load: str, cache_dtype: str, other: tuple[str, str]
 ) -> None:
-    """``scaled``: its checkpoint says that the cache has 8 bits, and has scales. ``other``: the same weights, whose cache
-    has another dtype, or other scales."""
+    """``scaled``: its checkpoint gives the cache 8 bits, and scales. ``other``: the same weights, whose cache has
+    another dtype, or other scales."""
     own: dict[str, Any] = {"kv_cache_dtype": cache_dtype, "enable_prefix_caching": False}
     mine = prompt(350, 50)
     prompts = mine, SHORT, mine[:200] + prompt(150, 51)

@@ -15,8 +15,8 @@ import pytest
 import torch
 from kvstore_client.engines.vllm import KVStoreConnector
 from kvstore_client.engines.vllm.connector import StepMetadata
-from kvstore_client.engines.vllm.hashes import block_hashes, seed_of_process
 from kvstore_client.engines.vllm.geometry import geometry_of
+from kvstore_client.engines.vllm.hashes import block_hashes, seed_of_process
 from kvstore_client.engines.vllm.identity import OF_ADAPTERS, Adapters, adapter_settings, spec_of
 from kvstore_client.engines.vllm.naming import Naming, extras_of
 from kvstore_client.engines.vllm.settings import ConnectorSettings
@@ -280,7 +280,6 @@ MAMBA = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
         ([FULL, MAMBA], "recurrent layers"),
         ([MAMBA], "MambaSpec"),
         ([SLIDING], "--disable-sliding-window"),
-        ([replace(FULL, kv_quant_mode=1)], "--kv-cache-dtype auto"),
         ([replace(FULL, non_causal=True)], "attends to later tokens"),
     ],
 )

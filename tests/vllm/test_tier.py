@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvstore.errors import InvalidRequest
 from tests.vllm.engine import Engine
-from tests.vllm.test_end_to_end import FORKED, LONG, leases_of
+from tests.vllm.test_end_to_end import FORKED, LONG, NEEDS_AVX512, leases_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 ROW = 4096
@@ -37,9 +37,11 @@ def offloading(address: str, weights: str) -> dict[str, Any]:
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
-def test_what_one_engine_offloaded_another_has(models: dict[str, Path], durable: Sidecar) -> None:
+@pytest.mark.parametrize("cache_dtype", ["auto", pytest.param("fp8", marks=NEEDS_AVX512)])
+def test_what_one_engine_offloaded_another_has(models: dict[str, Path], durable: Sidecar, cache_dtype: str) -> None:
     def engine(weights: str) -> Engine:
-        return Engine(models["llama"], None, kv_transfer_config=offloading(durable.address, weights))
+        own = {"kv_transfer_config": offloading(durable.address, weights), "kv_cache_dtype": cache_dtype}
+        return Engine(models["llama"], None, **own)
 
     with engine("unverified:tiny") as first:
         said, cached = first.ask(LONG)
@@ -151,6 +153,7 @@ def test_what_the_bytes_depend_on_keeps_them_apart(durable: Sidecar) -> None:
     changes: list[dict[str, Any]] = [
         {"kv_cache_layout": "HND"},
         {"model": SimpleNamespace(name="tiny", dtype="bfloat16")},
+        {"model": SimpleNamespace(name="tiny", dtype="fp8")},
         {"cache": SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1)},
         {"parallel": SimpleNamespace(**{**vars(plain.parallel), "tp_size": 2})},
         {"groups": [SimpleNamespace(group_id=0, tokens_per_block=32, layer_names=("b", "a"))]},
@@ -173,7 +176,10 @@ def test_what_the_bytes_depend_on_keeps_them_apart(durable: Sidecar) -> None:
 def test_what_is_refused(durable: Sidecar) -> None:
     for changed, said in (
         ({"weights_digest": None}, "weights_digest is missing"),
-        ({"offloading_spec": spec(model=SimpleNamespace(name="t", dtype="fp8_e4m3"))}, "--kv-cache-dtype auto"),
+        (
+            {"offloading_spec": spec(model=SimpleNamespace(name="t", dtype="fp8_e5m2"))},
+            "--kv-cache-dtype fp8, or auto",
+        ),
         ({"adress": "x"}, "adress is not a setting"),
         ({"timeout_s": 0}, "timeout_s 0"),
     ):

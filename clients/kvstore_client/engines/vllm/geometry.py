@@ -1,4 +1,4 @@
-"""What a vLLM engine keeps of a token: its layers, their dtype, its blocks and ranks. What cannot be kept is refused."""
+"""What a vLLM engine keeps of a token: its layers, their dtype, its blocks and ranks. The rest is refused."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def geometry_of(vllm_config: EngineConfig, kv_cache_config: CacheConfig) -> Geom
         )
     if dtypes & set(FP8.values()) and getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise InvalidRequest(
-            "each engine calculates scales of its own for its cache: do without --calculate-kv-scales, so that they are "
-            "the checkpoint's"
+            "each engine calculates scales of its own for its cache: do without --calculate-kv-scales, which leaves it "
+            "those of the checkpoint"
         )
     mla = all(_is_mla(each) for each in each_spec.values())
     _check_ranks(vllm_config.model_config, layers, ranks, mla)
@@ -104,8 +104,8 @@ def _is_mla(spec: object) -> bool:
 
 
 def _dtype(name: str, spec: LayerCache, called: str) -> str:
-    """Return the dtype of a layer's cache. ``called``: the name that vLLM has for it. Bytes of a quantised cache have no
-    meaning without their scales: those of a layer belong to the weights, and are in the key with them."""
+    """Return the dtype of a layer's cache. ``called``: vLLM's name of it. Bytes of a quantised cache mean nothing
+    without their scales: one for all of a layer is the checkpoint's, and in the key with its weights."""
     mode = int(getattr(spec, "kv_quant_mode", 0))
     if mode == PER_TENSOR and called in FP8:
         return FP8[called]

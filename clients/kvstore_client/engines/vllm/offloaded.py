@@ -17,6 +17,7 @@ from kvstore.seams import SystemClock
 from kvstore.seams.memory import Bytes
 from kvstore_client.client import Client
 from kvstore_client.engines.pause import CallPause
+from kvstore_client.engines.vllm.geometry import FP8
 
 KEY_BYTES = 32 + 4
 """Length of a key: a SHA-256 of a block and the number of its group."""
@@ -28,15 +29,14 @@ _PARALLEL = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 _log = logging.getLogger("kvstore.vllm")
 
 
-def offload_namespace(config: Any, row_bytes: int, weights_digest: str, version: str) -> str:
-    """Return the namespace of one engine's offloaded chunks. ``config``: vLLM's OffloadingConfig. Raises
-    InvalidRequest."""
-    if config.model.dtype not in PLAIN:
-        raise InvalidRequest(
-            f"the cache is {config.model.dtype}, whose scales no tier is told: set --kv-cache-dtype auto"
-        )
+def offload_namespace(config: Any, row_bytes: int, weights_digest: str, version: str, fp8: str) -> str:
+    """Return the namespace of one engine's offloaded chunks. ``config``: vLLM's OffloadingConfig; ``fp8``: the dtype
+    that its fp8 is on this device. Raises InvalidRequest."""
+    dtype = fp8 if config.model.dtype in FP8 else config.model.dtype
+    if dtype not in (*PLAIN, fp8):
+        raise InvalidRequest(f"the cache is {dtype}, which kvstore cannot name: set --kv-cache-dtype fp8, or auto")
     facts = {
-        "weights": weights_digest, "vllm": version, "row_bytes": row_bytes, "dtype": config.model.dtype,
+        "weights": weights_digest, "vllm": version, "row_bytes": row_bytes, "dtype": dtype,
         "groups": [(each.group_id, each.tokens_per_block, list(each.layer_names)) for each in config.groups],
         "tokens_per_hash": config.cache.tokens_per_hash, "blocks_per_chunk": config.cache.blocks_per_chunk,
         "worker_kv_bytes_per_block": config.worker_kv_bytes_per_block, "layout": config.kv_cache_layout,

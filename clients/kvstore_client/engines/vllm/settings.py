@@ -92,8 +92,8 @@ class OffloadTierSettings(Common):
         if self.weights_digest is None:
             raise InvalidRequest(
                 f"{self.WHERE}: weights_digest is missing: vLLM tells a tier the model's path only, so name the "
-                "weights, and with them quantisation, overrides and attention backend where engines differ in these: "
-                "hex digits, or 'unverified:<name>'"
+                "weights, and with them scales, quantisation, overrides and attention backend where engines differ in "
+                "these: hex digits, or 'unverified:<name>'"
             )
 
 

@@ -20,6 +20,7 @@ from concurrent.futures import Future, wait
 from typing import Any, ClassVar
 
 import numpy as np
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
@@ -67,8 +68,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not th
         # An address, not a view: vLLM unmaps this memory, which is impossible while views of it exist.
         self._memory = int(np.asarray(primary_kv_view).ctypes.data)
         namespace = offload_namespace(
-            offloading_spec.config, self.block_size_bytes, settings.weights_digest, vllm_version
-        )
+            offloading_spec.config, self.block_size_bytes, settings.weights_digest, vllm_version,
+            str(current_platform.fp8_dtype()),
+        )  # fmt: skip
         self._client = connect(settings.address, required=False, timeout_s=settings.timeout_s)
         self._values = Offloaded(self._client, namespace)
         self._lookups = _Lookups(self._values, tier_type)
