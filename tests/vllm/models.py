@@ -51,6 +51,31 @@ def make_scaled(directory: Path) -> Path:
     return directory
 
 
+def make_eagle(target: Path, directory: Path) -> Path:
+    """A draft of two layers for a tiny Llama, which reads its hidden states."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((target / "config.json").read_text())
+    config |= {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 2}
+    made = torch.Generator().manual_seed(5)
+    hidden, inner, kv = config["hidden_size"], config["intermediate_size"], 64
+    shapes = {"fc": (hidden, 2 * hidden)}
+    for layer in range(2):
+        for part, rows, columns in (
+            ("self_attn.q_proj", hidden, hidden), ("self_attn.k_proj", kv, hidden), ("self_attn.v_proj", kv, hidden),
+            ("self_attn.o_proj", hidden, hidden), ("mlp.gate_proj", inner, hidden), ("mlp.up_proj", inner, hidden),
+            ("mlp.down_proj", hidden, inner),
+        ):  # fmt: skip
+            shapes[f"layers.{layer}.{part}"] = (rows, columns)
+    weights = {f"{name}.weight": 0.3 * torch.randn(shape, generator=made) for name, shape in shapes.items()}
+    norms = ("layers.0.post_attention_layernorm", "layers.1.input_layernorm", "layers.1.post_attention_layernorm")
+    weights |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
 def make_seeing(directory: Path) -> Path:
     """A tiny BLIP-2: images of 56 x 56 become 8 tokens before a prompt."""
     import torch

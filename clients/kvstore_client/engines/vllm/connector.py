@@ -68,6 +68,11 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         check_algorithm(self._settings.digests, str(vllm_config.cache_config.prefix_caching_hash_algo))
         check_items(vllm_config)
         self._geometry = geometry_of(vllm_config, kv_cache_config)
+        if self._geometry.draft is not None and (self._settings.load == "layerwise" or self._settings.save_output):
+            raise InvalidRequest(
+                "a draft computes behind the step, so with --speculative-config prompts alone are kept, and loaded "
+                'between steps: set "load": "async", and no "save_output", in the extra settings'
+            )
         fp8 = str(current_platform.fp8_dtype()).removeprefix("torch.")
         if self._geometry.cache_dtype in FP8.values() and self._geometry.cache_dtype != fp8:
             raise InvalidRequest(f"this device's fp8 is {fp8}, which kvstore does not keep: set --kv-cache-dtype auto")
@@ -81,7 +86,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
             self._scheduler = SchedulerSide(
                 self._connect(), adapters, self._settings, self._geometry.block_tokens,
                 loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer, ranks=self._geometry.ranks,
-                step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
+                step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens), draft=self._geometry.draft,
             )  # fmt: skip
 
     def _connect(self) -> Client:

@@ -8,10 +8,9 @@ from typing import Any
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import LayerKind, LayerSpec
+from kvstore_client.engines.vllm.drafts import Draft, draft_of
 from kvstore_client.engines.vllm.objects import CacheConfig, EngineConfig, LayerCache, ModelConfig
 
-WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix")
-"""Kinds of speculative decoding whose drafts keep no cache of their own."""
 PER_TENSOR = 1
 """vLLM's mode of caches of 8 bits that have one scale per layer, which is the checkpoint's, or 1."""
 FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
@@ -29,12 +28,15 @@ class Geometry:
     mla: bool
     ranks: int
     """Number of tensor-parallel ranks. Each has an equal share of every layer's kv heads."""
+    draft: Draft | None
+    """The draft whose layers are among them."""
 
 
 def geometry_of(vllm_config: EngineConfig, kv_cache_config: CacheConfig) -> Geometry:
     """Return the geometry of an engine's cache. Raises InvalidRequest naming the vLLM setting that kvstore cannot
     serve, and what to set."""
     _check_parallel(vllm_config)
+    draft = draft_of(vllm_config)
     if not getattr(vllm_config.model_config, "is_prefix_caching_supported", True):
         raise InvalidRequest(
             "this model needs all of a prompt in each computation, as poolers of a mean or of the first token do, and "
@@ -66,7 +68,7 @@ def geometry_of(vllm_config: EngineConfig, kv_cache_config: CacheConfig) -> Geom
         )
     mla = all(_is_mla(each) for each in each_spec.values())
     _check_ranks(vllm_config.model_config, layers, ranks, mla)
-    return Geometry(tuple(names), layers, dtypes.pop(), int(group.block_size), mla, ranks)
+    return Geometry(tuple(names), layers, dtypes.pop(), int(group.block_size), mla, ranks, draft)
 
 
 def _check_ranks(model: ModelConfig, layers: tuple[LayerSpec, ...], ranks: int, mla: bool) -> None:
@@ -91,12 +93,6 @@ def _check_parallel(vllm_config: EngineConfig) -> None:
             raise InvalidRequest(
                 f"{name} is {getattr(parallel, name)}: this release serves tensor-parallel ranks only; set {flag} 1"
             )
-    draft = getattr(vllm_config, "speculative_config", None)
-    if draft is not None and draft.method not in WITHOUT_CACHE:
-        raise InvalidRequest(
-            f"speculative decoding by {draft.method!r} keeps a cache of its own, which kvstore does not name yet: use "
-            f"one of {', '.join(WITHOUT_CACHE)}, or none"
-        )
 
 
 def _is_mla(spec: object) -> bool:

@@ -16,8 +16,9 @@ from kvstore.seams import SystemRandom
 from kvstore.spec import ModelSpec, RopeSpec
 from kvstore.spec.configuration import named
 from kvstore.spec.from_transformers import rope_of
+from kvstore_client.engines.vllm.drafts import draft_of
 from kvstore_client.engines.vllm.geometry import Geometry
-from kvstore_client.engines.vllm.objects import EngineConfig, LoraRequest, ModelConfig
+from kvstore_client.engines.vllm.objects import EngineConfig, LoadConfig, LoraRequest, ModelConfig
 from kvstore_client.engines.vllm.settings import Common, ConnectorSettings
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -57,7 +58,7 @@ def spec_of(
     sections = _rope_parameters(model.hf_text_config).get("mrope_section") or ()
     return ModelSpec(
         model_id=Path(str(model.model)).name or "model",
-        weights_digest=weights_digest or engine_identity(vllm_config, settings),
+        weights_digest=weights_digest or _with_draft(engine_identity(vllm_config, settings), vllm_config, settings),
         layers=geometry.layers,
         hidden_size=int(model.get_hidden_size()),
         vocab_size=int(model.get_vocab_size()),
@@ -81,15 +82,35 @@ def engine_identity(vllm_config: EngineConfig, settings: Common) -> str:
     """Return a digest of the weights, their configuration, and the processing of images and sounds before the model.
     ``weights_digest`` in the settings vouches for the weights alone."""
     if settings.weights_digest:
-        weights = named(settings.weights_digest, _described(vllm_config.model_config, _load_format(vllm_config)))
+        weights = named(
+            settings.weights_digest, _described(vllm_config.model_config, _load_format(vllm_config.load_config))
+        )
     else:
         weights = _digest_of_files(vllm_config)
     processor = _processor_digest(vllm_config.model_config)
-    if not processor:
-        return weights
+    return _named_with("items", weights, processor) if processor else weights
+
+
+def _named_with(what: str, weights: str, more: str) -> str:
+    """Return an identity that has another digest, too."""
     if weights.startswith("unverified:"):
-        return f"{weights}/{processor}"
-    return str(blake3(f"kvstore/vllm/items/1\0{weights}\0{processor}".encode()).hexdigest())
+        return f"{weights}/{more}"
+    return str(blake3(f"kvstore/vllm/{what}/1\0{weights}\0{more}".encode()).hexdigest())
+
+
+def _with_draft(weights: str, vllm_config: EngineConfig, settings: Common) -> str:
+    """Return an identity that has the draft's, too, where its layers are kept: ``weights_digest`` in the settings
+    vouches for its files."""
+    draft = getattr(vllm_config, "speculative_config", None)
+    if draft_of(vllm_config) is None:
+        return weights
+    model = draft.draft_model_config
+    load_format = _load_format(getattr(draft, "draft_load_config", None) or vllm_config.load_config)
+    hasher = blake3(max_threads=blake3.AUTO)
+    hasher.update(f"{draft.method}\0{_described(model, load_format)}\0".encode())
+    if not settings.weights_digest and str(model.model) != str(vllm_config.model_config.model):
+        _add_files(hasher, files_of(_directory(model)))
+    return _named_with("draft", weights, str(hasher.hexdigest(16)))
 
 
 def _processor_digest(model: ModelConfig) -> str:
@@ -111,7 +132,7 @@ def _processor_digest(model: ModelConfig) -> str:
 
 def _digest_of_files(vllm_config: EngineConfig) -> str:
     """Digest the weights' files and vLLM's settings for them (BLAKE3). Cost: reads them once, 5 GB/s from memory."""
-    model, load_format = vllm_config.model_config, _load_format(vllm_config)
+    model, load_format = vllm_config.model_config, _load_format(vllm_config.load_config)
     if load_format == "dummy":
         raise InvalidRequest(
             "load_format dummy makes up weights that no file names: set weights_digest (for example "
@@ -124,8 +145,8 @@ def _digest_of_files(vllm_config: EngineConfig) -> str:
     return hasher.hexdigest()
 
 
-def _load_format(vllm_config: EngineConfig) -> str:
-    found = vllm_config.load_config.load_format
+def _load_format(load_config: LoadConfig) -> str:
+    found = load_config.load_format
     return str(getattr(found, "value", found))
 
 

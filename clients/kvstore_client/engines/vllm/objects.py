@@ -162,6 +162,16 @@ class CacheSettings(Protocol):
     cache_dtype: str
 
 
+class DraftConfig(Protocol):
+    """The settings of speculative decoding, where another model drafts tokens. ``num_speculative_tokens``: those of one
+    step."""
+
+    method: str
+    num_speculative_tokens: int
+    draft_model_config: ModelConfig
+    draft_load_config: LoadConfig | None
+
+
 class EngineConfig(Protocol):
     """An engine's configuration, as far as it decides what the cache is."""
 

@@ -11,6 +11,7 @@ from kvstore.seams import Clock, SystemClock
 from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
 from kvstore_client.engines.pause import CallPause
+from kvstore_client.engines.vllm.drafts import Draft, Undrafted
 from kvstore_client.engines.vllm.identity import Adapters
 from kvstore_client.engines.vllm.lookups import PrefixLookups
 from kvstore_client.engines.vllm.naming import Naming
@@ -28,7 +29,8 @@ class SchedulerSide:
 
     def __init__(
         self, client: Client, adapters: Adapters, settings: ConnectorSettings, block_tokens: int, *,
-        loads: bool = True, saves: bool = True, ranks: int = 1, step_tokens: int = 0, clock: Clock | None = None,
+        loads: bool = True, saves: bool = True, ranks: int = 1, step_tokens: int = 0, draft: Draft | None = None,
+        clock: Clock | None = None,
     ) -> None:  # fmt: skip
         self._client = client
         self._adapters = adapters
@@ -43,8 +45,10 @@ class SchedulerSide:
             client, adapters.spec_for(None), clock, step_tokens=step_tokens, is_layerwise=settings.load == "layerwise",
         )  # fmt: skip
         self._lookups = PrefixLookups(
-            client, self._naming, self._planner, self._patience, clock, block_tokens=block_tokens, ranks=ranks
-        )
+            client, self._naming, self._planner, self._patience, clock, block_tokens=block_tokens, ranks=ranks,
+            spare_tokens=block_tokens if draft is not None and draft.reads_ahead else 0,
+        )  # fmt: skip
+        self._undrafted = Undrafted(draft, block_tokens)
         self._tracked: dict[str, TrackedRequest] = {}
         self._unnamed: set[str] = set()
         self._loads: list[Load] = []
@@ -127,6 +131,7 @@ class SchedulerSide:
         load = Load(name, found.match.ticket, count, list(block_ids), start, start + external)
         self._loads.append(self._planner.handed(load, found.decision))
         self._written += block_ids[start // self._block_tokens :]
+        self._undrafted.loaded(load.written(self._block_tokens))
 
     # ------------------------------------------------------------ every step
 
@@ -136,20 +141,25 @@ class SchedulerSide:
         number = self._planner.step_begins(output, loads=bool(self._loads))
         step = Step(self._loads, [], self._settled, self._written, number)
         self._loads, self._settled, self._written = [], [], []
-        if self._does_save:
-            for name, block_ids, is_whole, computed in scheduled_requests(output):
-                step.written += block_ids[computed // self._block_tokens :] if is_whole else block_ids
-                tracked = self._tracked.get(name)
-                if tracked is None:
-                    continue
-                if tracked.has_failed:  # it computes blocks again that it has
-                    step.written += tracked.block_ids[computed // self._block_tokens :]
-                if is_whole:
-                    tracked.block_ids = []
-                tracked.block_ids += block_ids  # in place: a step of a thousand requests has no time for copies
-                save = self._save(tracked, computed, computed + output.num_scheduled_tokens.get(name, 0))
-                if save is not None:
-                    step.saves.append(save)
+        if not self._does_save:
+            return step
+        longest, computing = 0, []
+        for name, block_ids, is_whole, computed in scheduled_requests(output):
+            stop = computed + output.num_scheduled_tokens.get(name, 0)
+            longest = max(longest, stop)
+            step.written += block_ids[computed // self._block_tokens :] if is_whole else block_ids
+            tracked = self._tracked.get(name)
+            if tracked is None:
+                continue
+            if tracked.has_failed:  # it computes blocks again that it has
+                step.written += tracked.block_ids[computed // self._block_tokens :]
+            if is_whole:
+                tracked.block_ids = []
+            tracked.block_ids += block_ids  # in place: a step of a thousand requests has no time for copies
+            computing.append((tracked, computed, stop))
+        self._undrafted.step(longest, ((tracked.block_ids, start, stop) for tracked, start, stop in computing))
+        saves = (self._save(tracked, start, stop) for tracked, start, stop in computing)
+        step.saves = [save for save in saves if save is not None]
         return step
 
     def _save(self, tracked: TrackedRequest, start: int, stop: int) -> Save | None:
@@ -173,6 +183,8 @@ class SchedulerSide:
             return None
         tracked.kept = until
         blocks = tracked.block_ids[: until // self._block_tokens]
+        if self._undrafted.has(blocks):
+            return None
         save = Save(tracked.spec, self._naming.prompt(request, until), extras, blocks)
         return save if self._ranks == 1 else self._shared(save)
 
