@@ -1,7 +1,7 @@
 """A real vLLM engine in a process of its own, asked over a pipe: one question in, one answer out.
 
 {"prompts": [[token, ...], ...], "max_tokens": 8, "images": [seed, ...]}
-{"outputs": [[token, ...], ...], "cached": [count, ...], "preemptions": count}
+{"outputs": [[token, ...], ...], "cached": [count, ...], "preemptions": count, "accepted": count}
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _ADAPTERS: dict[str, int] = {}  # vLLM's numbers of them, in an engine's own pro
 
 
 class Engine:
-    """Started on entry, ended on exit. ``preemptions``: how often vLLM has preempted a request so far.
+    """Started on entry, ended on exit. ``preemptions``: how often vLLM has preempted a request so far; ``accepted``:
+    the drafted tokens that were the model's own.
 
     ``address``: the sidecar's; None: vLLM without kvstore. ``extra``: settings of the connector; ``connector``: what of
     ``CONNECTOR`` differs. ``is_one_process``: vLLM's scheduler and worker run in one process; else each in one of its
@@ -65,7 +66,7 @@ class Engine:
         self._log = tempfile.NamedTemporaryFile("w+", prefix="vllm-", suffix=".log")  # noqa: SIM115 - closed on exit
         self._process: Any = None
         self._pipe: Any = None
-        self.preemptions = 0
+        self.preemptions = self.accepted = 0
 
     def log(self) -> str:
         return Path(self._log.name).read_text()
@@ -117,7 +118,7 @@ class Engine:
         """(the greedy tokens after each prompt, how many of its tokens were not computed)."""
         self._pipe.send({"prompts": prompts, "max_tokens": max_tokens, **more})
         reply = self._answer(ANSWER_S)
-        self.preemptions = reply["preemptions"]
+        self.preemptions, self.accepted = reply["preemptions"], reply["accepted"]
         return reply["outputs"], reply["cached"]
 
 
@@ -159,8 +160,10 @@ def _answered(llm: Any, query: dict[str, Any]) -> dict[str, Any]:
     name = query.get("lora")
     lora = LoRARequest(name, _ADAPTERS.setdefault(name, len(_ADAPTERS) + 1), name) if name else None
     done = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
+    counted = {each.name: each.value for each in llm.get_metrics() if hasattr(each, "value")}
     return {
         "outputs": [list(each.outputs[0].token_ids) for each in done],
         "cached": [each.num_cached_tokens for each in done],
-        "preemptions": sum(each.value for each in llm.get_metrics() if each.name == "vllm:num_preemptions"),
+        "preemptions": counted["vllm:num_preemptions"],
+        "accepted": counted.get("vllm:spec_decode_num_accepted_tokens", 0),
     }

@@ -99,17 +99,20 @@ def _named_with(what: str, weights: str, more: str) -> str:
 
 
 def _with_draft(weights: str, vllm_config: EngineConfig, settings: Common) -> str:
-    """Return an identity that has the draft's, too, where its layers are kept: ``weights_digest`` in the settings
-    vouches for its files."""
+    """Return an identity that has the draft's, too, where its layers are kept. ``weights_digest`` in the settings
+    vouches for its weights. Its configuration is that of the file: drafts change what vLLM read when they are loaded,
+    in a process that may be this one or another."""
     draft = getattr(vllm_config, "speculative_config", None)
     if draft_of(vllm_config) is None:
         return weights
     model = draft.draft_model_config
     load_format = _load_format(getattr(draft, "draft_load_config", None) or vllm_config.load_config)
     hasher = blake3(max_threads=blake3.AUTO)
-    hasher.update(f"{draft.method}\0{_described(model, load_format)}\0".encode())
-    if not settings.weights_digest and str(model.model) != str(vllm_config.model_config.model):
-        _add_files(hasher, files_of(_directory(model)))
+    hasher.update(f"{draft.method}\0{model.dtype}\0{model.quantization}\0{load_format}\0".encode())
+    if str(model.model) != str(vllm_config.model_config.model):  # else its files, and their configuration, are in it
+        path = _directory(model)
+        _add_files(hasher, sorted(path.glob("config.json")))
+        _add_files(hasher, [] if settings.weights_digest else files_of(path))
     return _named_with("draft", weights, str(hasher.hexdigest(16)))
 
 
