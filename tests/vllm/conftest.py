@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kvstore_ops.sidecar import Sidecar
 
-from tests.vllm.models import make_adapter, make_eagle, make_scaled, make_seeing, make_text
+from tests.vllm.models import make_adapter, make_eagle, make_glm, make_scaled, make_seeing, make_text
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -18,11 +18,15 @@ if importlib.util.find_spec("vllm") is None:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny models: ``llama``, ``other`` (as llama, other weights), ``scaled`` (as llama, with a cache of 8 bits),
-    ``eagle`` (llama's draft), ``qwen3``, and ``latent`` (DeepSeek V2's MLA)."""
+    ``eagle`` (llama's draft), ``glm`` (with a draft of its own), ``qwen3``, and ``latent`` (DeepSeek V2's MLA)."""
     parts = {"llama": ("llama", 0), "other": ("llama", 1), "qwen3": ("qwen3", 0), "latent": ("latent", 0)}
     made = {name: make_text(kind, seed, tmp_path_factory.mktemp(name)) for name, (kind, seed) in parts.items()}
-    eagle = make_eagle(made["llama"], tmp_path_factory.mktemp("eagle"))
-    return {**made, "scaled": make_scaled(tmp_path_factory.mktemp("scaled")), "eagle": eagle}
+    made["eagle"] = make_eagle(made["llama"], tmp_path_factory.mktemp("eagle"))
+    made["glm"], made["scaled"] = (
+        make_glm(tmp_path_factory.mktemp("glm")),
+        make_scaled(tmp_path_factory.mktemp("scaled")),
+    )
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -76,6 +76,36 @@ def make_eagle(target: Path, directory: Path) -> Path:
     return directory
 
 
+def make_glm(directory: Path) -> Path:
+    """A tiny GLM 4.5, whose last layer drafts tokens (MTP)."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(0)
+    config = transformers.Glm4MoeConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, n_routed_experts=4, num_experts_per_tok=2,
+        n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1, max_position_embeddings=2048,
+        initializer_range=0.3, bos_token_id=1, eos_token_id=2, pad_token_id=0, num_nextn_predict_layers=1,
+        tie_word_embeddings=False, use_qk_norm=False,
+    )  # fmt: skip
+    transformers.Glm4MoeForCausalLM(config).to(torch.float32).save_pretrained(directory)
+    weights, draft = load_file(directory / "model.safetensors"), "model.layers.3"
+    attention = {name: each for name, each in weights.items() if ".layers.2." in name and ".mlp." not in name}
+    weights |= {name.replace("layers.2", "layers.3"): each.clone() for name, each in attention.items()}
+    shapes = {"mlp.gate": (4, 128), "eh_proj": (128, 256)}
+    for name in (*(f"mlp.experts.{number}" for number in range(4)), "mlp.shared_experts"):
+        shapes |= {f"{name}.gate_proj": (64, 128), f"{name}.up_proj": (64, 128), f"{name}.down_proj": (128, 64)}
+    weights |= {f"{draft}.{name}.weight": 0.3 * torch.randn(shape) for name, shape in shapes.items()}
+    weights |= {f"{draft}.{name}.weight": torch.ones(128) for name in ("enorm", "hnorm", "shared_head.norm")}
+    weights[f"{draft}.mlp.gate.e_score_correction_bias"] = torch.zeros(4)
+    weights[f"{draft}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    weights[f"{draft}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
 def make_seeing(directory: Path) -> Path:
     """A tiny BLIP-2: images of 56 x 56 become 8 tokens before a prompt."""
     import torch

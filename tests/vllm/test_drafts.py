@@ -27,9 +27,10 @@ FORKED = WHOLE[:128] + prompt(160, 71)
 
 
 def drafted(models: dict[str, Path], method: str) -> dict[str, Any]:
-    """A draft of other weights, or the model as its own draft."""
-    model = models["eagle" if method == "eagle" else "llama"]
-    return {"speculative_config": {"method": method, "model": str(model), "num_speculative_tokens": COUNT}}
+    """A draft of other weights, a layer of the model, or the model as its own draft."""
+    names = {"eagle": "eagle", "draft_model": "llama"}
+    model = {"model": str(models[names[method]])} if method in names else {}
+    return {"speculative_config": {"method": method, "num_speculative_tokens": COUNT, **model}}
 
 
 def spec_for(models: dict[str, Path]) -> ModelSpec:
@@ -80,24 +81,29 @@ def test_what_is_computed_behind_a_load_is_what_a_whole_prefill_computes(models:
         assert leases_of(loaded) == (0, 0)
 
 
-@pytest.mark.parametrize("method", ["eagle", "draft_model"])
-def test_drafts_are_as_good_behind_a_load(models: dict[str, Path], durable: Sidecar, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "name", "seed", "hits"),
+    [("eagle", "llama", 72, 256), ("mtp", "glm", 75, 256), ("draft_model", "llama", 76, 288)],
+)
+def test_drafts_are_as_good_behind_a_load(
+    models: dict[str, Path], durable: Sidecar, method: str, name: str, seed: int, hits: int
+) -> None:
     own = {"extra": CHUNK, "enable_prefix_caching": False, **drafted(models, method)}
-    mine, hits = (prompt(300, 72), 256) if method == "eagle" else (prompt(300, 75), 288)
-    with Engine(models["llama"], None, enable_prefix_caching=False) as engine:
+    mine, model = prompt(300, seed), models[name]
+    with Engine(model, None, enable_prefix_caching=False) as engine:
         said, _ = engine.ask(mine, max_tokens=24)
     with connect(durable.address) as client:
         before = client.stats().counters["store_committed_chunks"]
-    with Engine(models["llama"], durable.address, **own) as engine:
+    with Engine(model, durable.address, **own) as engine:
         assert engine.ask(mine, max_tokens=24) == (said, [0])
         accepted = engine.accepted
         wait_kept(durable, before + 5)
     if method == "draft_model":
         assert accepted == 18, "of itself it accepts all"
-    with Engine(models["llama"], durable.address, **own) as engine:
+    with Engine(model, durable.address, **own) as engine:
         assert engine.ask(mine, max_tokens=24) == (said, [hits])
         assert engine.accepted == accepted
-    with Engine(models["llama"], durable.address, extra=CHUNK, enable_prefix_caching=False) as engine:
+    with Engine(model, durable.address, extra=CHUNK, enable_prefix_caching=False) as engine:
         assert engine.ask(mine, max_tokens=24) == (said, [0]), "without the draft it is another cache"
     assert leases_of(durable) == (0, 0)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from kvstore_client import Client, ModelSpec, connect
+from kvstore_client.engines.vllm.drafts import Draft
 from kvstore_client.engines.vllm.identity import Adapters
 from kvstore_client.engines.vllm.pages import PagesOfModel
 from kvstore_client.engines.vllm.scheduler import SchedulerSide
@@ -57,14 +58,16 @@ def matched(side: SchedulerSide, asked: Any, computed: int) -> tuple[int, bool]:
 class Engine:
     """Pages and both sides, as one vLLM has them. Its cache of a token is what the seed makes of its place."""
 
-    def __init__(self, address: str, spec: ModelSpec = SPEC, load: str = "async", **options: Any) -> None:
+    def __init__(
+        self, address: str, spec: ModelSpec = SPEC, load: str = "async", draft: Draft | None = None, **options: Any
+    ) -> None:
         settings = ConnectorSettings(chunk_tokens=16, load=load, **options)
         self.clients = [connect(address, timeout_s=settings.timeout_s) for _ in range(2)]
         each = spec.layers[0]
         shape = (BLOCKS, each.kv_heads, BLOCK, each.k_dim + each.v_dim)
         self.pages = [torch.zeros(shape, dtype=torch.bfloat16) for _ in spec.layers]
         views = PagesOfModel(spec, self.pages, BLOCK, "TRITON_MLA" if spec.mla else "FLASH_ATTN")
-        self.scheduler = SchedulerSide(self.clients[0], Adapters(spec), settings, BLOCK)
+        self.scheduler = SchedulerSide(self.clients[0], Adapters(spec), settings, BLOCK, draft=draft)
         self.worker = WorkerSide(self.clients[1], views, BLOCK, is_layerwise=load == "layerwise")
 
     def fill(self, blocks: list[int], seed: int) -> list[Any]:

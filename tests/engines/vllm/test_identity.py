@@ -58,6 +58,7 @@ def engine(
         "get_vocab_size": lambda: 96, "get_total_num_kv_heads": lambda: 2,
     }  # fmt: skip
     load = {"load_format": more.pop("load_format", "auto")}
+    draft = more.pop("draft", None)
     cache = {"cache_dtype": more.pop("cache_dtype", "auto"), "calculate_kv_scales": more.pop("calculates", False)}
     model.update(more)
     group = SimpleNamespace(
@@ -66,7 +67,7 @@ def engine(
     return (
         SimpleNamespace(
             model_config=SimpleNamespace(**model), load_config=SimpleNamespace(**load),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1), speculative_config=None,
+            parallel_config=SimpleNamespace(tensor_parallel_size=1), speculative_config=draft,
             cache_config=SimpleNamespace(**cache),
         ),
         SimpleNamespace(kv_cache_groups=[group]),
@@ -156,6 +157,38 @@ def test_caches_whose_bytes_have_no_name_are_refused(
     with pytest.raises(InvalidRequest, match=said):
         geometry_of(*engine(directory, layers=layers, cache_dtype=called, **more))
     geometry_of(*engine(directory, calculates=True))  # its cache has no scales
+
+
+def drafting(directory: Path, method: str = "eagle", **more: Any) -> Any:
+    """vLLM's configuration of a draft in a directory."""
+    model = {"model": str(directory), "revision": None, "dtype": "torch.float32", "quantization": None, **more}
+    config = SimpleNamespace(max_model_len=512, hf_config=SimpleNamespace(), **model)
+    return SimpleNamespace(method=method, num_speculative_tokens=2, draft_model_config=config, draft_load_config=None)
+
+
+@pytest.mark.parametrize("vouched", VOUCHED)
+def test_a_drafts_layers_have_its_weights_in_their_name(directory: Path, tmp_path: Path, vouched: str | None) -> None:
+    drafts = [tmp_path / name for name in ("one", "two", "three")]
+    for number, each in enumerate(drafts):
+        each.mkdir()
+        (each / "model.safetensors").write_bytes(bytes([number % 2]))
+        (each / "config.json").write_text("{}" if number < 2 else '{"rope": 1}')
+
+    def named(draft: Any) -> bytes:
+        return name_of(engine(directory, draft=draft), vouched)
+
+    plain = [named(None), named(drafting(drafts[0], "ngram"))]
+    assert plain[0] == plain[1], "no draft has a cache"
+    first = drafting(drafts[0])
+    names = [
+        plain[0], named(first), named(drafting(drafts[2])), named(drafting(drafts[0], "eagle3")),
+        named(drafting(drafts[0], dtype="torch.float16")), named(drafting(drafts[0], quantization="fp8")),
+        named(drafting(directory, "mtp")),
+    ]  # fmt: skip
+    assert len(set(names)) == len(names)
+    assert (named(drafting(drafts[1])) == names[1]) == bool(vouched), "weights_digest vouches for these weights, too"
+    first.draft_model_config.hf_config.draft_vocab_size = 96  # as a draft that is loaded changes it
+    assert named(first) == names[1]
 
 
 def test_every_byte_of_the_weights_files_counts(directory: Path) -> None:
