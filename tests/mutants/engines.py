@@ -260,7 +260,7 @@ MUTANTS = [
     Mutant(
         "blocks-of-before-it-was-preempted",
         SCHEDULER,
-        "                if is_whole:\n                    tracked.block_ids = []\n",
+        "            if is_whole:\n                tracked.block_ids = []\n",
         "",
         "the blocks of another request are stored as this one's",
         (f"{T_VLLM}::test_an_engine_that_only_stores_forgets_the_blocks_of_before_it_was_preempted",),
@@ -343,7 +343,7 @@ MUTANTS = [
     Mutant(
         "blocks-given-out-unsaid",
         SCHEDULER,
-        "                step.written += block_ids[computed // self._block_tokens :] if is_whole else block_ids\n",
+        "            step.written += block_ids[computed // self._block_tokens :] if is_whole else block_ids\n",
         "",
         "a save reads blocks that are another request's by then",
         (f"{T_SAVES}::test_the_scheduler_names_the_blocks_that_a_step_may_write",),
@@ -359,8 +359,8 @@ MUTANTS = [
     Mutant(
         "blocks-computed-again-unsaid",
         SCHEDULER,
-        "                if tracked.has_failed:  # it computes blocks again that it has\n",
-        "                if False:\n",
+        "            if tracked.has_failed:  # it computes blocks again that it has\n",
+        "            if False:\n",
         "blocks are written again, after a load that failed, while a save reads them",
         (f"{T_SAVES}::test_the_scheduler_names_the_blocks_that_a_step_may_write",),
     ),

@@ -14,6 +14,7 @@ from tests.mutants import (
     copies,
     cuda,
     doors,
+    drafts,
     drains,
     engines,
     envelope,
@@ -82,5 +83,6 @@ MUTANTS: list[Mutant] = [
     *recompute.MUTANTS,
     *loading.MUTANTS,
     *engines.MUTANTS,
+    *drafts.MUTANTS,
     *envelope.MUTANTS,
 ]

@@ -1,0 +1,158 @@
+"""What of a vLLM engine's cache has a name: its dtype and scales, and the layers of a draft."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+DRAFTS = "clients/kvstore_client/engines/vllm/drafts.py"
+GEOMETRY = "clients/kvstore_client/engines/vllm/geometry.py"
+IDENTITY = "clients/kvstore_client/engines/vllm/identity.py"
+LOOKUPS = "clients/kvstore_client/engines/vllm/lookups.py"
+PAGES = "clients/kvstore_client/engines/vllm/pages.py"
+SCHEDULER = "clients/kvstore_client/engines/vllm/scheduler.py"
+T_DRAFTS = "tests/engines/vllm/test_drafts.py"
+T_IDENTITY = "tests/engines/vllm/test_identity.py"
+REFUSED = f"{T_IDENTITY}::test_caches_whose_bytes_have_no_name_are_refused"
+NO_NAME = f"{T_DRAFTS}::test_drafts_whose_cache_has_no_name_are_refused"
+WHOLE = f"{T_DRAFTS}::test_a_block_is_whole_once_all_of_it_was_computed_with_drafts"
+WEIGHTS = f"{T_IDENTITY}::test_a_drafts_layers_have_its_weights_in_their_name"
+LAYOUT = "tests/engines/vllm/test_bad_input.py::test_the_cpu_backends_pages_are_read_as_its_kernel_writes_them"
+
+MUTANTS = [
+    Mutant(
+        "scales-of-each-token",
+        GEOMETRY,
+        "    if mode == PER_TENSOR and called in FP8:\n",
+        "    if mode and called in FP8:\n",
+        "bytes are kept without the scales that they mean nothing without",
+        (REFUSED,),
+    ),
+    Mutant(
+        "eight-bits-of-another-kind",
+        GEOMETRY,
+        "    if mode == PER_TENSOR and called in FP8:\n        return FP8[called]\n",
+        '    if mode == PER_TENSOR:\n        return "float8_e4m3fn"\n',
+        "bytes of one 8-bit dtype are read as those of another",
+        (REFUSED,),
+    ),
+    Mutant(
+        "modes-without-a-name",
+        GEOMETRY,
+        "    if mode:\n",
+        "    if False:\n",
+        "packed bytes are kept as if they were numbers",
+        (REFUSED,),
+    ),
+    Mutant(
+        "layers-of-several-dtypes",
+        GEOMETRY,
+        "    if len(dtypes) != 1:\n",
+        "    if False:\n",
+        "layers that are not quantised are named as if they were",
+        (REFUSED,),
+    ),
+    Mutant(
+        "scales-of-an-engine-alone",
+        GEOMETRY,
+        '    if dtypes & set(FP8.values()) and getattr(vllm_config.cache_config, "calculate_kv_scales", False):\n',
+        "    if False:\n",
+        "an engine reads another's bytes by its own scales",
+        (REFUSED,),
+    ),
+    Mutant(
+        "transposed-or-not",
+        PAGES,
+        "    while scale < count:\n",
+        "    while scale < 1:\n",
+        "K of a page is read in the wrong order",
+        (LAYOUT,),
+    ),
+    Mutant(
+        "drafts-of-any-kind",
+        DRAFTS,
+        "    if found.method not in (*OF_HIDDEN_STATES, *OF_TOKENS):\n",
+        "    if False:\n",
+        "a draft's cache is kept whose rules nobody has read",
+        (NO_NAME,),
+    ),
+    Mutant(
+        "a-draft-of-another-dtype",
+        DRAFTS,
+        "    if own not in (None, cache_dtype):\n",
+        "    if False:\n",
+        "the draft's layers are named by the target's dtype",
+        (NO_NAME,),
+    ),
+    Mutant(
+        "a-draft-of-many-layers",
+        DRAFTS,
+        '    if draft.method == "mtp" and heads != 1:\n',
+        "    if False:\n",
+        "layers that vLLM never computed of a prompt are kept",
+        (NO_NAME,),
+    ),
+    Mutant(
+        "tokens-of-another-prompt",
+        LOOKUPS,
+        "        stop = min(self._whole(answer.match.prefix_token_count) - self._spare_tokens, useful)\n",
+        "        stop = min(self._whole(answer.match.prefix_token_count), useful)\n",
+        "the draft goes on behind a token that read another prompt's next one",
+        (f"{T_DRAFTS}::test_the_last_block_is_computed_where_the_draft_reads_ahead",),
+    ),
+    Mutant(
+        "steps-without-drafts",
+        SCHEDULER,
+        "        if self._undrafted.has(blocks):\n",
+        "        if False:\n",
+        "what another prompt left in a draft's pages is kept as this one's",
+        (f"{T_DRAFTS}::test_blocks_of_a_step_without_drafts_are_not_kept",),
+    ),
+    Mutant(
+        "long-sequences-of-others",
+        SCHEDULER,
+        "            longest = max(longest, stop)\n",
+        "            longest = stop if name in self._tracked else longest\n",
+        "a sequence that is not tracked keeps the draft from a step, and nobody notices",
+        (f"{T_DRAFTS}::test_blocks_of_a_step_without_drafts_are_not_kept",),
+    ),
+    Mutant(
+        "blocks-that-were-begun-without",
+        DRAFTS,
+        "                self._blocks.difference_update(blocks[-(-start // size) : -(-stop // size)])\n",
+        "                self._blocks.difference_update(blocks[start // size : -(-stop // size)])\n",
+        "a block is kept whose first tokens lack the draft's cache",
+        (WHOLE,),
+    ),
+    Mutant(
+        "blocks-that-were-ended-without",
+        DRAFTS,
+        "                self._blocks.update(blocks[start // size : -(-stop // size)])\n",
+        "                self._blocks.update(blocks[start // size : stop // size])\n",
+        "a block is kept whose last tokens lack the draft's cache",
+        (WHOLE,),
+    ),
+    Mutant(
+        "drafts-of-other-weights",
+        IDENTITY,
+        "        _add_files(hasher, [] if settings.weights_digest else files_of(path))\n",
+        "",
+        "an engine loads what another draft computed",
+        (WEIGHTS,),
+    ),
+    Mutant(
+        "drafts-of-another-configuration",
+        IDENTITY,
+        '        _add_files(hasher, sorted(path.glob("config.json")))\n',
+        "",
+        "an engine loads what a draft with other settings computed",
+        (WEIGHTS,),
+    ),
+    Mutant(
+        "drafts-by-another-method",
+        IDENTITY,
+        '    hasher.update(f"{draft.method}\\0{model.dtype}\\0',
+        '    hasher.update(f"{model.dtype}\\0',
+        "an engine loads what the same weights computed from other states",
+        (WEIGHTS,),
+    ),
+]
