@@ -18,14 +18,14 @@ if importlib.util.find_spec("vllm") is None:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny models: ``llama``, ``other`` (as llama, other weights), ``scaled`` (as llama, with a cache of 8 bits),
-    ``eagle`` (llama's draft), ``glm`` (with a draft of its own), ``qwen3``, and ``latent`` (DeepSeek V2's MLA)."""
+    ``eagle`` and ``eagle3`` (llama's drafts), ``glm`` (with a draft of its own), ``qwen3``, and ``latent`` (DeepSeek
+    V2's MLA)."""
     parts = {"llama": ("llama", 0), "other": ("llama", 1), "qwen3": ("qwen3", 0), "latent": ("latent", 0)}
     made = {name: make_text(kind, seed, tmp_path_factory.mktemp(name)) for name, (kind, seed) in parts.items()}
     made["eagle"] = make_eagle(made["llama"], tmp_path_factory.mktemp("eagle"))
-    made["glm"], made["scaled"] = (
-        make_glm(tmp_path_factory.mktemp("glm")),
-        make_scaled(tmp_path_factory.mktemp("scaled")),
-    )
+    made["eagle3"] = make_eagle(made["llama"], tmp_path_factory.mktemp("eagle3"), is_third=True)
+    made["glm"] = make_glm(tmp_path_factory.mktemp("glm"))
+    made["scaled"] = make_scaled(tmp_path_factory.mktemp("scaled"))
     return made
 
 

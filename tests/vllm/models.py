@@ -51,25 +51,28 @@ def make_scaled(directory: Path) -> Path:
     return directory
 
 
-def make_eagle(target: Path, directory: Path) -> Path:
-    """A draft of two layers for a tiny Llama, which reads its hidden states."""
+def make_eagle(target: Path, directory: Path, *, is_third: bool = False) -> Path:
+    """A draft of two layers for a tiny Llama, which reads hidden states of its last layer, or (EAGLE 3) of three."""
     import torch
     from safetensors.torch import save_file
 
     config = json.loads((target / "config.json").read_text())
-    config |= {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 2}
+    name = "Eagle3LlamaForCausalLM" if is_third else "EagleLlamaForCausalLM"
+    config |= {"architectures": [name], "num_hidden_layers": 2}
     made = torch.Generator().manual_seed(5)
     hidden, inner, kv = config["hidden_size"], config["intermediate_size"], 64
-    shapes = {"fc": (hidden, 2 * hidden)}
+    shapes = {"fc": (hidden, 3 * hidden), "lm_head": (512, hidden)} if is_third else {"fc": (hidden, 2 * hidden)}
     for layer in range(2):
+        given = 2 * hidden if is_third and not layer else hidden
         for part, rows, columns in (
-            ("self_attn.q_proj", hidden, hidden), ("self_attn.k_proj", kv, hidden), ("self_attn.v_proj", kv, hidden),
+            ("self_attn.q_proj", hidden, given), ("self_attn.k_proj", kv, given), ("self_attn.v_proj", kv, given),
             ("self_attn.o_proj", hidden, hidden), ("mlp.gate_proj", inner, hidden), ("mlp.up_proj", inner, hidden),
             ("mlp.down_proj", hidden, inner),
         ):  # fmt: skip
             shapes[f"layers.{layer}.{part}"] = (rows, columns)
     weights = {f"{name}.weight": 0.3 * torch.randn(shape, generator=made) for name, shape in shapes.items()}
-    norms = ("layers.0.post_attention_layernorm", "layers.1.input_layernorm", "layers.1.post_attention_layernorm")
+    norms = ["layers.0.post_attention_layernorm", "layers.1.input_layernorm", "layers.1.post_attention_layernorm"]
+    norms += ["layers.0.input_layernorm", "layers.0.hidden_norm", "layers.1.hidden_norm", "norm"] if is_third else []
     weights |= {f"{name}.weight": torch.ones(hidden) for name in norms}
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config))

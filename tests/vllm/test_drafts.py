@@ -28,16 +28,16 @@ FORKED = WHOLE[:128] + prompt(160, 71)
 
 def drafted(models: dict[str, Path], method: str) -> dict[str, Any]:
     """A draft of other weights, a layer of the model, or the model as its own draft."""
-    names = {"eagle": "eagle", "draft_model": "llama"}
+    names = {"eagle": "eagle", "eagle3": "eagle3", "draft_model": "llama"}
     model = {"model": str(models[names[method]])} if method in names else {}
     return {"speculative_config": {"method": method, "num_speculative_tokens": COUNT, **model}}
 
 
-def spec_for(models: dict[str, Path]) -> ModelSpec:
-    """The name of what an engine with the EAGLE draft keeps."""
+def spec_for(models: dict[str, Path], method: str) -> ModelSpec:
+    """The name of what a Llama with this draft keeps."""
     given: dict[str, Any] = {"enforce_eager": True, "block_size": 32, "dtype": "float32", "max_model_len": 1024}
     config = EngineArgs(
-        model=str(models["llama"]), skip_tokenizer_init=True, **given, **drafted(models, "eagle")
+        model=str(models["llama"]), skip_tokenizer_init=True, **given, **drafted(models, method)
     ).create_engine_config()
     return spec_of(config, geometry_of(config, caches(FULL, names=NAMES)), ConnectorSettings.of(CHUNK))
 
@@ -57,12 +57,13 @@ def wait_kept(sidecar: Sidecar, chunk_count: int) -> None:
         eventually(lambda: client.stats().counters["store_committed_chunks"] >= chunk_count)
 
 
-def test_what_is_computed_behind_a_load_is_what_a_whole_prefill_computes(models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_what_is_computed_behind_a_load_is_what_a_whole_prefill_computes(models: dict[str, Path], method: str) -> None:
     """The draft's cache of a token depends on the next token, and its second layer's on the first one's of all tokens
     before. A prompt that forks where a chunk ends, and so follows a token whose cache another prompt decided, differs
     nowhere from one that was computed whole."""
-    own = {"extra": CHUNK, "enable_prefix_caching": False, **drafted(models, "eagle")}
-    spec = spec_for(models)
+    own = {"extra": CHUNK, "enable_prefix_caching": False, **drafted(models, method)}
+    spec = spec_for(models, method)
     with Sidecar("--capacity", "64 MiB") as computed, Sidecar("--capacity", "64 MiB") as loaded:
         with Engine(models["llama"], computed.address, **own) as engine:
             said, _ = engine.ask(FORKED)
@@ -83,7 +84,12 @@ def test_what_is_computed_behind_a_load_is_what_a_whole_prefill_computes(models:
 
 @pytest.mark.parametrize(
     ("method", "name", "seed", "hits"),
-    [("eagle", "llama", 72, 256), ("mtp", "glm", 75, 256), ("draft_model", "llama", 76, 288)],
+    [
+        ("eagle", "llama", 72, 256),
+        ("eagle3", "llama", 77, 256),
+        ("mtp", "glm", 75, 256),
+        ("draft_model", "llama", 76, 288),
+    ],
 )
 def test_drafts_are_as_good_behind_a_load(
     models: dict[str, Path], durable: Sidecar, method: str, name: str, seed: int, hits: int
