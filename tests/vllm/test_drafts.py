@@ -114,6 +114,19 @@ def test_drafts_are_as_good_behind_a_load(
     assert leases_of(durable) == (0, 0)
 
 
+def test_two_ranks_load_what_one_kept_with_its_draft(models: dict[str, Path], durable: Sidecar) -> None:
+    own = {"extra": CHUNK, "enable_prefix_caching": False, **drafted(models, "eagle")}
+    mine = prompt(300, 78)
+    with connect(durable.address) as client:
+        before = client.stats().counters["store_committed_chunks"]
+    with Engine(models["llama"], durable.address, **own) as engine:
+        said, _ = engine.ask(mine)
+        wait_kept(durable, before + 5)
+    with Engine(models["llama"], durable.address, tensor_parallel_size=2, is_one_process=False, **own) as engine:
+        assert engine.ask(mine) == (said, [256])
+    assert leases_of(durable) == (0, 0)
+
+
 def test_what_a_step_without_drafts_computes_is_not_kept(models: dict[str, Path]) -> None:
     """vLLM drafts nothing in a step with a sequence that is nearly as long as can be, and has no cache of the draft
     then. Its own prefix cache has such blocks, too: a prompt that goes on behind them is not kept either."""
