@@ -16,6 +16,7 @@ REFUSED = f"{T_IDENTITY}::test_caches_whose_bytes_have_no_name_are_refused"
 NO_NAME = f"{T_DRAFTS}::test_drafts_whose_cache_has_no_name_are_refused"
 WHOLE = f"{T_DRAFTS}::test_a_block_is_whole_once_all_of_it_was_computed_with_drafts"
 WEIGHTS = f"{T_IDENTITY}::test_a_drafts_layers_have_its_weights_in_their_name"
+RANKS = "tests/engines/vllm/test_loads.py::test_ranks_keep_their_heads_together_or_not_at_all"
 LAYOUT = "tests/engines/vllm/test_bad_input.py::test_the_cpu_backends_pages_are_read_as_its_kernel_writes_them"
 
 MUTANTS = [
@@ -66,6 +67,22 @@ MUTANTS = [
         "    while scale < 1:\n",
         "K of a page is read in the wrong order",
         (LAYOUT,),
+    ),
+    Mutant(
+        "heads-of-the-next-rank",
+        PAGES,
+        "spec.layers[0].kv_heads // shares, rank // replicas\n",
+        "spec.layers[0].kv_heads // shares, rank % shares\n",
+        "a rank loads and keeps heads that it does not have",
+        (RANKS,),
+    ),
+    Mutant(
+        "layers-that-no-rank-keeps",
+        PAGES,
+        "        self.kept = range(rank % replicas, len(tensors), replicas)\n",
+        "        self.kept = range(rank // replicas, len(tensors), replicas)\n",
+        "of the ranks with the same heads all keep the same layers, and nobody the others",
+        (RANKS,),
     ),
     Mutant(
         "drafts-of-any-kind",

@@ -1,4 +1,4 @@
-"""Which dtypes of vLLM's caches have a name here, by vLLM's own list of them."""
+"""Which of vLLM's caches have a name here: dtypes, by vLLM's own list of them, and the heads of several ranks."""
 
 from __future__ import annotations
 
@@ -32,6 +32,20 @@ def test_a_cache_has_a_dtype_of_ours_or_is_refused(configured: VllmConfig, calle
     else:
         with pytest.raises(InvalidRequest, match="which kvstore cannot name: set --kv-cache-dtype fp8, or auto"):
             geometry_of(shadow, group)
+
+
+@pytest.mark.parametrize(("ranks", "each", "replicas"), [(1, 2, 1), (2, 1, 1), (4, 1, 2), (8, 1, 4)])
+def test_heads_that_several_ranks_have_are_kept_once(
+    configured: VllmConfig, ranks: int, each: int, replicas: int
+) -> None:
+    shadow = changed(configured, "parallel_config", tensor_parallel_size=ranks)
+    geometry = geometry_of(shadow, caches(replace(FULL, num_kv_heads=each)))
+    assert (geometry.replicas, {layer.kv_heads for layer in geometry.layers}) == (replicas, {2})
+    shadow.model_config = changed(configured, "model_config").model_config
+    shadow.model_config.hf_text_config = type("Latent", (), {"kv_lora_rank": 64, "qk_rope_head_dim": 32})()
+    latent = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=96, dtype=torch.bfloat16)
+    geometry = geometry_of(shadow, caches(latent))
+    assert (geometry.replicas, {layer.kv_heads for layer in geometry.layers}) == (ranks, {1})
 
 
 def test_latent_attention_has_8_bits_where_its_items_are_plain(configured: VllmConfig) -> None:

@@ -258,6 +258,22 @@ def test_two_ranks_read_what_one_kept_and_back(models: dict[str, Path], plain: d
         assert leases_of(sidecar) == (0, 0)
 
 
+def test_ranks_that_have_the_same_heads_keep_them_once(models: dict[str, Path], plain: dict[str, Any]) -> None:
+    options = {"extra": CHUNK, "enable_prefix_caching": False}
+    with Sidecar("--capacity", "64 MiB", nvme="128 MiB") as sidecar:
+        four = {"tensor_parallel_size": 4, "is_one_process": False}
+        with Engine(models["llama"], sidecar.address, **options, **four) as engine:
+            assert engine.ask(LONG) == (plain["llama"][:1], [0])
+            wait_durable(sidecar, 5)
+        with Engine(models["llama"], sidecar.address, **options) as engine:
+            assert engine.ask(FORKED) == (plain["llama"][2:], [192])
+            wait_durable(sidecar, 7)
+        with Engine(models["llama"], sidecar.address, **options, **four) as engine:
+            assert engine.ask(LONG) == (plain["llama"][:1], [288])
+            assert engine.ask(FORKED) == (plain["llama"][2:], [320])
+        assert leases_of(sidecar) == (0, 0)
+
+
 def test_an_engine_that_plans_says_the_same(models: dict[str, Path], plain: dict[str, Any]) -> None:
     """Before it was measured it loads all that is stored, however slow the device is. Then it has measured steps and
     loads, and computes what only the device has. What it says is the same either way."""

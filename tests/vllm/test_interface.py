@@ -83,9 +83,7 @@ def caches(*groups: Any, names: list[str] = NAMES) -> KVCacheConfig:
 def changed(configured: VllmConfig, part: str, **values: Any) -> Any:
     """The configuration with some values of one part changed; what vLLM checks itself is not checked."""
     shadow = SimpleNamespace(**vars(configured))
-    inner = SimpleNamespace(
-        **{name: getattr(getattr(configured, part), name) for name in vars(getattr(configured, part))}
-    )
+    inner = copy.copy(getattr(configured, part))
     vars(inner).update(values)
     setattr(shadow, part, inner)
     return shadow
@@ -118,7 +116,6 @@ def test_every_byte_of_the_weights_and_the_configuration_counts(
         return str(spec_for(config, caches(FULL)).weights_digest)
 
     found = {digest(configured)}
-    model = configured.model_config
     other = changed(configured, "model_config", model=str(models["other"]))
     online = [
         changed(configured, "model_config", quantization="online", quantization_config=given)
@@ -129,10 +126,6 @@ def test_every_byte_of_the_weights_and_the_configuration_counts(
         )
     ]
     for shadow in (other, changed(configured, "model_config", quantization="fp8"), *online):
-        shadow.model_config.get_hidden_size, shadow.model_config.get_vocab_size = (
-            model.get_hidden_size,
-            model.get_vocab_size,
-        )
         found.add(digest(shadow))
     assert len(found) == 6
 
@@ -236,21 +229,18 @@ def test_hashes_made_here_are_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_becomes_of_an_image_counts(configured: VllmConfig, tmp_path: Path, models: dict[str, Path]) -> None:
     """Settings and files of the processor, which vLLM's identifiers of images do not have."""
-    model = configured.model_config
-    copy = tmp_path / "model"
-    shutil.copytree(models["llama"], copy)
+    own = tmp_path / "model"
+    shutil.copytree(models["llama"], own)
 
     def digest(settings: Any, **extra: Any) -> str:
-        shadow = changed(configured, "model_config", multimodal_config=settings, model=str(copy))
-        shadow.model_config.get_hidden_size = model.get_hidden_size
-        shadow.model_config.get_vocab_size = model.get_vocab_size
+        shadow = changed(configured, "model_config", multimodal_config=settings, model=str(own))
         return str(spec_for(shadow, caches(FULL), **extra).weights_digest)
 
     found = [digest(None), digest(MultiModalConfig())]
     found.append(digest(MultiModalConfig(mm_processor_kwargs={"do_normalize": False})))
-    (copy / "preprocessor_config.json").write_text('{"image_mean": [0, 0, 0]}')
+    (own / "preprocessor_config.json").write_text('{"image_mean": [0, 0, 0]}')
     found += [digest(MultiModalConfig()), digest(MultiModalConfig(), weights_digest="unverified:a")]
-    (copy / "preprocessor_config.json").write_text('{"image_mean": [1, 0, 0]}')
+    (own / "preprocessor_config.json").write_text('{"image_mean": [1, 0, 0]}')
     found += [digest(MultiModalConfig()), digest(MultiModalConfig(), weights_digest="unverified:a")]
     assert len(set(found)) == len(found)
     assert digest(None) == found[0]  # nothing of it matters to a model of text
@@ -291,7 +281,8 @@ def test_caches_that_cannot_be_kept_are_refused(configured: VllmConfig, groups: 
 @pytest.mark.parametrize(
     ("part", "values", "said"),
     [
-        ("parallel_config", {"tensor_parallel_size": 4}, "--tensor-parallel-size to a divisor"),
+        ("parallel_config", {"tensor_parallel_size": 3}, "--tensor-parallel-size to a divisor or a multiple of them"),
+        ("parallel_config", {"tensor_parallel_size": 2}, "where all layers are alike; set --tensor-parallel-size 1"),
         ("parallel_config", {"pipeline_parallel_size": 2}, "--pipeline-parallel-size 1"),
         ("parallel_config", {"decode_context_parallel_size": 2}, "--decode-context-parallel-size 1"),
     ],
@@ -301,9 +292,9 @@ def test_ranks_are_refused(configured: VllmConfig, part: str, values: dict[str, 
         geometry_of(changed(configured, part, **values), caches(FULL))
 
 
-def test_drafts_with_a_cache_are_refused(configured: VllmConfig) -> None:
-    shadow = SimpleNamespace(**{**vars(configured), "speculative_config": SimpleNamespace(method="eagle")})
-    with pytest.raises(InvalidRequest, match=r"'eagle'.*ngram"):
+def test_drafts_with_a_cache_of_another_kind_are_refused(configured: VllmConfig) -> None:
+    shadow = SimpleNamespace(**{**vars(configured), "speculative_config": SimpleNamespace(method="dflash")})
+    with pytest.raises(InvalidRequest, match=r"'dflash'.*ngram"):
         geometry_of(shadow, caches(FULL))
     shadow.speculative_config.method = "ngram"
     geometry_of(shadow, caches(FULL))

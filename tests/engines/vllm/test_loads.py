@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -339,17 +338,30 @@ def test_a_sidecar_that_stalls_is_left_alone(own_sidecar: Sidecar) -> None:
     engine.close()
 
 
-def test_ranks_keep_their_heads_together_or_not_at_all(sidecar: Sidecar) -> None:
-    clients = [connect(sidecar.address) for _ in range(3)]
-    scheduler = SchedulerSide(clients[0], Adapters(SPEC), ConnectorSettings(chunk_tokens=16), BLOCK, ranks=2)
-    parts = [[torch.randn(BLOCKS, 1, BLOCK, 16).to(torch.bfloat16) for _ in SPEC.layers] for _ in range(2)]
+@pytest.mark.parametrize(
+    ("spec", "ranks", "replicas"), [(SPEC, 2, 1), (SPEC, 4, 2), (MLA, 3, 3)], ids=["shared out", "twice each", "latent"]
+)
+def test_ranks_keep_their_heads_together_or_not_at_all(
+    sidecar: Sidecar, spec: ModelSpec, ranks: int, replicas: int
+) -> None:
+    """Where several have the same heads, each keeps some layers, and all load all."""
+    clients = [connect(sidecar.address) for _ in range(1 + ranks)]
+    scheduler = SchedulerSide(clients[0], Adapters(spec), ConnectorSettings(chunk_tokens=16), BLOCK, ranks=ranks)
+    shares, content = ranks // replicas, spec.layers[0].k_dim + spec.layers[0].v_dim
+    parts = [[torch.randn(BLOCKS, 1, BLOCK, content).to(torch.bfloat16) for _ in spec.layers] for _ in range(shares)]
+    pages = [[each.clone() for each in parts[rank // replicas]] for rank in range(ranks)]
+    how = {"ranks": ranks, "replicas": replicas}
     workers = [
-        WorkerSide(clients[1 + rank], PagesOfModel(SPEC, parts[rank], BLOCK, "FLASH_ATTN", rank=rank, ranks=2), BLOCK,
-                   is_layerwise=True)
-        for rank in range(2)
+        WorkerSide(
+            clients[1 + rank],
+            PagesOfModel(spec, pages[rank], BLOCK, "TRITON_MLA" if spec.mla else "FLASH_ATTN", rank=rank, **how),
+            BLOCK, is_layerwise=True,
+        )
+        for rank in range(ranks)
     ]  # fmt: skip
-    for seed, is_whole in ((17, True), (18, False)):
-        asked = request(f"a{seed}", tokens_of(42, seed))
+    prompts = {is_whole: tokens_of(42, 17 + 2 * ranks + is_whole) for is_whole in (True, False)}
+    for is_whole, tokens in prompts.items():
+        asked = request(f"a{is_whole}", tokens)
         scheduler.new_request(asked)
         step = scheduler.step(scheduled(asked.request_id, blocks_of(42), 0, 42))
         if not is_whole:
@@ -359,15 +371,24 @@ def test_ranks_keep_their_heads_together_or_not_at_all(sidecar: Sidecar) -> None
         if is_whole:
             wait_stored(clients[0], step.saves[0])
         else:
-            until = time.monotonic() + 10.0
-            while clients[0].stats().sessions.reservation_count:
-                assert time.monotonic() < until
-                time.sleep(0.01)
-            assert clients[0].lookup(SPEC, asked.all_token_ids).prefix_token_count == 0
-    kept = clients[0].fetch(SPEC, tokens_of(42, 17))
+            eventually(lambda: not clients[0].stats().sessions.reservation_count)
+            assert clients[0].lookup(spec, asked.all_token_ids).prefix_token_count == 0
+    kept = clients[0].fetch(spec, prompts[True])
     for layer, pair in enumerate(kept):
-        for rank in range(2):
-            whole = parts[rank][layer][blocks_of(42)[:10], 0].flatten(0, 1)
-            assert torch.equal(torch.cat([pair[0][rank], pair[1][rank]], dim=-1), whole)
+        for share in range(shares):
+            whole = parts[share][layer][blocks_of(42)[:10], 0].flatten(0, 1)
+            assert torch.equal(torch.cat([pair[0][share], pair[1][share]], dim=-1), whole)
+    scheduler.new_request(again := request("again", prompts[True]))
+    assert matched(scheduler, again, 0)[0] == 40
+    scheduler.allocated(again, blocks_of(42, 20), 40)
+    step = scheduler.step(scheduled("again", blocks_of(42, 20), 40, 2))
+    for rank, worker in enumerate(workers):
+        worker.begin(step)
+        for layer in range(len(spec.layers)):
+            worker.wait_layer(layer)
+        worker.end_layerwise()
+        assert not worker.failed_blocks()
+        for ours, theirs in zip(pages[rank], parts[rank // replicas], strict=True):
+            assert torch.equal(ours[blocks_of(42, 20)[:10]], theirs[blocks_of(42)[:10]])
     for client in clients:
         client.close()

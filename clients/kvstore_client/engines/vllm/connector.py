@@ -159,8 +159,10 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         writer = _cpu_writer(self._config, self._geometry.block_tokens) if backend == CPU else None
         tensors = [kv_caches[name] for name in names]
         ranks = self._geometry.ranks
-        rank = worker_rank() if ranks > 1 else 0
-        pages = PagesOfModel(spec, tensors, self._geometry.block_tokens, backend, writer, rank=rank, ranks=ranks)
+        pages = PagesOfModel(
+            spec, tensors, self._geometry.block_tokens, backend, writer, rank=worker_rank() if ranks > 1 else 0,
+            ranks=ranks, replicas=self._geometry.replicas,
+        )  # fmt: skip
         self._worker = WorkerSide(
             self._connect(), pages, self._geometry.block_tokens, is_layerwise=self._settings.load == "layerwise",
             is_waiting=bool(self._config.model_config.enable_sleep_mode), call_s_max=self._settings.timeout_s,

@@ -9,7 +9,7 @@ from typing import Any
 from kvstore.errors import InvalidRequest
 from kvstore.spec import LayerKind, LayerSpec
 from kvstore_client.engines.vllm.drafts import Draft, draft_of
-from kvstore_client.engines.vllm.objects import CacheConfig, EngineConfig, LayerCache, ModelConfig
+from kvstore_client.engines.vllm.objects import CacheConfig, EngineConfig, LayerCache
 
 PER_TENSOR = 1
 """vLLM's mode of caches of 8 bits that have one scale per layer, which is the checkpoint's, or 1."""
@@ -28,6 +28,8 @@ class Geometry:
     mla: bool
     ranks: int
     """Number of tensor-parallel ranks. Each has an equal share of every layer's kv heads."""
+    replicas: int
+    """Number of ranks that have the same heads, where there are more ranks than heads."""
     draft: Draft | None
     """The draft whose layers are among them."""
 
@@ -53,7 +55,10 @@ def geometry_of(vllm_config: EngineConfig, kv_cache_config: CacheConfig) -> Geom
     each_spec = getattr(group, "kv_cache_specs", None) or dict.fromkeys(names, group)
     hf = vllm_config.model_config.hf_text_config
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
-    layers = tuple(_layer(name, each_spec[name], hf, ranks) for name in names)
+    mla = all(_is_mla(each) for each in each_spec.values())
+    heads = 1 if mla else int(vllm_config.model_config.get_total_num_kv_heads())
+    replicas = _replicas(heads, ranks)
+    layers = tuple(_layer(name, each_spec[name], hf, ranks // replicas) for name in names)
     called = vllm_config.cache_config.cache_dtype
     dtypes = {_dtype(name, each_spec[name], called) for name in names}
     if len(dtypes) != 1:
@@ -66,20 +71,22 @@ def geometry_of(vllm_config: EngineConfig, kv_cache_config: CacheConfig) -> Geom
             "each engine calculates scales of its own for its cache: do without --calculate-kv-scales, which leaves it "
             "those of the checkpoint"
         )
-    mla = all(_is_mla(each) for each in each_spec.values())
-    _check_ranks(vllm_config.model_config, layers, ranks, mla)
-    return Geometry(tuple(names), layers, dtypes.pop(), int(group.block_size), mla, ranks, draft)
-
-
-def _check_ranks(model: ModelConfig, layers: tuple[LayerSpec, ...], ranks: int, mla: bool) -> None:
-    if ranks == 1:
-        return
-    total = int(model.get_total_num_kv_heads())
-    if mla or total % ranks or {each.kv_heads for each in layers} != {total}:
+    if ranks > 1 and {each.kv_heads for each in layers} != {heads}:
         raise InvalidRequest(
-            f"{total} kv heads on {ranks} ranks: kvstore serves ranks that share out the kv heads evenly, all layers "
-            "alike and without MLA; set --tensor-parallel-size to a divisor of them"
+            f"{heads} kv heads on {ranks} ranks, and layers with other numbers of them: kvstore serves several ranks "
+            "where all layers are alike; set --tensor-parallel-size 1"
         )
+    return Geometry(tuple(names), layers, dtypes.pop(), int(group.block_size), mla, ranks, replicas, draft)
+
+
+def _replicas(heads: int, ranks: int) -> int:
+    """Return the number of ranks that have the same heads: with MLA, whose layers have one, all of them."""
+    if heads % ranks and ranks % heads:
+        raise InvalidRequest(
+            f"{heads} kv heads on {ranks} ranks: kvstore serves ranks that have as many heads each; set "
+            "--tensor-parallel-size to a divisor or a multiple of them"
+        )
+    return max(1, ranks // heads)
 
 
 def _check_parallel(vllm_config: EngineConfig) -> None:
@@ -112,7 +119,8 @@ def _dtype(name: str, spec: LayerCache, called: str) -> str:
     return str(spec.dtype).removeprefix("torch.")
 
 
-def _layer(name: str, spec: LayerCache, hf: Any, ranks: int) -> LayerSpec:
+def _layer(name: str, spec: LayerCache, hf: Any, shares: int) -> LayerSpec:
+    """Return a layer with all its heads. ``shares``: the ranks among which they are shared out."""
     known = {"FullAttentionSpec", "MLAAttentionSpec"}
     if type(spec).__name__ == "SlidingWindowSpec":
         raise InvalidRequest(
@@ -142,5 +150,5 @@ def _layer(name: str, spec: LayerCache, hf: Any, ranks: int) -> LayerSpec:
     window = getattr(spec, "sliding_window", None) or 0
     kind = LayerKind.SLIDING_WINDOW if window else LayerKind.FULL
     v_dim = getattr(spec, "head_size_v", None) or spec.head_size
-    heads = int(spec.num_kv_heads) * ranks
+    heads = int(spec.num_kv_heads) * shares
     return LayerSpec(kind=kind, kv_heads=heads, k_dim=int(spec.head_size), v_dim=int(v_dim), window=window)

@@ -31,13 +31,14 @@ _DIGITS = 16
 
 class PagesOfModel:
     """Each layer's (K, V) views, in the order of the spec's layers, and this rank's range of kv ``heads`` (None: all).
+    ``kept``: the layers whose heads it keeps, where the next ranks, as many as ``replicas`` says, have the same heads.
 
     Raises: InvalidRequest naming what does not fit.
     """
 
     def __init__(
         self, spec: ModelSpec, tensors: Sequence[Tensor], block_tokens: int, backend: str, writer: Writer | None = None,
-        *, rank: int = 0, ranks: int = 1,
+        *, rank: int = 0, ranks: int = 1, replicas: int = 1,
     ) -> None:  # fmt: skip
         if len(tensors) != len(spec.slab_layers):
             raise InvalidRequest(
@@ -46,12 +47,14 @@ class PagesOfModel:
         for layer, tensor in zip(spec.slab_layers, tensors, strict=True):
             check_memory(tensor, f"layer {layer}: its pages")
         self.rank = rank
-        each = spec.layers[0].kv_heads // ranks
-        self.heads = (rank * each, (rank + 1) * each) if ranks > 1 else None
+        shares = ranks // replicas
+        each, share = spec.layers[0].kv_heads // shares, rank // replicas
+        self.heads = (share * each, (share + 1) * each) if shares > 1 else None
+        self.kept = range(rank % replicas, len(tensors), replicas)
         self.views: list[tuple[Tensor, Tensor]] = []
         self.page_tokens = int(tensors[0].shape[2]) if len(tensors[0].shape) == 4 else 0
         for layer, tensor in zip(spec.slab_layers, tensors, strict=True):
-            self.views.append(_views(spec, layer, tensor, backend, writer, ranks))
+            self.views.append(_views(spec, layer, tensor, backend, writer, shares))
         if not self.page_tokens or block_tokens % self.page_tokens:
             raise InvalidRequest(f"pages of {self.page_tokens} tokens do not divide vLLM's blocks of {block_tokens}")
 
@@ -79,10 +82,10 @@ class PagesOfModel:
 
 
 def _views(
-    spec: ModelSpec, layer: int, tensor: Tensor, backend: str, writer: Writer | None, ranks: int
+    spec: ModelSpec, layer: int, tensor: Tensor, backend: str, writer: Writer | None, shares: int
 ) -> tuple[Tensor, Tensor]:
     each = spec.layers[layer]
-    content, heads = each.k_dim + each.v_dim, each.kv_heads // ranks
+    content, heads = each.k_dim + each.v_dim, each.kv_heads // shares
     if len(tensor.shape) != 4 or tuple(tensor.shape[1::2]) != (heads, content):
         raise InvalidRequest(
             f"layer {layer}: its pages have the shape {tuple(tensor.shape)}, the model says [pages, {heads}, "

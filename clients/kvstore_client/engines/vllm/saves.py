@@ -137,7 +137,7 @@ class Saves:
                 watched.more_s = 0.0  # nothing was copied: this was waiting for the sidecar
 
     def _keep_part(self, pending: _Pending, computed: Callable[[], None]) -> None:
-        """Keep this rank's heads. Leaving the writer without a commit aborts the store for the other ranks, too."""
+        """Keep this rank's share. Leaving the writer without a commit aborts the store for the other ranks, too."""
         save, pages = pending.save, self._pages
         with self._patience.watch():
             writer = self._client.join_store(save.ticket, 1 + pages.rank)
@@ -146,6 +146,6 @@ class Saves:
                 return
             computed()
             slots = slots_of(save.block_ids, self._block_tokens, 0, save.tokens.size)
-            for layer, views in enumerate(pages.views):
-                writer.put_layer(layer, Paged([views], slots, LAYOUT), heads=pages.heads)
+            for layer in pages.kept:
+                writer.put_layer(layer, Paged([pages.views[layer]], slots, LAYOUT), heads=pages.heads)
             writer.commit()
