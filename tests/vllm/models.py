@@ -23,9 +23,16 @@ def make_text(kind: str, seed: int, directory: Path) -> Path:
         "qk_nope_head_dim": 128, "v_head_dim": 128, "first_k_dense_replace": 3, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 64,
     }  # fmt: skip
-    name, more = {"llama": ("Llama", heads), "qwen3": ("Qwen3", heads), "latent": ("DeepseekV2", latent)}[kind]
+    windows = {
+        **heads, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 32,
+    }  # fmt: skip
+    name, more = {
+        "llama": ("Llama", heads), "qwen3": ("Qwen3", heads), "gemma": ("Gemma3", windows),
+        "latent": ("DeepseekV2", latent),
+    }[kind]  # fmt: skip
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{name}Config")(**small, **more)
+    config = getattr(transformers, f"{name}{'Text' if kind == 'gemma' else ''}Config")(**small, **more)
     getattr(transformers, f"{name}ForCausalLM")(config).to(torch.float32).save_pretrained(directory)
     return directory
 

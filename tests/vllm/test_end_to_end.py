@@ -66,14 +66,17 @@ def leases_of(sidecar: Sidecar) -> tuple[int, int]:
 def plain(models: dict[str, Path]) -> dict[str, list[list[int]]]:
     """What vLLM says without kvstore and without its own prefix cache."""
     said = {}
-    for name in ("llama", "qwen3"):
+    for name in ("llama", "qwen3", "gemma"):
         with Engine(models[name], None, enable_prefix_caching=False) as engine:
             said[name], cached = engine.ask(*PROMPTS)
             assert not any(cached)
     return said
 
 
-@pytest.mark.parametrize(("name", "load", "is_one_process"), [("llama", "async", False), ("qwen3", "layerwise", True)])
+@pytest.mark.parametrize(
+    ("name", "load", "is_one_process"),
+    [("llama", "async", False), ("qwen3", "layerwise", True), ("gemma", "async", True)],
+)
 def test_saved_in_one_process_hit_in_another(
     models: dict[str, Path], plain: dict[str, Any], durable: Sidecar, name: str, load: str, is_one_process: bool
 ) -> None:
