@@ -36,8 +36,7 @@ from tests.server.raw import eventually
 from tests.simulated import ManualClock
 from tests.specs import tokens_of
 
-COUNT = 90  # five chunks of 16, and two blocks and a half
-STEP = 64
+COUNT, STEP = 90, 64  # five chunks of 16, and two blocks and a half
 SEEDS = itertools.count(900)  # each test's own: the sidecar still has the prompts of the tests before
 
 
@@ -75,8 +74,7 @@ class Planned(Engine):
 @pytest.fixture
 def stored(sidecar: Sidecar) -> Iterator[tuple[Any, Any]]:
     """A prompt that another engine has kept."""
-    engine = Engine(sidecar.address)
-    tokens = tokens_of(COUNT, next(SEEDS))
+    engine, tokens = Engine(sidecar.address), tokens_of(COUNT, next(SEEDS))
     yield tokens, engine.keep(asked("kept", tokens), blocks_of(COUNT))
     engine.close()
 

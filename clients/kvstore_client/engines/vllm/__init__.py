@@ -4,9 +4,10 @@
         "kv_connector_module_path": "kvstore_client.engines.vllm", "kv_load_failure_policy": "recompute"}'
 
 vLLM loads ``connector``. ``scheduler`` decides which blocks are loaded and kept, with ``planning``, and knows the
-``requests``; ``worker`` moves the blocks, and keeps them by ``saves``. ``identity`` names the model, ``naming`` and
-``hashes`` name its chunks, ``pages`` describes their layout in memory. ``step`` is the scheduler's message to the
-workers, ``settings`` are the options, ``versions`` checks vLLM's version, ``objects`` says what of its objects is used.
+``requests``; ``worker`` moves the blocks, and keeps them by ``saves``. ``identity`` names the model, ``geometry`` says
+which layers it keeps, ``drafts`` those of a model that drafts tokens; ``naming`` and ``hashes`` name its chunks,
+``pages`` describes their layout in memory. ``step`` is the scheduler's message to the workers, ``settings`` are the
+options, ``versions`` checks vLLM's version, ``objects`` says what of its objects is used.
 Two smaller entry points: ``tier`` is a secondary tier of vLLM's CPU offloading, its values in ``offloaded``;
 ``encoder`` keeps embeddings of images and sounds, by ``embeddings``. Only the entry points import vLLM.
 
