@@ -103,7 +103,7 @@ def _with_draft(weights: str, vllm_config: EngineConfig, settings: Common) -> st
     vouches for its weights. Its configuration is that of the file: drafts change what vLLM read when they are loaded,
     in a process that may be this one or another."""
     draft = getattr(vllm_config, "speculative_config", None)
-    if draft_of(vllm_config) is None:
+    if draft is None or draft_of(vllm_config) is None:
         return weights
     model = draft.draft_model_config
     load_format = _load_format(getattr(draft, "draft_load_config", None) or vllm_config.load_config)
