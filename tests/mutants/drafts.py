@@ -127,8 +127,8 @@ MUTANTS = [
     Mutant(
         "long-sequences-of-others",
         SCHEDULER,
-        "            longest = max(longest, stop)\n",
-        "            longest = stop if name in self._tracked else longest\n",
+        "            if stop > longest:\n",
+        "            if stop > longest and name in self._tracked:\n",
         "a sequence that is not tracked keeps the draft from a step, and nobody notices",
         (f"{T_DRAFTS}::test_blocks_of_a_step_without_drafts_are_not_kept",),
     ),

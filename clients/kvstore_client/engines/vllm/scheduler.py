@@ -146,7 +146,8 @@ class SchedulerSide:
         longest, computing = 0, []
         for name, block_ids, is_whole, computed in scheduled_requests(output):
             stop = computed + output.num_scheduled_tokens.get(name, 0)
-            longest = max(longest, stop)
+            if stop > longest:
+                longest = stop
             step.written += block_ids[computed // self._block_tokens :] if is_whole else block_ids
             tracked = self._tracked.get(name)
             if tracked is None:
@@ -158,8 +159,10 @@ class SchedulerSide:
             tracked.block_ids += block_ids  # in place: a step of a thousand requests has no time for copies
             computing.append((tracked, computed, stop))
         self._undrafted.step(longest, ((tracked.block_ids, start, stop) for tracked, start, stop in computing))
-        saves = (self._save(tracked, start, stop) for tracked, start, stop in computing)
-        step.saves = [save for save in saves if save is not None]
+        for tracked, start, stop in computing:
+            save = self._save(tracked, start, stop)
+            if save is not None:
+                step.saves.append(save)
         return step
 
     def _save(self, tracked: TrackedRequest, start: int, stop: int) -> Save | None:
