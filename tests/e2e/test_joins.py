@@ -15,6 +15,7 @@ from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import DataLoss, DeadlineExceeded, KVStoreError
 from tests.conftest import CLIENTS
+from tests.server.raw import TIMEOUT_S
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
 SPEC = small_spec()
@@ -40,7 +41,7 @@ def prefill(sidecar: Sidecar) -> Any:
 def decode(sidecar: Sidecar) -> Any:
     with connect(sidecar.address) as client:
         yield client
-        until = time.monotonic() + 10.0
+        until = time.monotonic() + TIMEOUT_S
         while left(client) and time.monotonic() < until:  # leases are given back beside the caller
             time.sleep(0.01)
         assert left(client) == 0

@@ -10,13 +10,14 @@ from kvstore_client import connect
 from kvstore_ops.sidecar import Sidecar
 
 from tests.e2e.writers.prompts import left
+from tests.server.raw import TIMEOUT_S
 
 
 @pytest.fixture
 def client(sidecar: Sidecar) -> Any:
     with connect(sidecar.address) as connected:
         yield connected
-        until = time.monotonic() + 10.0
+        until = time.monotonic() + TIMEOUT_S
         while left(connected) and time.monotonic() < until:  # an abort runs beside its caller
             time.sleep(0.01)
         assert left(connected) == 0

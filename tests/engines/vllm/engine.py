@@ -17,6 +17,7 @@ from kvstore_client.engines.vllm.step import Step
 from kvstore_client.engines.vllm.worker import WorkerSide
 
 from kvstore.spec import LayerSpec
+from tests.server.raw import TIMEOUT_S
 from tests.specs import small_spec
 
 BLOCK, BLOCKS = 4, 64
@@ -47,7 +48,7 @@ def scheduled(name: str, blocks: list[int], computed: int, count: int, *, is_new
 
 def matched(side: SchedulerSide, asked: Any, computed: int) -> tuple[int, bool]:
     """As vLLM does: it asks again while the answer is on its way."""
-    until = time.monotonic() + 10.0
+    until = time.monotonic() + TIMEOUT_S
     while (found := side.matched(asked, computed))[0] is None:
         assert not found[1]
         assert time.monotonic() < until
@@ -98,7 +99,7 @@ class Engine:
         return count
 
     def landed(self) -> set[str]:
-        until = time.monotonic() + 10.0
+        until = time.monotonic() + TIMEOUT_S
         while not (done := self.worker.landed()):
             assert time.monotonic() < until
             time.sleep(0.005)
@@ -120,7 +121,7 @@ class Engine:
 
 
 def wait_stored(client: Client, save: Any) -> None:
-    until = time.monotonic() + 10.0
+    until = time.monotonic() + TIMEOUT_S
     while client.lookup(save.spec, save.tokens, extras=save.extras).prefix_token_count < save.tokens.size:
         assert time.monotonic() < until
         time.sleep(0.005)

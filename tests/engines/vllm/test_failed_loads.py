@@ -14,6 +14,7 @@ from kvstore_client.planes.shared_memory.session import MappedSession
 from kvstore_ops.sidecar import Sidecar
 
 from tests.engines.vllm.engine import SPEC, Engine, blocks_of, matched, request, scheduled
+from tests.server.raw import TIMEOUT_S
 from tests.specs import tokens_of
 
 
@@ -62,7 +63,7 @@ def test_a_load_that_fails_holds_nothing_any_longer(own_sidecar: Sidecar) -> Non
     assert engine.landed() == {"b"}
     assert engine.clients[0].stats().sessions.ticket_count == 1
     engine.scheduler.reported(engine.worker.failed_blocks())
-    until = time.monotonic() + 10.0
+    until = time.monotonic() + TIMEOUT_S
     while engine.clients[0].stats().sessions.ticket_count:
         assert time.monotonic() < until
         time.sleep(0.01)
