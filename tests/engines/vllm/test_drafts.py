@@ -39,6 +39,16 @@ def test_drafts_that_keep_a_cache_are_known() -> None:
         ("eagle", {"kv_cache_dtype": "auto"}, "draft's cache is auto, the target's fp8: do without kv_cache_dtype"),
         ("eagle", {"parallel_drafting": True}, "parallel_drafting in --speculative-config"),
         ("eagle", {"num_speculative_tokens_per_batch_size": [(1, 2, 3)]}, "num_speculative_tokens_per_batch_size in"),
+        (
+            "eagle",
+            {"disable_eagle_block_drop": True},
+            "disable_eagle_block_drop in .* may then be another prompt's; do",
+        ),
+        (
+            "draft_model",
+            {"use_heterogeneous_vocab": True},
+            "use_heterogeneous_vocab in .* two tokenizers, .* do without",
+        ),
         ("mtp", {"n_predict": 3}, "a draft of 3 layers, one for each token ahead"),
     ],
 )

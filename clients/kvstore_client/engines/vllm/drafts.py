@@ -14,6 +14,13 @@ WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix")
 OF_HIDDEN_STATES = ("eagle", "eagle3", "mtp")
 """Kinds whose drafts read the target's hidden states. Their cache of a token depends on the token behind it."""
 OF_TOKENS = ("draft_model",)
+REFUSED = {
+    "parallel_drafting": "which of the draft's caches it writes is not known",
+    "num_speculative_tokens_per_batch_size": "which of the draft's caches it writes is not known",
+    "disable_eagle_block_drop": "the draft's cache of a block's last token may then be another prompt's",
+    "use_heterogeneous_vocab": "the draft's cache then depends on two tokenizers, which no key names",
+}
+"""Fields of vLLM's settings of it, and why they may not be set."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +57,9 @@ def _check(draft: DraftConfig, cache_dtype: str) -> None:
         raise InvalidRequest(
             f"the draft's cache is {own}, the target's {cache_dtype}: do without kv_cache_dtype in --speculative-config"
         )
-    for name in ("parallel_drafting", "num_speculative_tokens_per_batch_size"):
+    for name, reason in REFUSED.items():
         if getattr(draft, name, None):
-            raise InvalidRequest(
-                f"{name} in --speculative-config: which of the draft's caches it writes is not known; do without it"
-            )
+            raise InvalidRequest(f"{name} in --speculative-config: {reason}; do without it")
     heads = getattr(draft.draft_model_config.hf_config, "n_predict", None) or 1
     if draft.method == "mtp" and heads != 1:
         raise InvalidRequest(
