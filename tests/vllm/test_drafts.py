@@ -29,8 +29,9 @@ FORKED = WHOLE[:128] + prompt(160, 71)
 def drafted(models: dict[str, Path], method: str) -> dict[str, Any]:
     """A draft of other weights, a layer of the model, or the model as its own draft."""
     names = {"eagle": "eagle", "eagle3": "eagle3", "draft_model": "llama"}
-    model = {"model": str(models[names[method]])} if method in names else {}
-    return {"speculative_config": {"method": method, "num_speculative_tokens": COUNT, **model}}
+    more: dict[str, Any] = {"model": str(models[names[method]])} if method in names else {}
+    more |= {"disable_padded_drafter_batch": True} if method != "draft_model" else {}
+    return {"speculative_config": {"method": method, "num_speculative_tokens": COUNT, **more}}
 
 
 def spec_for(models: dict[str, Path], method: str) -> ModelSpec:
@@ -80,6 +81,19 @@ def test_what_is_computed_behind_a_load_is_what_a_whole_prefill_computes(models:
         assert differs[3:, 127].max() > 0.1, "the chunk's last token is the other prompt's, which came first"
         assert differs[3:, 128:].max() < 1e-3, "and nobody has read it"
         assert leases_of(loaded) == (0, 0)
+
+
+def test_a_prompt_in_pieces_is_kept_as_a_whole_one(models: dict[str, Path]) -> None:
+    """At the end of a piece the draft reads the token behind it, which the next piece computes."""
+    own = {"extra": CHUNK, "enable_prefix_caching": False, "max_num_seqs": 4, **drafted(models, "eagle")}
+    found = []
+    for count in (1024, 100):
+        with Sidecar("--capacity", "64 MiB") as sidecar:
+            with Engine(models["llama"], sidecar.address, max_num_batched_tokens=count, **own) as engine:
+                engine.ask(WHOLE)
+                wait_kept(sidecar, 5)
+            found.append(kept(sidecar, spec_for(models, "eagle"), WHOLE, 288))
+    assert np.abs(found[0] - found[1]).max() < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -143,6 +157,6 @@ def test_what_a_step_without_drafts_computes_is_not_kept(models: dict[str, Path]
 
 @pytest.mark.parametrize("extra", [{"load": "layerwise"}, {"save_output": True}])
 def test_a_draft_that_comes_behind_the_step_is_said(models: dict[str, Path], extra: dict[str, Any]) -> None:
-    own = {"extra": {**CHUNK, **extra}, "async_scheduling": False, **drafted(models, "eagle")}
+    own = {"extra": {**CHUNK, **extra}, **drafted(models, "eagle")}
     with pytest.raises(RuntimeError, match='set "load": "async", and no "save_output"'):
         Engine(models["llama"], "unix:///nonexistent/kvstore.sock", **own).__enter__()

@@ -20,7 +20,8 @@ def configured(method: str, *, n_predict: int | None = None, **more: Any) -> Any
     """vLLM's configuration of an engine that speculates."""
     hf = SimpleNamespace(n_predict=n_predict) if n_predict else SimpleNamespace()
     model = SimpleNamespace(max_model_len=512, hf_config=hf)
-    draft = SimpleNamespace(method=method, num_speculative_tokens=3, draft_model_config=model, **more)
+    given = {"disable_padded_drafter_batch": True, **more}
+    draft = SimpleNamespace(method=method, num_speculative_tokens=3, draft_model_config=model, **given)
     return SimpleNamespace(speculative_config=draft, cache_config=SimpleNamespace(cache_dtype="fp8"))
 
 
@@ -55,6 +56,15 @@ def test_drafts_that_keep_a_cache_are_known() -> None:
 def test_drafts_whose_cache_has_no_name_are_refused(method: str, more: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         draft_of(configured(method, **more))
+
+
+def test_a_draft_that_reads_another_token_behind_a_piece_is_refused() -> None:
+    config = configured("eagle", disable_padded_drafter_batch=False)
+    with pytest.raises(InvalidRequest, match='set "disable_padded_drafter_batch": true in --speculative-config'):
+        draft_of(config)
+    config.use_v2_model_runner = True
+    assert draft_of(config) == Draft(True, 506)
+    assert draft_of(configured("draft_model", disable_padded_drafter_batch=False)) == Draft(False, 506)
 
 
 @pytest.mark.parametrize(("reads_ahead", "loaded"), [(True, 36), (False, 40)])

@@ -163,7 +163,8 @@ def drafting(directory: Path, method: str = "eagle", **more: Any) -> Any:
     """vLLM's configuration of a draft in a directory."""
     model = {"model": str(directory), "revision": None, "dtype": "torch.float32", "quantization": None, **more}
     config = SimpleNamespace(max_model_len=512, hf_config=SimpleNamespace(), **model)
-    return SimpleNamespace(method=method, num_speculative_tokens=2, draft_model_config=config, draft_load_config=None)
+    given = {"num_speculative_tokens": 2, "draft_load_config": None, "disable_padded_drafter_batch": True}
+    return SimpleNamespace(method=method, draft_model_config=config, **given)
 
 
 @pytest.mark.parametrize("vouched", VOUCHED)
