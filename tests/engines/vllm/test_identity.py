@@ -161,8 +161,9 @@ def test_caches_whose_bytes_have_no_name_are_refused(
 
 def drafting(directory: Path, method: str = "eagle", **more: Any) -> Any:
     """vLLM's configuration of a draft in a directory."""
+    rope = SimpleNamespace(rope_parameters=more.pop("rope", {}))
     model = {"model": str(directory), "revision": None, "dtype": "torch.float32", "quantization": None, **more}
-    config = SimpleNamespace(max_model_len=512, hf_config=SimpleNamespace(), **model)
+    config = SimpleNamespace(**{"max_model_len": 512, "hf_config": SimpleNamespace(), "hf_text_config": rope, **model})
     given = {"num_speculative_tokens": 2, "draft_load_config": None, "disable_padded_drafter_batch": True}
     return SimpleNamespace(method=method, draft_model_config=config, **given)
 
@@ -190,6 +191,35 @@ def test_a_drafts_layers_have_its_weights_in_their_name(directory: Path, tmp_pat
     assert (named(drafting(drafts[1])) == names[1]) == bool(vouched), "weights_digest vouches for these weights, too"
     first.draft_model_config.hf_config.draft_vocab_size = 96  # as a draft that is loaded changes it
     assert named(first) == names[1]
+
+
+def test_what_else_a_draft_depends_on_is_in_its_name(directory: Path, tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "model.safetensors").write_bytes(b"1")
+
+    def named(draft: Any, **more: Any) -> bytes:
+        return name_of(engine(directory, draft=draft, **more))
+
+    names = [
+        named(drafting(draft)), named(drafting(draft, rope=LONG)), named(drafting(draft, rope=LONG, max_model_len=256)),
+        named(drafting(draft, rope=LONG), max_model_len=256), named(drafting(directory, "mtp")),
+        named(drafting(directory, "mtp", revision="another")),
+    ]  # fmt: skip
+    assert named(drafting(draft, max_model_len=256)) == names[0], "its rope is of no length"
+    for name in ("config.json", "hf_quant_config.json", "params.json"):
+        (draft / name).write_text("{}")
+        names.append(named(drafting(draft)))
+    assert len(set(names)) == len(names)
+
+
+def test_a_draft_whose_weights_are_made_up_is_refused(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    draft = drafting(tmp_path)
+    draft.draft_load_config = SimpleNamespace(load_format="dummy")
+    with pytest.raises(InvalidRequest, match="load_format dummy makes up weights"):
+        name_of(engine(directory, draft=draft))
+    name_of(engine(directory, draft=draft), VOUCHED[1])
 
 
 def test_every_byte_of_the_weights_files_counts(directory: Path) -> None:

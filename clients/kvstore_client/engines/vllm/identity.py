@@ -35,6 +35,8 @@ OF_ADAPTERS = (
 IGNORED = ("_name_or_path", "transformers_version")
 """Fields of the configuration that do not change the cache: a name (the weights are digested), and the file's
 writer."""
+CONFIGURATIONS = ("config.json", "hf_quant_config.json", "params.json")
+"""Files of a model's configuration, as vLLM reads them."""
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 _Files: TypeAlias = tuple[str, bool, tuple[tuple[str, int, int, int], ...]]
@@ -105,14 +107,15 @@ def _with_draft(weights: str, vllm_config: EngineConfig, settings: Common) -> st
     draft = getattr(vllm_config, "speculative_config", None)
     if draft is None or draft_of(vllm_config) is None:
         return weights
-    model = draft.draft_model_config
+    model, target = draft.draft_model_config, vllm_config.model_config
     load_format = _load_format(getattr(draft, "draft_load_config", None) or vllm_config.load_config)
+    lengths = _length_that_matters(model) and (model.max_model_len, target.max_model_len)  # vLLM scales by either
     hasher = blake3(max_threads=blake3.AUTO)
-    hasher.update(f"{draft.method}\0{model.dtype}\0{model.quantization}\0{load_format}\0".encode())
-    if str(model.model) != str(vllm_config.model_config.model):  # else its files, and their configuration, are in it
+    hasher.update(f"{draft.method}\0{model.dtype}\0{model.quantization}\0{load_format}\0{lengths}\0".encode())
+    if (str(model.model), model.revision) != (str(target.model), target.revision):  # else its files are in it
         path = _directory(model)
-        _add_files(hasher, sorted(path.glob("config.json")))
-        _add_files(hasher, [] if settings.weights_digest else files_of(path))
+        _add_files(hasher, [path / name for name in CONFIGURATIONS if (path / name).is_file()])
+        _add_files(hasher, [] if settings.weights_digest else _weights_of(model, load_format))
     return _named_with("draft", weights, str(hasher.hexdigest(16)))
 
 
@@ -136,16 +139,22 @@ def _processor_digest(model: ModelConfig) -> str:
 def _digest_of_files(vllm_config: EngineConfig) -> str:
     """Digest the weights' files and vLLM's settings for them (BLAKE3). Cost: reads them once, 5 GB/s from memory."""
     model, load_format = vllm_config.model_config, _load_format(vllm_config.load_config)
+    files = _weights_of(model, load_format)
+    hasher = blake3(max_threads=blake3.AUTO)
+    hasher.update(b"kvstore/vllm/1\0")
+    hasher.update(_described(model, load_format).encode() + b"\0")
+    _add_files(hasher, files)
+    return hasher.hexdigest()
+
+
+def _weights_of(model: ModelConfig, load_format: str) -> list[Path]:
+    """Return the files of a model's weights. Raises InvalidRequest."""
     if load_format == "dummy":
         raise InvalidRequest(
             "load_format dummy makes up weights that no file names: set weights_digest (for example "
             "'unverified:dummy-<seed>') in kv_connector_extra_config"
         )
-    hasher = blake3(max_threads=blake3.AUTO)
-    hasher.update(b"kvstore/vllm/1\0")
-    hasher.update(_described(model, load_format).encode() + b"\0")
-    _add_files(hasher, files_of(_directory(model)))
-    return hasher.hexdigest()
+    return files_of(_directory(model))
 
 
 def _load_format(load_config: LoadConfig) -> str:
