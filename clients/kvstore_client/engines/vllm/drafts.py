@@ -46,10 +46,20 @@ def draft_of(vllm_config: EngineConfig) -> Draft | None:
             "none"
         )
     _check(found, vllm_config.cache_config.cache_dtype)
-    _check_pieces(vllm_config, found)
+    reads_ahead, is_second = found.method in OF_HIDDEN_STATES, getattr(vllm_config, "use_v2_model_runner", False)
+    # Of a prompt that is computed in pieces, the first model runner gives the draft the prompt's last token in the place
+    # of the one behind the piece (prepare_next_token_ids_padded), unless it takes the tokens from the CPU.
+    if reads_ahead and not is_second and not getattr(found, "disable_padded_drafter_batch", False):
+        raise InvalidRequest(
+            "where vLLM computes a prompt in pieces, the draft's cache of a piece's last token is of a token that does "
+            'not follow: set "disable_padded_drafter_batch": true in --speculative-config (vLLM\'s second model runner '
+            "does without)"
+        )
+    if reads_ahead and is_second:  # it drafts in every step
+        return Draft(reads_ahead, int(vllm_config.model_config.max_model_len))
     longest = int(found.draft_model_config.max_model_len)
     # vLLM adds what it drafts to the longest sequence; what it was ahead of the tokens that are sure is added, too.
-    return Draft(found.method in OF_HIDDEN_STATES, longest - 2 * int(found.num_speculative_tokens))
+    return Draft(reads_ahead, longest - 2 * int(found.num_speculative_tokens))
 
 
 def _check(draft: DraftConfig, cache_dtype: str) -> None:
@@ -66,20 +76,6 @@ def _check(draft: DraftConfig, cache_dtype: str) -> None:
         raise InvalidRequest(
             f"a draft of {heads} layers, one for each token ahead: of a prompt vLLM computes the first one's cache "
             "alone; run this model without --speculative-config, or without the connector"
-        )
-
-
-def _check_pieces(vllm_config: EngineConfig, draft: DraftConfig) -> None:
-    """Of a prompt that is computed in pieces, vLLM's first model runner gives the draft the prompt's last token in the
-    place of the one behind the piece (``prepare_next_token_ids_padded``), unless it takes the tokens from the CPU."""
-    is_right = getattr(vllm_config, "use_v2_model_runner", False) or getattr(
-        draft, "disable_padded_drafter_batch", False
-    )
-    if draft.method in OF_HIDDEN_STATES and not is_right:
-        raise InvalidRequest(
-            "where vLLM computes a prompt in pieces, the draft's cache of a piece's last token is of a token that does "
-            'not follow: set "disable_padded_drafter_batch": true in --speculative-config (vLLM\'s second model runner '
-            "does without)"
         )
 
 
