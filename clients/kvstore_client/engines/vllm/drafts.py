@@ -47,8 +47,8 @@ def draft_of(vllm_config: EngineConfig) -> Draft | None:
         )
     _check(found, vllm_config.cache_config.cache_dtype)
     reads_ahead, is_second = found.method in OF_HIDDEN_STATES, getattr(vllm_config, "use_v2_model_runner", False)
-    # Of a prompt that is computed in pieces, the first model runner gives the draft the prompt's last token in the place
-    # of the one behind the piece (prepare_next_token_ids_padded), unless it takes the tokens from the CPU.
+    # Of a prompt in pieces, vLLM's first model runner gives the draft the prompt's last token in the place of the one
+    # behind the piece (prepare_next_token_ids_padded), unless it takes the tokens from the CPU.
     if reads_ahead and not is_second and not getattr(found, "disable_padded_drafter_batch", False):
         raise InvalidRequest(
             "where vLLM computes a prompt in pieces, the draft's cache of a piece's last token is of a token that does "
