@@ -153,7 +153,8 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         backends = {self._backend_of(name) for name in names}
         if len(backends) != 1:
             raise InvalidRequest(
-                f"the layers use {', '.join(sorted(backends))}: set --attention-backend to one of them"
+                f"the layers use {', '.join(sorted(backends))}: set --attention-backend to one of them, and for a "
+                "draft attention_backend in --speculative-config"
             )
         backend = backends.pop()
         writer = _cpu_writer(self._config, self._geometry.block_tokens) if backend == CPU else None
