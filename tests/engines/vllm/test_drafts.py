@@ -30,7 +30,7 @@ def configured(method: str, *, n_predict: int | None = None, **more: Any) -> Any
 
 def test_drafts_that_keep_a_cache_are_known() -> None:
     assert draft_of(SimpleNamespace(speculative_config=None)) is None  # type: ignore[arg-type]  # all it looks at
-    assert draft_of(configured("ngram")) is None
+    assert draft_of(configured("ngram")) is draft_of(configured("medusa")) is None
     for method in ("eagle", "eagle3", "mtp"):
         assert draft_of(configured(method, n_predict=1, kv_cache_dtype=None)) == Draft(True, 506)
     assert draft_of(configured("draft_model", kv_cache_dtype="fp8")) == Draft(False, 506)
@@ -39,7 +39,7 @@ def test_drafts_that_keep_a_cache_are_known() -> None:
 @pytest.mark.parametrize(
     ("method", "more", "said"),
     [
-        ("medusa", {}, "'medusa' keeps a cache that kvstore cannot name: use one of ngram, .*eagle, .*, or none"),
+        ("dflash", {}, "'dflash' keeps a cache that kvstore cannot name: use one of ngram, .*eagle, .*, or none"),
         ("eagle", {"kv_cache_dtype": "auto"}, "draft's cache is auto, the target's fp8: do without kv_cache_dtype"),
         ("eagle", {"parallel_drafting": True}, "parallel_drafting in --speculative-config"),
         ("eagle", {"num_speculative_tokens_per_batch_size": [(1, 2, 3)]}, "num_speculative_tokens_per_batch_size in"),

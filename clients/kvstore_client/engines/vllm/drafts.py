@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvstore.errors import InvalidRequest
 from kvstore_client.engines.vllm.objects import DraftConfig, EngineConfig
 
-WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix")
+WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix", "medusa")
 """Kinds of speculative decoding whose drafts keep no cache of their own."""
 OF_HIDDEN_STATES = ("eagle", "eagle3", "mtp")
 """Kinds whose drafts read the target's hidden states. Their cache of a token depends on the token behind it."""
