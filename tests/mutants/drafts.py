@@ -183,15 +183,15 @@ MUTANTS = [
     Mutant(
         "drafts-of-other-weights",
         IDENTITY,
-        "        _add_files(hasher, [] if settings.weights_digest else _weights_of(model, load_format))\n",
-        "",
+        "        _add_files(hasher, files)\n    return",
+        "        pass\n    return",
         "an engine loads what another draft computed",
         (WEIGHTS,),
     ),
     Mutant(
         "drafts-of-another-configuration",
         IDENTITY,
-        "        _add_files(hasher, [path / name for name in CONFIGURATIONS if (path / name).is_file()])\n",
+        "    _add_files(hasher, [path / name for name in CONFIGURATIONS if (path / name).is_file()])\n",
         "",
         "an engine loads what a draft with other settings computed",
         (WEIGHTS,),

@@ -210,6 +210,8 @@ def test_what_else_a_draft_depends_on_is_in_its_name(directory: Path, tmp_path: 
     for name in ("config.json", "hf_quant_config.json", "params.json"):
         (draft / name).write_text("{}")
         names.append(named(drafting(draft)))
+    (directory / "config.json").write_text('{"rope": 1}')  # which --hf-overrides change for the target alone
+    names.append(named(drafting(directory, "mtp")))
     assert len(set(names)) == len(names)
 
 
@@ -220,6 +222,10 @@ def test_a_draft_whose_weights_are_made_up_is_refused(directory: Path, tmp_path:
     with pytest.raises(InvalidRequest, match="load_format dummy makes up weights"):
         name_of(engine(directory, draft=draft))
     name_of(engine(directory, draft=draft), VOUCHED[1])
+    own = drafting(directory, "mtp")
+    own.draft_load_config = draft.draft_load_config
+    with pytest.raises(InvalidRequest, match="load_format dummy makes up weights"):
+        name_of(engine(directory, draft=own))
 
 
 def test_every_byte_of_the_weights_files_counts(directory: Path) -> None:

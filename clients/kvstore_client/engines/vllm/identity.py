@@ -102,8 +102,8 @@ def _named_with(what: str, weights: str, more: str) -> str:
 
 def _with_draft(weights: str, vllm_config: EngineConfig, settings: Common) -> str:
     """Return an identity that has the draft's, too, where its layers are kept. ``weights_digest`` in the settings
-    vouches for its weights. Its configuration is that of the file: drafts change what vLLM read when they are loaded,
-    in a process that may be this one or another."""
+    vouches for its weights. Its configuration is that of the file: ``--hf-overrides`` are the target's alone, and
+    drafts change what vLLM read when they are loaded, in a process that may be this one or another."""
     draft = getattr(vllm_config, "speculative_config", None)
     if draft is None or draft_of(vllm_config) is None:
         return weights
@@ -112,10 +112,11 @@ def _with_draft(weights: str, vllm_config: EngineConfig, settings: Common) -> st
     lengths = _length_that_matters(model) and (model.max_model_len, target.max_model_len)  # vLLM scales by either
     hasher = blake3(max_threads=blake3.AUTO)
     hasher.update(f"{draft.method}\0{model.dtype}\0{model.quantization}\0{load_format}\0{lengths}\0".encode())
-    if (str(model.model), model.revision) != (str(target.model), target.revision):  # else its files are in it
-        path = _directory(model)
-        _add_files(hasher, [path / name for name in CONFIGURATIONS if (path / name).is_file()])
-        _add_files(hasher, [] if settings.weights_digest else _weights_of(model, load_format))
+    path = _directory(model)
+    _add_files(hasher, [path / name for name in CONFIGURATIONS if (path / name).is_file()])
+    files = [] if settings.weights_digest else _weights_of(model, load_format)
+    if (str(model.model), model.revision) != (str(target.model), target.revision):  # else they are in it
+        _add_files(hasher, files)
     return _named_with("draft", weights, str(hasher.hexdigest(16)))
 
 
