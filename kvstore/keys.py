@@ -16,6 +16,7 @@ tests hold golden vectors.
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -114,10 +115,11 @@ def _chained(parent: bytes, tokens: Tokens, first: int, chunk_tokens: int, order
     """Return the digests of the chunks from token ``first`` on."""
     digests: list[bytes] = []
     data, size, inside = tokens.tobytes(), 4 * chunk_tokens, _NO_EXTRAS
+    positions = [each.position for each in ordered]
     for at in range(4 * first, len(data), size):
         if ordered:
             start, stop = at // 4, min(at + size, len(data)) // 4
-            inside = _extras((each for each in ordered if start <= each.position < stop), start)
+            inside = _extras(ordered[bisect_left(positions, start) : bisect_left(positions, stop)], start)
         parent = _link(parent, data[at : at + size], inside)
         digests.append(parent)
     return digests

@@ -8,6 +8,7 @@ DRAFTS = "clients/kvstore_client/engines/vllm/drafts.py"
 GEOMETRY = "clients/kvstore_client/engines/vllm/geometry.py"
 IDENTITY = "clients/kvstore_client/engines/vllm/identity.py"
 LOOKUPS = "clients/kvstore_client/engines/vllm/lookups.py"
+NAMING = "clients/kvstore_client/engines/vllm/naming.py"
 PAGES = "clients/kvstore_client/engines/vllm/pages.py"
 SCHEDULER = "clients/kvstore_client/engines/vllm/scheduler.py"
 T_DRAFTS = "tests/engines/vllm/test_drafts.py"
@@ -50,14 +51,6 @@ MUTANTS = [
         "    if len(dtypes) != 1:\n",
         "    if False:\n",
         "layers that are not quantised are named as if they were",
-        (REFUSED,),
-    ),
-    Mutant(
-        "scales-of-an-engine-alone",
-        GEOMETRY,
-        '    if dtypes & set(FP8.values()) and getattr(vllm_config.cache_config, "calculate_kv_scales", False):\n',
-        "    if False:\n",
-        "an engine reads another's bytes by its own scales",
         (REFUSED,),
     ),
     Mutant(
@@ -143,10 +136,34 @@ MUTANTS = [
     Mutant(
         "tokens-of-another-prompt",
         LOOKUPS,
-        "        stop = min(self._whole(answer.match.prefix_token_count) - self._spare_tokens, useful)\n",
+        "        stop = min(self._naming.sure_tokens(self._whole(answer.match.prefix_token_count)), useful)\n",
         "        stop = min(self._whole(answer.match.prefix_token_count), useful)\n",
         "the draft goes on behind a token that read another prompt's next one",
         (f"{T_DRAFTS}::test_the_last_block_is_computed_where_the_draft_reads_ahead",),
+    ),
+    Mutant(
+        "the-next-token-unsaid",
+        NAMING,
+        "        return (*extras_of(request), *ahead)\n",
+        "        return extras_of(request)\n",
+        "a chunk is loaded whose draft has read another prompt's next token",
+        (f"{T_DRAFTS}::test_a_chunk_is_loaded_where_the_token_behind_it_is_the_same",),
+    ),
+    Mutant(
+        "the-next-image-unsaid",
+        NAMING,
+        "    begins = {offset: name for offset, _, name in items}\n",
+        "    begins: dict[int, str] = {}\n",
+        "a chunk is loaded whose draft has seen another image behind it",
+        (f"{T_DRAFTS}::test_the_image_behind_a_chunk_is_in_its_name",),
+    ),
+    Mutant(
+        "a-draft-by-hashes-that-look-back",
+        NAMING,
+        '    if digests == "vllm" and draft is not None and draft.reads_ahead:\n',
+        "    if False:\n",
+        "chunks are named by hashes that do not have what their draft read",
+        (f"{T_DRAFTS}::test_vllms_hashes_name_no_token_behind_a_block",),
     ),
     Mutant(
         "steps-without-drafts",

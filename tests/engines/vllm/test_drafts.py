@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from kvstore_client.engines.vllm.drafts import Draft, Undrafted, draft_of
+from kvstore_client.engines.vllm.naming import Naming, check_algorithm
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
@@ -93,6 +94,36 @@ def test_of_a_prompt_that_ends_with_what_is_stored_no_block_more_is_computed(sid
     engine.keep(request("kept", tokens), blocks_of(48))
     assert engine.admit(request("again", tokens), blocks_of(48, 20)) == 44
     engine.close()
+
+
+@pytest.mark.parametrize(("fork", "loaded"), [(15, 0), (16, 0), (17, 16), (32, 16), (33, 32)])
+def test_a_chunk_is_loaded_where_the_token_behind_it_is_the_same(sidecar: Sidecar, fork: int, loaded: int) -> None:
+    """Of a whole chunk nothing is computed again then."""
+    engine = Engine(sidecar.address, draft=AHEAD)
+    tokens = tokens_of(42, 510 + fork)
+    engine.keep(request("kept", tokens), blocks_of(42))
+    forked = [*tokens[:fork], 999 - tokens[fork], *tokens[fork + 1 :]]
+    assert engine.admit(request("forked", forked), blocks_of(42, 20)) == loaded
+    engine.close()
+
+
+def test_the_image_behind_a_chunk_is_in_its_name() -> None:
+    def extras(offset: int, name: str) -> Any:
+        item = SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=4))
+        return Naming("kvstore", BLOCK, 16).extras(request("a", range(42), mm_features=[item]))
+
+    assert [each.position for each in extras(16, "x")] == [16, 15, 31]
+    assert extras(16, "x")[1] != extras(16, "y")[1]
+    assert extras(17, "x")[1] == extras(17, "y")[1], "it is not what the draft reads there"
+    assert len(Naming("kvstore", BLOCK, 16).extras(request("a", range(32)))) == 1, "behind the last chunk is nothing"
+    assert not Naming("kvstore", BLOCK).extras(request("a", range(42)))
+
+
+def test_vllms_hashes_name_no_token_behind_a_block() -> None:
+    check_algorithm("vllm", "sha256_cbor", Draft(False, 100))
+    check_algorithm("kvstore", "sha256", AHEAD)
+    with pytest.raises(InvalidRequest, match=r'reads a token ahead.*leave "digests" out'):
+        check_algorithm("vllm", "sha256_cbor", AHEAD)
 
 
 def test_what_vllm_has_of_more_than_is_loaded_is_not_loaded(sidecar: Sidecar) -> None:

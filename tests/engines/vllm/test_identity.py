@@ -59,7 +59,7 @@ def engine(
     }  # fmt: skip
     load = {"load_format": more.pop("load_format", "auto")}
     draft = more.pop("draft", None)
-    cache = {"cache_dtype": more.pop("cache_dtype", "auto"), "calculate_kv_scales": more.pop("calculates", False)}
+    cache = {"cache_dtype": more.pop("cache_dtype", "auto")}
     model.update(more)
     group = SimpleNamespace(
         layer_names=["model.layers.0", "model.layers.1"], kv_cache_spec=layers or FullAttentionSpec()
@@ -140,23 +140,19 @@ MIXED = SimpleNamespace(
 
 
 @pytest.mark.parametrize(
-    ("layers", "called", "more", "said"),
+    ("layers", "called", "said"),
     [
-        (EIGHT_BITS, "fp8_e5m2", {}, "'fp8_e5m2', which kvstore cannot name: set --kv-cache-dtype fp8, or auto"),
-        (EIGHT_BITS, "auto", {}, "'auto', which kvstore cannot name"),
-        (EIGHT_BITS, "fp8_ds_mla", {}, "'fp8_ds_mla', which"),
-        (FullAttentionSpec(dtype="torch.uint8", mode=3), "fp8_per_token_head", {}, "'fp8_per_token_head', which"),
-        (FullAttentionSpec(dtype="torch.uint8", mode=3), "fp8", {}, "'fp8', which"),
-        (MIXED, "fp8", {}, "float32, float8_e4m3fn: set --kv-cache-dtype auto, and no --kv-cache-dtype-skip-layers"),
-        (EIGHT_BITS, "fp8", {"calculates": True}, "do without --calculate-kv-scales"),
+        (EIGHT_BITS, "fp8_e5m2", "'fp8_e5m2', which kvstore cannot name: set --kv-cache-dtype fp8, or auto"),
+        (EIGHT_BITS, "auto", "'auto', which kvstore cannot name"),
+        (EIGHT_BITS, "fp8_ds_mla", "'fp8_ds_mla', which"),
+        (FullAttentionSpec(dtype="torch.uint8", mode=3), "fp8_per_token_head", "'fp8_per_token_head', which"),
+        (FullAttentionSpec(dtype="torch.uint8", mode=3), "fp8", "'fp8', which"),
+        (MIXED, "fp8", "float32, float8_e4m3fn: set --kv-cache-dtype auto, and no --kv-cache-dtype-skip-layers"),
     ],
 )
-def test_caches_whose_bytes_have_no_name_are_refused(
-    directory: Path, layers: Any, called: str, more: dict[str, Any], said: str
-) -> None:
+def test_caches_whose_bytes_have_no_name_are_refused(directory: Path, layers: Any, called: str, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
-        geometry_of(*engine(directory, layers=layers, cache_dtype=called, **more))
-    geometry_of(*engine(directory, calculates=True))  # its cache has no scales
+        geometry_of(*engine(directory, layers=layers, cache_dtype=called))
 
 
 def drafting(directory: Path, method: str = "eagle", **more: Any) -> Any:

@@ -65,9 +65,10 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
                 "vLLM schedules a step ahead of the one that runs, and would answer with what that step computes over "
                 'a layerwise load that fails: set --no-async-scheduling, or "load": "async" in the extra settings'
             )
-        check_algorithm(self._settings.digests, str(vllm_config.cache_config.prefix_caching_hash_algo))
         check_items(vllm_config)
         self._geometry = geometry_of(vllm_config, kv_cache_config)
+        algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+        check_algorithm(self._settings.digests, algorithm, self._geometry.draft)
         if self._geometry.draft is not None and (self._settings.load == "layerwise" or self._settings.save_output):
             raise InvalidRequest(
                 "a draft computes behind the step, so with --speculative-config prompts alone are kept, and loaded "

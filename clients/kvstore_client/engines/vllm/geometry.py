@@ -66,11 +66,6 @@ def geometry_of(vllm_config: EngineConfig, kv_cache_config: CacheConfig) -> Geom
             f"the layers' caches are {', '.join(sorted(dtypes))}: set --kv-cache-dtype auto, and no "
             "--kv-cache-dtype-skip-layers"
         )
-    if dtypes & set(FP8.values()) and getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise InvalidRequest(
-            "each engine calculates scales of its own for its cache: do without --calculate-kv-scales, which leaves it "
-            "those of the checkpoint"
-        )
     if ranks > 1 and {each.kv_heads for each in layers} != {heads}:
         raise InvalidRequest(
             f"{heads} kv heads on {ranks} ranks, and layers with other numbers of them: kvstore serves several ranks "

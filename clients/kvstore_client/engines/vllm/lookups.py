@@ -38,9 +38,8 @@ class PrefixLookups:
 
     def __init__(
         self, client: Client, naming: Naming, planner: RequestPlanner, patience: CallPause, clock: Clock, *,
-        block_tokens: int, ranks: int, spare_tokens: int = 0,
+        block_tokens: int, ranks: int,
     ) -> None:  # fmt: skip
-        """``spare_tokens``: the last ones of what is stored that are computed again."""
         self._client = client
         self._naming = naming
         self._planner = planner
@@ -48,7 +47,6 @@ class PrefixLookups:
         self._clock = clock
         self._block_tokens = block_tokens
         self._ranks = ranks
-        self._spare_tokens = spare_tokens
         self._workers = WorkerThreads(LOOKUP_THREADS, "kvstore-lookup")
         self._wait_s = WAIT_S
         self._asked: dict[str, PrefixLookup] = {}
@@ -96,7 +94,7 @@ class PrefixLookups:
         else:
             tracked.refused_s = None
         tracked.kept = max(tracked.kept, self._whole(answer.stored))
-        stop = min(self._whole(answer.match.prefix_token_count) - self._spare_tokens, useful)
+        stop = min(self._naming.sure_tokens(self._whole(answer.match.prefix_token_count)), useful)
         found = self._found[name] = FoundPrefix(answer.match, useful, stop, asked.since_s, answer.decision)
         return found
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Extra, Tokens
+from kvstore_client.engines.vllm.drafts import Draft
 from kvstore_client.engines.vllm.hashes import ALGORITHM, DEFAULT_SEED, block_hashes, given_hashes, seed_of_process
 from kvstore_client.engines.vllm.objects import EngineConfig, EngineRequest
 from kvstore_client.prompt import PageHashes
@@ -15,12 +17,18 @@ from kvstore_client.prompt import PageHashes
 _log = logging.getLogger("kvstore.vllm")
 
 
-def check_algorithm(digests: str, algorithm: str) -> None:
-    """Raise InvalidRequest for hashes that cannot be names: pickled ones differ between Pythons, xxhash's collide."""
+def check_algorithm(digests: str, algorithm: str, draft: Draft | None = None) -> None:
+    """Raise InvalidRequest for hashes that cannot be names: pickled ones differ between Pythons, xxhash's collide, and
+    none has the token behind its block."""
     if digests == "vllm" and algorithm != ALGORITHM:
         raise InvalidRequest(
             f'"digests": "vllm" needs --prefix-caching-hash-algo {ALGORITHM}, not {algorithm}: others are not the same '
             'everywhere, or can be made to collide; set it, or leave "digests" out of kv_connector_extra_config'
+        )
+    if digests == "vllm" and draft is not None and draft.reads_ahead:
+        raise InvalidRequest(
+            'the draft reads a token ahead, which vLLM\'s hash of a block does not have: leave "digests" out of '
+            "kv_connector_extra_config"
         )
 
 
@@ -40,11 +48,13 @@ def check_items(vllm_config: EngineConfig) -> None:
 
 
 class Naming:
-    """Names the computed caches of one scheduler's requests."""
+    """Names the computed caches of one scheduler's requests. ``ahead_tokens``: the size of a chunk, where a draft reads
+    the next token (see ``next_tokens``); else 0."""
 
-    def __init__(self, digests: str, block_tokens: int) -> None:
+    def __init__(self, digests: str, block_tokens: int, ahead_tokens: int = 0) -> None:
         self._by_hashes = digests == "vllm"
         self._block_tokens = block_tokens
+        self._ahead_tokens = ahead_tokens
         self._seed = seed_of_process()
         self._has_told = False
         if self._by_hashes and self._seed != DEFAULT_SEED:
@@ -89,7 +99,26 @@ class Naming:
 
     def extras(self, request: EngineRequest) -> tuple[Extra, ...]:
         """Return what the request's cache depends on beside its tokens. vLLM's hashes include it already."""
-        return () if self._by_hashes else extras_of(request)
+        if self._by_hashes:
+            return ()
+        ahead = next_tokens(request.all_token_ids, self._ahead_tokens, items_of(request)) if self._ahead_tokens else ()
+        return (*extras_of(request), *ahead)
+
+    def sure_tokens(self, stored: int) -> int:
+        """Return how many of so many stored tokens are named by all that their cache depends on. Where a draft reads
+        the next token, the last block of a partial chunk is not."""
+        is_partial = self._ahead_tokens and stored % self._ahead_tokens
+        return stored - self._block_tokens if is_partial else stored
+
+
+def next_tokens(
+    tokens: Sequence[int], chunk_tokens: int, items: Sequence[tuple[int, int, str]] = ()
+) -> tuple[Extra, ...]:  # fmt: skip
+    """Return, for each whole chunk that has one, the token behind it, and the image that begins there (``items``: as
+    ``items_of``): a draft that reads ahead has it in its cache of the chunk's last token."""
+    begins = {offset: name for offset, _, name in items}
+    ends = range(chunk_tokens, len(tokens), chunk_tokens)
+    return tuple(Extra(end - 1, f"next\0{tokens[end]}\0{begins.get(end, '')}".encode()) for end in ends)
 
 
 def items_of(request: EngineRequest) -> list[tuple[int, int, str]]:

@@ -36,7 +36,8 @@ class SchedulerSide:
         self._adapters = adapters
         self._settings = settings
         self._block_tokens = block_tokens
-        self._naming = Naming(settings.digests, block_tokens)
+        reads_ahead = draft is not None and draft.reads_ahead
+        self._naming = Naming(settings.digests, block_tokens, settings.chunk_tokens if reads_ahead else 0)
         self._does_load, self._does_save = loads, saves
         self._ranks = ranks
         clock = clock or SystemClock()
@@ -45,9 +46,8 @@ class SchedulerSide:
             client, adapters.spec_for(None), clock, step_tokens=step_tokens, is_layerwise=settings.load == "layerwise",
         )  # fmt: skip
         self._lookups = PrefixLookups(
-            client, self._naming, self._planner, self._patience, clock, block_tokens=block_tokens, ranks=ranks,
-            spare_tokens=block_tokens if draft is not None and draft.reads_ahead else 0,
-        )  # fmt: skip
+            client, self._naming, self._planner, self._patience, clock, block_tokens=block_tokens, ranks=ranks
+        )
         self._undrafted = Undrafted(draft, block_tokens)
         self._tracked: dict[str, TrackedRequest] = {}
         self._unnamed: set[str] = set()
