@@ -220,7 +220,7 @@ MUTANTS = [
     Mutant(
         "what-cannot-be-held-now-is-computed",
         LOOKUPS,
-        "        if (self._ahead or self._loading) and now_s",
+        "        if not is_alone and now_s",
         "        if False and now_s",
         "a stored prompt is computed because those behind it hold theirs",
         (f"{T_AHEAD}::test_a_long_queue_behind_a_small_limit_loads_all_the_same",),
@@ -228,7 +228,7 @@ MUTANTS = [
     Mutant(
         "what-cannot-be-held-ever-waits",
         LOOKUPS,
-        "        if (self._ahead or self._loading) and now_s - tracked.refused_s < REFUSED_S_MAX:\n",
+        "        if not is_alone and now_s - tracked.refused_s < REFUSED_S_MAX:\n",
         "        if True:\n",
         "a request that is larger than the limit never runs",
         (f"{T_AHEAD}::test_a_prompt_that_is_refused_for_long_is_computed_however_many_come_behind_it",),
@@ -236,8 +236,8 @@ MUTANTS = [
     Mutant(
         "a-load-on-its-way-holds-nothing",
         LOOKUPS,
-        "        if (self._ahead or self._loading) and now_s",
-        "        if self._ahead and now_s",
+        "        is_alone = not (self._ahead or self._loading)\n",
+        "        is_alone = not self._ahead\n",
         "a stored prompt is computed because another one is just being loaded",
         (f"{T_AHEAD}::test_a_load_that_is_on_its_way_is_waited_for",),
     ),

@@ -87,7 +87,9 @@ class PrefixLookups:
                 self.forget(next(reversed(self._ahead)))  # what those behind it hold would take its blocks
             asked = self._ask(name, request, tracked, useful, computed)
         answer = self._answer(name, asked)
-        if answer is None or (answer.refusal and self._may_wait(name, tracked, answer.refusal, is_first=is_first)):
+        if answer is None:
+            return None
+        if answer.refusal and self._may_wait(name, tracked, answer.refusal, is_alone=asked.is_alone, is_first=is_first):
             return None
         if answer.match.ticket is None:
             self._ahead.pop(name, None)
@@ -98,14 +100,16 @@ class PrefixLookups:
         found = self._found[name] = FoundPrefix(answer.match, useful, stop, asked.since_s, answer.decision)
         return found
 
-    def _may_wait(self, name: str, tracked: TrackedRequest, refusal: str, *, is_first: bool) -> bool:
-        """Return True where a request that could hold nothing is looked up again: others of ours hold what will be
-        free soon. As many as now may hold something from now on, and one more with each that vLLM has blocks for. One
-        that is refused for long may be larger than what is ever free."""
+    def _may_wait(
+        self, name: str, tracked: TrackedRequest, refusal: str, *, is_alone: bool, is_first: bool
+    ) -> bool:  # fmt: skip
+        """Return True where a request that could hold nothing is looked up again: others of ours held what is free
+        soon, or by now. As many as now may hold something from now on, and one more with each that vLLM has blocks for.
+        One that is refused for long may be larger than what is ever free."""
         self._ahead.pop(name, None)
         now_s = self._clock.monotonic()
         tracked.refused_s = now_s if tracked.refused_s is None else tracked.refused_s
-        if (self._ahead or self._loading) and now_s - tracked.refused_s < REFUSED_S_MAX:
+        if not is_alone and now_s - tracked.refused_s < REFUSED_S_MAX:
             tracked.refused_until_s = now_s + REFUSED_PAUSE_S
             if is_first and self._ahead:
                 self.forget(next(reversed(self._ahead)))
@@ -119,7 +123,8 @@ class PrefixLookups:
     ) -> PrefixLookup:
         """Look a prompt up: at once where shared memory answers, else on a thread of ours, which also holds the
         chunks."""
-        asked = self._asked[name] = PrefixLookup(useful, self._clock.monotonic())
+        is_alone = not (self._ahead or self._loading)
+        asked = self._asked[name] = PrefixLookup(useful, self._clock.monotonic(), is_alone)
         prompt = self._naming.prompt(request, self._whole(request.num_tokens))
         try:
             extras = self._naming.extras(request)

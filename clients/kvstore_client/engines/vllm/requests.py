@@ -27,10 +27,12 @@ NOTHING = PrefixAnswer(Match(0, ()), 0)
 
 @dataclass
 class PrefixLookup:
-    """A lookup in flight. ``begun_s``: when a thread of ours began it."""
+    """A lookup in flight. ``is_alone``: no other request of ours held anything when it was asked. ``begun_s``: when a
+    thread of ours began it."""
 
     useful: int
     since_s: float
+    is_alone: bool
     answer: Future[PrefixAnswer] = field(default_factory=Future)
     begun_s: float | None = None
 
