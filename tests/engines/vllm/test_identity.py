@@ -155,6 +155,35 @@ def test_caches_whose_bytes_have_no_name_are_refused(directory: Path, layers: An
         geometry_of(*engine(directory, layers=layers, cache_dtype=called))
 
 
+def test_ranks_that_have_one_head_of_each_layer_need_layers_that_are_alike(directory: Path) -> None:
+    """A rank tells its own heads alone: of 4 or 2 heads on 4 ranks, each has one."""
+
+    def on_ranks(ranks: int, draft: Any = None, **config: Any) -> int:
+        made = engine(directory, layers=FullAttentionSpec(heads=max(1, 2 // ranks)), config=config, draft=draft)
+        made[0].parallel_config.tensor_parallel_size = ranks
+        return geometry_of(*made).replicas
+
+    other = drafting(directory, get_total_num_kv_heads=lambda: 4)
+    same = drafting(directory, get_total_num_kv_heads=lambda: 2)
+    for each in (other, same):
+        each.draft_model_config.hf_text_config.to_dict = lambda: {"num_attention_heads": 4}
+    assert [on_ranks(ranks, draft) for ranks in (1, 2, 4) for draft in (None, same)] == [1, 1, 1, 1, 2, 2]
+    assert on_ranks(2, other) == 1, "each rank has a head of its own"
+    assert on_ranks(2, swa_num_key_value_heads=4) == 1
+    for draft, config in (
+        (other, {}), (None, {"swa_num_key_value_heads": 4}), (None, {"setting": {"num_attention_groups": 4}}),
+        (None, {"num_key_value_heads_per_layer": [2, 4]}), (None, {"blocks": [{"attention": {"kv_n_heads": 4}}]}),
+    ):  # fmt: skip
+        with pytest.raises(InvalidRequest, match="2 kv heads on 4 ranks, and layers with other numbers of them"):
+            on_ranks(4, draft, **config)
+
+
+def test_a_model_without_heads_is_refused_by_its_layers(directory: Path) -> None:
+    made = engine(directory, layers=type("MambaSpec", (FullAttentionSpec,), {})(), get_total_num_kv_heads=lambda: 0)
+    with pytest.raises(InvalidRequest, match="keeps a MambaSpec"):
+        geometry_of(*made)
+
+
 def drafting(directory: Path, method: str = "eagle", **more: Any) -> Any:
     """vLLM's configuration of a draft in a directory."""
     rope = SimpleNamespace(rope_parameters=more.pop("rope", {}))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import LayerKind, LayerSpec
 from kvstore_client.engines.vllm.drafts import Draft, draft_of
-from kvstore_client.engines.vllm.objects import CacheConfig, EngineConfig, LayerCache
+from kvstore_client.engines.vllm.objects import CacheConfig, EngineConfig, LayerCache, ModelConfig
 
 PER_TENSOR = 1
 """vLLM's mode of caches of 8 bits that have one scale per layer, which is the checkpoint's, or 1."""
 FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 """Their dtype, by vLLM's name. What it calls fp8_e5m2 is e4m3 with some of its backends."""
+HEADS = re.compile("key_value_heads|kv_heads|kv_n_heads|head_kv|attention_groups|query_group|heads_in_group")
+"""Names by which configurations tell numbers of kv heads, of some layers or of all."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ def geometry_of(vllm_config: EngineConfig, kv_cache_config: CacheConfig) -> Geom
     hf = vllm_config.model_config.hf_text_config
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     mla = all(_is_mla(each) for each in each_spec.values())
-    heads = 1 if mla else int(vllm_config.model_config.get_total_num_kv_heads())
+    heads = 1 if mla else max(1, int(vllm_config.model_config.get_total_num_kv_heads()))  # 0: no layer has attention
     replicas = _replicas(heads, ranks)
     layers = tuple(_layer(name, each_spec[name], hf, ranks // replicas) for name in names)
     called = vllm_config.cache_config.cache_dtype
@@ -66,7 +69,10 @@ def geometry_of(vllm_config: EngineConfig, kv_cache_config: CacheConfig) -> Geom
             f"the layers' caches are {', '.join(sorted(dtypes))}: set --kv-cache-dtype auto, and no "
             "--kv-cache-dtype-skip-layers"
         )
-    if ranks > 1 and {each.kv_heads for each in layers} != {heads}:
+    known = {each.kv_heads for each in layers}
+    if replicas > 1 and not mla:  # a rank has one head of each layer, however many there are
+        known |= {each for model in (vllm_config.model_config, *_drafts(vllm_config)) for each in _heads_told(model)}
+    if ranks > 1 and known != {heads}:
         raise InvalidRequest(
             f"{heads} kv heads on {ranks} ranks, and layers with other numbers of them: kvstore serves several ranks "
             "where all layers are alike; set --tensor-parallel-size 1"
@@ -82,6 +88,26 @@ def _replicas(heads: int, ranks: int) -> int:
             "--tensor-parallel-size to a divisor or a multiple of them"
         )
     return max(1, ranks // heads)
+
+
+def _drafts(vllm_config: EngineConfig) -> list[ModelConfig]:
+    """Return the draft's model, where its layers are kept."""
+    found = getattr(vllm_config, "speculative_config", None)
+    return [] if found is None or draft_of(vllm_config) is None else [found.draft_model_config]
+
+
+def _heads_told(model: ModelConfig) -> Iterator[int]:
+    """Yield all numbers of kv heads that a model's configuration tells. Layers may differ, as in MiMo-V2."""
+    yield int(model.get_total_num_kv_heads())
+    left: list[tuple[str, Any]] = [("", model.hf_text_config.to_dict())]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, dict):
+            left += value.items()
+        elif isinstance(value, (list, tuple)):
+            left += [(name, each) for each in value]
+        elif type(value) is int and HEADS.search(name):
+            yield value
 
 
 def _check_parallel(vllm_config: EngineConfig) -> None:
