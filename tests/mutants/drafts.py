@@ -102,6 +102,41 @@ MUTANTS = [
         (NO_NAME,),
     ),
     Mutant(
+        "blocks-before-another-token",
+        SCHEDULER,
+        "        if not self._behind.are_of(request, blocks):\n",
+        "        if False:\n",
+        "a block of vLLM's prefix cache is kept whose draft's cache is another prompt's",
+        (f"{T_DRAFTS}::test_a_block_that_was_computed_before_another_token_is_not_kept",),
+    ),
+    Mutant(
+        "sessions-that-drop-a-token",
+        DRAFTS,
+        '        if getattr(request, "resumable", False):\n',
+        "        if False:\n",
+        "a draft's cache is kept of a token that a session dropped",
+        (f"{T_DRAFTS}::test_a_session_whose_last_token_is_dropped_is_not_kept",),
+    ),
+    Mutant(
+        "a-token-that-another-request-tells",
+        DRAFTS,
+        "            if place > first or self._tokens.get(block) == name:\n",
+        "            if place > first or isinstance(self._tokens.get(block), str):\n",
+        "a block whose next token is not known is taken for one that this request's follows",
+        (f"{T_DRAFTS}::test_the_token_behind_a_block_is_known_once_it_is_sampled",),
+    ),
+    Mutant(
+        "layers-with-more-heads",
+        GEOMETRY,
+        "    if replicas > 1 and not mla:",
+        "    if False:",
+        "a rank is given another one's head of the layers that have more heads",
+        (
+            "tests/engines/vllm/test_identity.py::"
+            "test_ranks_that_have_one_head_of_each_layer_need_layers_that_are_alike",
+        ),
+    ),
+    Mutant(
         "a-token-that-does-not-follow",
         DRAFTS,
         "    if reads_ahead and not is_second and ",

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvstore_client.engines.vllm.drafts import Draft, Undrafted, draft_of
+from kvstore_client.engines.vllm.drafts import Draft, TokensBehind, Undrafted, draft_of
 from kvstore_client.engines.vllm.naming import Naming, check_algorithm
 from kvstore_ops.sidecar import Sidecar
 
@@ -187,3 +187,57 @@ def test_blocks_that_are_loaded_have_the_drafts_cache(sidecar: Sidecar) -> None:
     assert len(engine.compute(asked, blocks_of(42, 20), 32, 10).saves) == 1
     assert engine.landed() == {"a"}
     engine.close()
+
+
+def test_a_block_that_was_computed_before_another_token_is_not_kept(sidecar: Sidecar) -> None:
+    """vLLM's prefix cache gives the first of the blocks that have these tokens, whoever computed it."""
+    engine = Engine(sidecar.address, draft=AHEAD)
+    tokens = tokens_of(42, 520)
+    forked = [*tokens[:20], 999 - tokens[20], *tokens[21:]]
+    engine.keep(request("a", tokens), blocks_of(42))
+    engine.admit(request("b", forked), blocks_of(42, 20))
+    assert len(engine.compute(request("b", forked), blocks_of(42, 20), 16, 26).saves) == 1, "its own from 16 on"
+    first, second = blocks_of(42), blocks_of(42, 20)
+    for name, block, kept in (("of a", first[4], 0), ("of its own", second[4], 1)):
+        asked = request(name, [*forked, *tokens_of(22, 521)])
+        engine.scheduler.new_request(asked)
+        blocks = [*first[:4], block, *second[5:10], *blocks_of(24, 40)]
+        assert len(engine.scheduler.step(scheduled(name, blocks, 40, 24)).saves) == kept
+        engine.scheduler.finished(name)
+    engine.close()
+
+
+def test_a_session_whose_last_token_is_dropped_is_not_kept(sidecar: Sidecar) -> None:
+    engine = Engine(sidecar.address, draft=AHEAD)
+    asked = request("a", tokens_of(30, 522), resumable=True)
+    engine.admit(asked, blocks := blocks_of(60))
+    engine.scheduler.step(scheduled("a", blocks, 0, 30))
+    asked.all_token_ids += tokens_of(30, 523).tolist()
+    asked.num_tokens = asked.num_prompt_tokens = 60
+    assert not engine.scheduler.step(scheduled("a", [], 30, 30, is_new=False)).saves, "of 29 the draft read another"
+    engine.scheduler.finished("a")
+    engine.scheduler.new_request(request("b", asked.all_token_ids))
+    assert not engine.scheduler.step(scheduled("b", blocks, 56, 4)).saves, "and vLLM has its blocks"
+    engine.close()
+
+
+def test_the_token_behind_a_block_is_known_once_it_is_sampled() -> None:
+    blocks, asked, longer = list(range(10)), request("a", range(8)), request("b", range(12))
+    behind = TokensBehind(BLOCK, 16)
+    behind.computed(asked, blocks, 0, 8)
+    assert behind.are_of(asked, blocks[:2]), "behind the last one is nothing yet"
+    assert not behind.are_of(longer, blocks[:3])
+    behind.computed(longer, blocks, 8, 12)
+    assert not behind.are_of(longer, blocks[:3]), "it was not its block"
+    asked.all_token_ids += [8, 9]
+    behind.computed(asked, blocks, 8, 9)
+    assert behind.are_of(longer, blocks[:3])
+    behind.computed(long := request("c", range(20)), blocks, 0, 20)
+    assert behind.are_of(long, blocks[:4])
+    assert behind.are_of(request("d", range(16)), blocks[:4])
+    other = request("e", [*range(16), 99])
+    assert behind.are_of(other, blocks[:3])
+    assert not behind.are_of(other, blocks[:4]), "a whole chunk's name has the token"
+    behind.forget(blocks[:1])
+    assert not behind.are_of(long, blocks[:4])
+    assert TokensBehind(BLOCK, 0).are_of(long, blocks[:4]), "no draft reads it"

@@ -11,7 +11,7 @@ from kvstore.seams import Clock, SystemClock
 from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
 from kvstore_client.engines.pause import CallPause
-from kvstore_client.engines.vllm.drafts import Draft, Undrafted
+from kvstore_client.engines.vllm.drafts import Draft, TokensBehind, Undrafted
 from kvstore_client.engines.vllm.identity import Adapters
 from kvstore_client.engines.vllm.lookups import PrefixLookups
 from kvstore_client.engines.vllm.naming import Naming
@@ -37,7 +37,8 @@ class SchedulerSide:
         self._settings = settings
         self._block_tokens = block_tokens
         reads_ahead = draft is not None and draft.reads_ahead
-        self._naming = Naming(settings.digests, block_tokens, settings.chunk_tokens if reads_ahead else 0)
+        ahead_tokens = settings.chunk_tokens if reads_ahead else 0
+        self._naming = Naming(settings.digests, block_tokens, ahead_tokens)
         self._does_load, self._does_save = loads, saves
         self._ranks = ranks
         clock = clock or SystemClock()
@@ -49,6 +50,7 @@ class SchedulerSide:
             client, self._naming, self._planner, self._patience, clock, block_tokens=block_tokens, ranks=ranks
         )
         self._undrafted = Undrafted(draft, block_tokens)
+        self._behind = TokensBehind(block_tokens, ahead_tokens)
         self._tracked: dict[str, TrackedRequest] = {}
         self._unnamed: set[str] = set()
         self._loads: list[Load] = []
@@ -132,6 +134,7 @@ class SchedulerSide:
         self._loads.append(self._planner.handed(load, found.decision))
         self._written += block_ids[start // self._block_tokens :]
         self._undrafted.loaded(load.written(self._block_tokens))
+        self._behind.computed(request, load.block_ids, load.start, load.stop)
 
     # ------------------------------------------------------------ every step
 
@@ -151,12 +154,14 @@ class SchedulerSide:
             step.written += block_ids[computed // self._block_tokens :] if is_whole else block_ids
             tracked = self._tracked.get(name)
             if tracked is None:
+                self._behind.forget(block_ids)
                 continue
             if tracked.has_failed:  # it computes blocks again that it has
                 step.written += tracked.block_ids[computed // self._block_tokens :]
             if is_whole:
                 tracked.block_ids = []
             tracked.block_ids += block_ids  # in place: a step of a thousand requests has no time for copies
+            self._behind.computed(tracked.request, tracked.block_ids, computed, stop)
             computing.append((tracked, computed, stop))
         self._undrafted.step(longest, ((tracked.block_ids, start, stop) for tracked, start, stop in computing))
         for tracked, start, stop in computing:
@@ -187,6 +192,8 @@ class SchedulerSide:
         tracked.kept = until
         blocks = tracked.block_ids[: until // self._block_tokens]
         if self._undrafted.has(blocks):
+            return None
+        if not self._behind.are_of(request, blocks):
             return None
         save = Save(tracked.spec, self._naming.prompt(request, until), extras, blocks)
         return save if self._ranks == 1 else self._shared(save)
