@@ -171,7 +171,7 @@ MUTANTS = [
     Mutant(
         "tokens-of-another-prompt",
         LOOKUPS,
-        "        stop = min(self._naming.sure_tokens(self._whole(answer.match.prefix_token_count)), useful)\n",
+        "        stop = min(self._whole(self._naming.sure_tokens(answer.match.prefix_token_count)), useful)\n",
         "        stop = min(self._whole(answer.match.prefix_token_count), useful)\n",
         "the draft goes on behind a token that read another prompt's next one",
         (f"{T_DRAFTS}::test_the_last_block_is_computed_where_the_draft_reads_ahead",),

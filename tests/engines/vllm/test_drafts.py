@@ -241,3 +241,10 @@ def test_the_token_behind_a_block_is_known_once_it_is_sampled() -> None:
     behind.forget(blocks[:1])
     assert not behind.are_of(long, blocks[:4])
     assert TokensBehind(BLOCK, 0).are_of(long, blocks[:4]), "no draft reads it"
+
+
+def test_of_what_ends_within_a_block_all_blocks_that_are_sure_are_loaded() -> None:
+    """Engines with smaller blocks keep more of a partial chunk."""
+    naming = Naming("kvstore", BLOCK, 16)
+    assert [naming.sure_tokens(stored) for stored in (0, 16, 22, 24, 32)] == [0, 16, 21, 23, 32]
+    assert Naming("kvstore", BLOCK).sure_tokens(24) == 24

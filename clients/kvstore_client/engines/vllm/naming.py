@@ -106,9 +106,9 @@ class Naming:
 
     def sure_tokens(self, stored: int) -> int:
         """Return how many of so many stored tokens are named by all that their cache depends on. Where a draft reads
-        the next token, the last block of a partial chunk is not."""
-        is_partial = self._ahead_tokens and stored % self._ahead_tokens
-        return stored - self._block_tokens if is_partial else stored
+        the next token, the last one of a partial chunk is not."""
+        is_partial = bool(self._ahead_tokens and stored % self._ahead_tokens)
+        return stored - is_partial
 
 
 def next_tokens(
