@@ -168,6 +168,29 @@ def test_a_load_that_is_on_its_way_is_waited_for(narrow: Engine) -> None:
     assert narrow.scheduler._tracked["r44"].refused_s is None, "another refusal, after a preemption, begins anew"
 
 
+def test_one_that_was_asked_for_first_waits_for_what_came_before_it_all_the_same(narrowest: Engine) -> None:
+    """Two threads look up: the first request was alone when it was asked for, and the second one got all the room."""
+    for seed in (53, 54):
+        narrowest.keep(request(f"kept {seed}", tokens_of(42, seed)), blocks_of(42))
+    first, second = (request(f"r{seed}", tokens_of(42, seed)) for seed in (53, 54))
+    real, go = narrowest.clients[0].lookup, threading.Event()
+
+    def lookup(spec: Any, prompt: Any, **how: Any) -> Any:
+        assert list(prompt[:2]) != first.all_token_ids[:2] or go.wait(10.0)
+        return real(spec, prompt, **how)
+
+    narrowest.clients[0].lookup = lookup  # type: ignore[method-assign]  # replaced
+    assert narrowest.scheduler.matched(first, 0) == (None, False)
+    assert matched(narrowest.scheduler, second, 0) == (40, True)
+    asked = narrowest.scheduler._lookups._asked["r53"]
+    go.set()
+    eventually(lambda: asked.answer.done())
+    assert asked.answer.result().refusal
+    assert narrowest.scheduler.matched(first, 0) == (None, False)
+    narrowest.scheduler.finished("r54")
+    eventually(lambda: narrowest.scheduler.matched(first, 0) == (40, True))
+
+
 def test_few_requests_are_looked_up_ahead(sidecar: Sidecar) -> None:
     """Also where each answer takes its time. The others are asked for once vLLM has blocks for those before them."""
     engine, go, asked = Engine(sidecar.address), threading.Event(), []

@@ -135,6 +135,8 @@ class PrefixLookups:
         if match is not None:
             asked.answer.set_result(PrefixAnswer(match, match.prefix_token_count))
         else:
+            for each in self._asked.values():  # this one may be faster than those before it
+                each.is_alone = each is asked and is_alone
             self._ahead[name] = None
             others = len(self.waiting - {name})
             asked.answer = begun(self._workers, self._hold, asked, tracked, prompt, extras, computed, others)

@@ -27,8 +27,8 @@ NOTHING = PrefixAnswer(Match(0, ()), 0)
 
 @dataclass
 class PrefixLookup:
-    """A lookup in flight. ``is_alone``: no other request of ours held anything when it was asked. ``begun_s``: when a
-    thread of ours began it."""
+    """A lookup in flight. ``is_alone``: no other request of ours held anything when it was asked, nor since then.
+    ``begun_s``: when a thread of ours began it."""
 
     useful: int
     since_s: float
