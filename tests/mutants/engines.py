@@ -236,8 +236,8 @@ MUTANTS = [
     Mutant(
         "a-load-on-its-way-holds-nothing",
         LOOKUPS,
-        "        is_alone = not (self._ahead or self._loading)\n",
-        "        is_alone = not self._ahead\n",
+        "        is_alone = not (self._ahead or self._loading) and ",
+        "        is_alone = not self._ahead and ",
         "a stored prompt is computed because another one is just being loaded",
         (f"{T_AHEAD}::test_a_load_that_is_on_its_way_is_waited_for",),
     ),

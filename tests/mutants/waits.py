@@ -17,6 +17,8 @@ COPYING = "clients/kvstore_client/copying.py"
 TRANSFER = "clients/kvstore_client/fetch/transfer.py"
 WATCHING = "clients/kvstore_client/lookup/watch.py"
 INCOMING = "clients/kvstore_client/planes/incoming.py"
+LOOKUPS = "clients/kvstore_client/engines/vllm/lookups.py"
+T_AHEAD = "tests/engines/vllm/test_ahead.py"
 WRITER = "clients/kvstore_client/store/writer.py"
 T_ASYNC = "tests/e2e/test_async.py"
 T_BACK = "tests/e2e/test_given_back.py"
@@ -27,6 +29,22 @@ LATER = f"{T_BACK}::test_what_is_dropped_while_the_sidecar_stands_still_is_given
 NO_WATCH = f"{T_DEADLINES}::test_a_sidecar_that_stands_still_is_no_watch"
 
 MUTANTS = [
+    Mutant(
+        "what-others-overtook-is-computed",
+        LOOKUPS,
+        "                each.is_alone = each is asked and is_alone\n",
+        "                pass\n",
+        "a stored prompt is computed, because those behind it were looked up faster",
+        (f"{T_AHEAD}::test_one_that_was_asked_for_first_waits_for_what_came_before_it_all_the_same",),
+    ),
+    Mutant(
+        "what-is-let-go-of-is-free-at-once",
+        LOOKUPS,
+        " and all(each.done() for each in self._releases)\n",
+        "\n",
+        "a stored prompt is computed, because what was let go of for it is not free yet",
+        (f"{T_AHEAD}::test_what_is_being_let_go_of_is_waited_for",),
+    ),
     Mutant(
         "copies-left-at-a-second-interrupt",
         COPYING,

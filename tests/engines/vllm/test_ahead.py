@@ -191,6 +191,31 @@ def test_one_that_was_asked_for_first_waits_for_what_came_before_it_all_the_same
     eventually(lambda: narrowest.scheduler.matched(first, 0) == (40, True))
 
 
+def test_what_is_being_let_go_of_is_waited_for(narrowest: Engine) -> None:
+    """The first of the queue has others let go of what they hold. That takes a call of its own."""
+    for seed in (55, 56):
+        narrowest.keep(request(f"kept {seed}", tokens_of(42, seed)), blocks_of(42))
+    first, second = (request(f"r{seed}", tokens_of(42, seed)) for seed in (55, 56))
+    assert matched(narrowest.scheduler, second, 0) == (40, True)
+    narrowest.scheduler._lookups._ahead_max = 1
+    real, go = narrowest.clients[0].release_ticket, threading.Event()
+
+    def release(*args: Any) -> None:
+        assert go.wait(10.0)
+        real(*args)
+
+    narrowest.clients[0].release_ticket = release  # type: ignore[method-assign]  # replaced
+    narrowest.scheduler.step(scheduled("x", [], 0, 0))
+
+    def is_refused() -> bool:
+        assert narrowest.scheduler.matched(first, 0) == (None, False)
+        return narrowest.scheduler._tracked["r55"].refused_s is not None
+
+    eventually(is_refused)
+    go.set()
+    eventually(lambda: narrowest.scheduler.matched(first, 0) == (40, True))
+
+
 def test_few_requests_are_looked_up_ahead(sidecar: Sidecar) -> None:
     """Also where each answer takes its time. The others are asked for once vLLM has blocks for those before them."""
     engine, go, asked = Engine(sidecar.address), threading.Event(), []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from concurrent.futures import Future
 from itertools import takewhile
 
 from kvstore.errors import Exhausted, KVStoreError
@@ -58,6 +60,8 @@ class PrefixLookups:
         self._ahead_max = AHEAD_COUNT_MAX
         self._loading: set[str] = set()
         """Requests whose loads are on their way: they still hold what they load."""
+        self._releases: list[Future[None]] = []
+        """Calls by which something is let go of; some may have ended."""
         self.waiting: set[str] = set()
         """Requests that vLLM has no blocks for."""
 
@@ -123,7 +127,7 @@ class PrefixLookups:
     ) -> PrefixLookup:
         """Look a prompt up: at once where shared memory answers, else on a thread of ours, which also holds the
         chunks."""
-        is_alone = not (self._ahead or self._loading)
+        is_alone = not (self._ahead or self._loading) and all(each.done() for each in self._releases)
         asked = self._asked[name] = PrefixLookup(useful, self._clock.monotonic(), is_alone)
         prompt = self._naming.prompt(request, self._whole(request.num_tokens))
         try:
@@ -231,7 +235,7 @@ class PrefixLookups:
         if found is not None:
             self.release(found.match)
         if asked is not None and not asked.answer.cancel():
-            begun(self._workers, lambda: self._let_go(asked.answer.result().match))
+            self._begin_release(lambda: self._let_go(asked.answer.result().match))
 
     def end(self, name: str) -> None:
         """Forget a request that has ended."""
@@ -247,7 +251,11 @@ class PrefixLookups:
     def release(self, match: Match) -> None:
         """Let go of what a match holds."""
         if match.ticket is not None:
-            begun(self._workers, self._let_go, match)
+            self._begin_release(lambda: self._let_go(match))
+
+    def _begin_release(self, release: Callable[[], None]) -> None:
+        self._releases = [each for each in self._releases if not each.done()]
+        self._releases.append(begun(self._workers, release))
 
     def _let_go(self, match: Match) -> None:
         """Release a match's ticket. Runs on a thread of ours."""
