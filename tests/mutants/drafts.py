@@ -111,7 +111,7 @@ MUTANTS = [
     ),
     Mutant(
         "sessions-that-drop-a-token",
-        DRAFTS,
+        NAMING,
         '        if getattr(request, "resumable", False):\n',
         "        if False:\n",
         "a draft's cache is kept of a token that a session dropped",
@@ -119,7 +119,7 @@ MUTANTS = [
     ),
     Mutant(
         "a-token-that-another-request-tells",
-        DRAFTS,
+        NAMING,
         "            if place > first or self._tokens.get(block) == name:\n",
         "            if place > first or isinstance(self._tokens.get(block), str):\n",
         "a block whose next token is not known is taken for one that this request's follows",

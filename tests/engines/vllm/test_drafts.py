@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvstore_client.engines.vllm.drafts import Draft, TokensBehind, Undrafted, draft_of
-from kvstore_client.engines.vllm.naming import Naming, check_algorithm
+from kvstore_client.engines.vllm.drafts import Draft, Undrafted, draft_of
+from kvstore_client.engines.vllm.naming import Naming, TokensBehind, check_algorithm
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
@@ -238,6 +238,8 @@ def test_the_token_behind_a_block_is_known_once_it_is_sampled() -> None:
     other = request("e", [*range(16), 99])
     assert behind.are_of(other, blocks[:3])
     assert not behind.are_of(other, blocks[:4]), "a whole chunk's name has the token"
+    item = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=4, length=2))
+    assert not behind.are_of(request("f", range(20), mm_features=[item]), blocks[:4]), "an image begins there"
     behind.forget(blocks[:1])
     assert not behind.are_of(long, blocks[:4])
     assert TokensBehind(BLOCK, 0).are_of(long, blocks[:4]), "no draft reads it"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvstore.errors import InvalidRequest
-from kvstore_client.engines.vllm.objects import DraftConfig, EngineConfig, EngineRequest
+from kvstore_client.engines.vllm.objects import DraftConfig, EngineConfig
 
 WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix", "medusa")
 """Kinds of speculative decoding whose drafts keep no cache of their own."""
@@ -108,46 +108,3 @@ class Undrafted:
     def has(self, blocks: Iterable[int]) -> bool:
         """Return True when one of these blocks is without it."""
         return not self._blocks.isdisjoint(blocks)
-
-
-class TokensBehind:
-    """The token behind each block, as the draft read it when the block was computed. vLLM's prefix cache knows a block
-    by its own tokens, and gives a request the first one of several, whose draft's cache may be of another token behind
-    it. Such blocks are not kept. ``chunk_tokens``: as for ``Naming``'s ``ahead_tokens``; 0: no draft reads ahead."""
-
-    def __init__(self, block_tokens: int, chunk_tokens: int) -> None:
-        self._block_tokens = block_tokens
-        self._chunk_tokens = chunk_tokens
-        self._tokens: dict[int, int | str] = {}
-        """By block; of one whose token was not known when it was computed, the id of the request that will tell it."""
-
-    def computed(self, request: EngineRequest, blocks: list[int], start: int, stop: int) -> None:
-        """Note that a request's tokens ``start .. stop`` are computed, or loaded, in these of its blocks. Where a
-        session streams its input, the token that was sampled last is dropped once the draft has read it: of its blocks
-        nothing is known."""
-        if not self._chunk_tokens:
-            return
-        size, tokens, name = self._block_tokens, request.all_token_ids, str(request.request_id)
-        first = start // size
-        if getattr(request, "resumable", False):
-            self.forget(blocks[first : -(-stop // size)])
-            return
-        for place, block in enumerate(blocks[max(0, first - 1) : stop // size], max(1, first)):
-            if place > first or self._tokens.get(block) == name:
-                self._tokens[block] = tokens[place * size] if place * size < len(tokens) else name
-
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Note blocks of which it will not be known."""
-        for each in blocks:
-            self._tokens.pop(each, None)
-
-    def are_of(self, request: EngineRequest, blocks: list[int]) -> bool:
-        """Return True when the draft's cache in a request's first blocks is of its tokens, as far as their names say
-        (see ``next_tokens``): not that of the last token of a partial chunk, or of all."""
-        if not self._chunk_tokens:
-            return True
-        size, tokens = self._block_tokens, request.all_token_ids
-        until = len(blocks) * size
-        is_open = until % self._chunk_tokens or until >= len(tokens)
-        named = blocks[:-1] if is_open else blocks
-        return all(self._tokens.get(each) == tokens[size * place] for place, each in enumerate(named, 1))

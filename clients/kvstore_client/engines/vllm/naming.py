@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -135,3 +135,57 @@ def extras_of(request: EngineRequest) -> tuple[Extra, ...]:
         extras.append(Extra(0, b"salt\0" + str(salt).encode()))
     extras += [Extra(offset, f"mm\0{name}\0{length}".encode()) for offset, length, name in items_of(request)]
     return tuple(extras)
+
+
+class TokensBehind:
+    """The token behind each block, as the draft read it when the block was computed. vLLM's prefix cache knows a block
+    by its own tokens, and gives a request the first one of several, whose draft's cache may be of another token behind
+    it. Such blocks are not kept. ``chunk_tokens``: as for ``Naming``'s ``ahead_tokens``; 0: no draft reads ahead."""
+
+    def __init__(self, block_tokens: int, chunk_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._chunk_tokens = chunk_tokens
+        self._tokens: dict[int, tuple[int, str] | str] = {}
+        """By block, with the image that begins there; of one whose token was not known when it was computed, the id of
+        the request that will tell it."""
+
+    def computed(self, request: EngineRequest, blocks: list[int], start: int, stop: int) -> None:
+        """Note that a request's tokens ``start .. stop`` are computed, or loaded, in these of its blocks. Where a
+        session streams its input, the token that was sampled last is dropped once the draft has read it: of its blocks
+        nothing is known."""
+        if not self._chunk_tokens:
+            return
+        size, tokens, name = self._block_tokens, request.all_token_ids, str(request.request_id)
+        first = start // size
+        if getattr(request, "resumable", False):
+            self.forget(blocks[first : -(-stop // size)])
+            return
+        for place, block in enumerate(blocks[max(0, first - 1) : stop // size], max(1, first)):
+            if place > first or self._tokens.get(block) == name:
+                end = place * size
+                self._tokens[block] = (tokens[end], _begins(request).get(end, "")) if end < len(tokens) else name
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Note blocks of which it will not be known."""
+        for each in blocks:
+            self._tokens.pop(each, None)
+
+    def are_of(self, request: EngineRequest, blocks: list[int]) -> bool:
+        """Return True when the draft's cache in a request's first blocks is of its tokens, as far as their names say
+        (see ``next_tokens``): not that of the last token of a partial chunk, or of all."""
+        if not self._chunk_tokens:
+            return True
+        size, tokens = self._block_tokens, request.all_token_ids
+        until = len(blocks) * size
+        is_open = until % self._chunk_tokens or until >= len(tokens)
+        named = blocks[:-1] if is_open else blocks
+        begins = _begins(request)
+        return all(
+            self._tokens.get(each) == (tokens[end], begins.get(end, ""))
+            for each, end in zip(named, range(size, len(tokens), size), strict=False)
+        )
+
+
+def _begins(request: EngineRequest) -> dict[int, str]:
+    """Return a request's images by the tokens at which they begin."""
+    return {offset: name for offset, _, name in items_of(request)}

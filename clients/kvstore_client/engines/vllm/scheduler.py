@@ -11,10 +11,10 @@ from kvstore.seams import Clock, SystemClock
 from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
 from kvstore_client.engines.pause import CallPause
-from kvstore_client.engines.vllm.drafts import Draft, TokensBehind, Undrafted
+from kvstore_client.engines.vllm.drafts import Draft, Undrafted
 from kvstore_client.engines.vllm.identity import Adapters
 from kvstore_client.engines.vllm.lookups import PrefixLookups
-from kvstore_client.engines.vllm.naming import Naming
+from kvstore_client.engines.vllm.naming import Naming, TokensBehind
 from kvstore_client.engines.vllm.objects import EngineRequest, ScheduledStep, WorkersReport, scheduled_requests
 from kvstore_client.engines.vllm.planning import RequestPlanner
 from kvstore_client.engines.vllm.requests import TrackedRequest
