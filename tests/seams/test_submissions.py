@@ -162,10 +162,9 @@ MOVES_NO_BYTES = {
     ("clients/kvstore_client/engines/transformers.py", "CachedModel._keep"): "a whole store: its receipt says so",
     ("clients/kvstore_client/engines/transformers.py", "CachedModel._attempt.first_token"): "a measurement on the side",
     ("clients/kvstore_client/engines/vllm/lookups.py", "PrefixLookups._ask"): "a look-up: refused, it is a miss",
-    ("clients/kvstore_client/engines/vllm/lookups.py", "PrefixLookups.forget"): "a ticket that is not released expires",
     (
         "clients/kvstore_client/engines/vllm/lookups.py",
-        "PrefixLookups.release",
+        "PrefixLookups._begin_release",
     ): "a ticket that is not released expires",
     (
         "clients/kvstore_client/engines/vllm/saves.py",
