@@ -96,7 +96,7 @@ MUTANTS = [
     Mutant(
         "a-draft-of-many-layers",
         DRAFTS,
-        '    if draft.method == "mtp" and heads != 1:\n',
+        '    if draft.method == "mtp" and layer_count != 1:\n',
         "    if False:\n",
         "layers that vLLM never computed of a prompt are kept",
         (NO_NAME,),

@@ -179,7 +179,7 @@ def test_one_that_was_asked_for_first_waits_for_what_came_before_it_all_the_same
         assert list(prompt[:2]) != first.all_token_ids[:2] or go.wait(10.0)
         return real(spec, prompt, **how)
 
-    narrowest.clients[0].lookup = lookup  # type: ignore[method-assign]  # replaced
+    narrowest.clients[0].lookup = lookup  # type: ignore[method-assign]  # a slow one in its place
     assert narrowest.scheduler.matched(first, 0) == (None, False)
     assert matched(narrowest.scheduler, second, 0) == (40, True)
     asked = narrowest.scheduler._lookups._asked["r53"]
@@ -204,7 +204,7 @@ def test_what_is_being_let_go_of_is_waited_for(narrowest: Engine) -> None:
         assert go.wait(10.0)
         real(*args)
 
-    narrowest.clients[0].release_ticket = release  # type: ignore[method-assign]  # replaced
+    narrowest.clients[0].release_ticket = release  # type: ignore[method-assign]  # one that is late in its place
     narrowest.scheduler.step(scheduled("x", [], 0, 0))
 
     def is_refused() -> bool:

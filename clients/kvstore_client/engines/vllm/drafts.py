@@ -71,11 +71,11 @@ def _check(draft: DraftConfig, cache_dtype: str) -> None:
     for name, reason in REFUSED.items():
         if getattr(draft, name, None):
             raise InvalidRequest(f"{name} in --speculative-config: {reason}; do without it")
-    heads = getattr(draft.draft_model_config.hf_config, "n_predict", None) or 1
-    if draft.method == "mtp" and heads != 1:
+    layer_count = getattr(draft.draft_model_config.hf_config, "n_predict", None) or 1
+    if draft.method == "mtp" and layer_count != 1:
         raise InvalidRequest(
-            f"a draft of {heads} layers, one for each token ahead: of a prompt vLLM computes the first one's cache "
-            "alone; run this model without --speculative-config, or without the connector"
+            f"a draft of {layer_count} layers, one for each token ahead: a chunk's name has one token behind it; run "
+            "this model without --speculative-config, or without the connector"
         )
 
 

@@ -107,8 +107,8 @@ class Naming:
     def sure_tokens(self, stored: int) -> int:
         """Return how many of so many stored tokens are named by all that their cache depends on. Where a draft reads
         the next token, the last one of a partial chunk is not."""
-        is_partial = bool(self._ahead_tokens and stored % self._ahead_tokens)
-        return stored - is_partial
+        is_partial = self._ahead_tokens and stored % self._ahead_tokens
+        return stored - 1 if is_partial else stored
 
 
 def next_tokens(
