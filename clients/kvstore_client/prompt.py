@@ -155,8 +155,9 @@ class Prompt:
             raise InvalidRequest(f"spec must be a ModelSpec, not {type(spec).__name__}")
         if not spec.layers:
             raise InvalidRequest("spec has no layers: give the model's, or keep opaque values with put_bytes")
-        if not isinstance(extras, Sequence) or not all(isinstance(extra, Extra) for extra in extras):
-            raise InvalidRequest("extras must be a sequence of Extra(position, data)")
+        if type(extras) is not tuple or extras:  # none, as usual, need no look
+            if not isinstance(extras, Sequence) or not all(isinstance(extra, Extra) for extra in extras):
+                raise InvalidRequest("extras must be a sequence of Extra(position, data)")
         if exactness not in _EXACTNESS:
             raise InvalidRequest(f"exactness must be one of {', '.join(map(str, Exactness))}, not {exactness!r:.80}")
         if isinstance(tokens, PageHashes):

@@ -26,26 +26,28 @@ typedef struct {
 } exchange;
 
 /* Write the addresses of a list's tensors, and return 1, if all have memory of the CPU and the dtype, shape and strides
- * of the first. Else return 0, perhaps with an exception. The caller has Python's lock, and nobody else has the list. */
-int kvstore_alike_1(const exchange *table, void *tensors, uint64_t count, int64_t *addresses)
+ * of the first of their kind: ``of_a_kind`` follow one another. Else return 0, perhaps with an exception. The caller has
+ * Python's lock, and nobody else has the list. */
+int kvstore_alike_2(const exchange *table, void *tensors, uint64_t count, uint64_t of_a_kind, int64_t *addresses)
 {
     tensor first, each;
     int64_t shape[AXES_MAX], strides[AXES_MAX];
-    if (table->major != MAJOR || !table->look || !count)
+    if (table->major != MAJOR || !table->look || !count || !of_a_kind)
         return 0;
     for (uint64_t i = 0; i < count; i++) {
+        int is_first = !(i % of_a_kind);
         if (table->look(PyList_GetItem(tensors, (intptr_t)i), &each))
             return 0;
         if ((each.device != CPU && each.device != PINNED_BY_CUDA) || !each.data || !each.strides)
             return 0;
-        if (!i)
+        if (is_first)
             first = each;
         if (each.code != first.code || each.bits != first.bits || each.lanes != first.lanes)
             return 0;
         if (each.axis_count != first.axis_count || each.axis_count > AXES_MAX)
             return 0;
         for (int32_t axis = 0; axis < each.axis_count; axis++) {
-            if (!i)
+            if (is_first)
                 shape[axis] = each.shape[axis], strides[axis] = each.strides[axis];
             if (each.shape[axis] != shape[axis] || each.strides[axis] != strides[axis])
                 return 0;

@@ -11,13 +11,14 @@ from typing import Any
 from kvstore_copies.compiled import compiled_path
 
 ATTRIBUTE, CAPSULE = "__dlpack_c_exchange_api__", b"dlpack_exchange_api"
-Tell = Callable[[int, list[object], int, int], int]
+Tell = Callable[[int, list[object], int, int, int], int]
 
 
-def alike_addresses(tensors: Sequence[object]) -> array[int] | None:
+def alike_addresses(tensors: Sequence[object], kinds: int = 1) -> array[int] | None:
     """Return where tensors of one class begin, if all are in the CPU's memory, and have the dtype, shape and strides of
-    the first. None where they are not, one has no memory, or it cannot be told: without compiled code, and where the
-    class has no ``__dlpack_c_exchange_api__`` (torch has it from 2.10 on)."""
+    the first of their kind: there are ``kinds``, one after the other, and as many tensors of each. None where they are
+    not, one has no memory, or it cannot be told: without compiled code, and where the class has no
+    ``__dlpack_c_exchange_api__`` (torch has it from 2.10 on)."""
     kind: Any = type(tensors[0]) if tensors else None
     tell, table = _compiled(), _table_of(kind)
     if tell is None or not table:
@@ -25,7 +26,7 @@ def alike_addresses(tensors: Sequence[object]) -> array[int] | None:
     own = list(tensors)  # nobody else shortens it meanwhile
     addresses = array("q", bytes(8 * len(own)))
     try:
-        is_alike = tell(table, own, len(own), addresses.buffer_info()[0])
+        is_alike = tell(table, own, len(own), len(own) // kinds, addresses.buffer_info()[0])
     except (RuntimeError, TypeError, ValueError, BufferError):  # the class cannot tell of one of them
         return None
     return addresses if is_alike else None
@@ -53,10 +54,10 @@ def _compiled() -> Tell | None:
     if path is None:
         return None
     try:
-        tell = getattr(ctypes.PyDLL(path), "kvstore_alike_1", None)  # None: of another release
+        tell = getattr(ctypes.PyDLL(path), "kvstore_alike_2", None)  # None: of another release
     except OSError:
         return None
     if tell is not None:
-        tell.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.c_uint64, ctypes.c_void_p]
+        tell.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p]
         tell.restype = ctypes.c_int
     return tell

@@ -10,15 +10,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvstore_client.fetch import fused
+from kvstore_client.fetch import fused, in_memory
 from kvstore_client.fetch import given as given_module
-from kvstore_client.fetch.fused import Planes, blocks_of, copies_of
+from kvstore_client.fetch.fused import Planes, copies_of
 from kvstore_client.fetch.given import given_planes
+from kvstore_client.fetch.in_memory import placed_planes
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.overlap import Span, overlapping
 from kvstore_client.planes.shared_memory.chunk import MappedRun
 from kvstore_client.prompt import Prompt
 from kvstore_client.store.tensors import Tensors
+from kvstore_copies import is_compiled
 
 from kvstore.chunk import layout_of
 from kvstore.errors import InvalidRequest
@@ -36,8 +38,8 @@ ODD = list(odd_arrays(SPEC.cache_dtype))
 @pytest.fixture(autouse=True, params=[False, True], ids=["told by compiled code", "told by torch"])
 def _told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:
-        for module in (fused, given_module):
-            monkeypatch.setattr(module, "alike_addresses", lambda _: None)
+        for module in (in_memory, given_module):
+            monkeypatch.setattr(module, "alike_addresses", lambda *_: None)
 
 
 @pytest.mark.parametrize("odd", ODD, ids=[odd.name for odd in ODD])
@@ -118,6 +120,21 @@ def test_views_do_not_reach_beyond_their_plane() -> None:
     assert copies_of(Planes(sides), 15 + SPEC.chunk_tokens, [run], SPEC.slab_layers, heads) is None
 
 
+@pytest.mark.skipif(not is_compiled(), reason="kvstore was installed without a C compiler: views check their bounds")
+def test_a_chunk_that_its_region_does_not_hold_is_not_read() -> None:
+    """Two chunks, of which the region has one and all but a byte of the other."""
+    layout = layout_of(SPEC, CacheKind.KV, SPEC.chunk_tokens, None)
+    sides = [[tensor((SHAPE[0], 32, SHAPE[2]), SPEC.cache_dtype) for _ in range(LAYERS)] for _ in "KV"]
+    for size, is_there in ((2 * layout.total_bytes, True), (2 * layout.total_bytes - 1, False)):
+        home = (np.zeros(size, np.uint8), 0, 0)
+        chunks: list[Any] = [
+            SimpleNamespace(token_start=start, layout=layout, home=home) for start in (0, SPEC.chunk_tokens)
+        ]
+        run = MappedRun(chunks, layout.total_bytes)
+        found = fused._in_a_batch(Planes(sides), [run], SPEC.slab_layers, range(SHAPE[0]))
+        assert (found is not None) == is_there
+
+
 class Silent(torch.Tensor):
     """Refuses to tell of its storage, as wrappers do that have none."""
 
@@ -134,9 +151,9 @@ class Silent(torch.Tensor):
 )
 def test_planes_that_are_no_plain_tensors_are_left_to_torch(place: int, odd: Any) -> None:
     side = [tensor(SHAPE, SPEC.cache_dtype) for _ in range(LAYERS)]
-    assert blocks_of(side, (SHAPE[0], 1, *SHAPE[1:]), 0) is not None
+    assert placed_planes([side])
     side[place] = odd
-    assert blocks_of(side, (SHAPE[0], 1, *SHAPE[1:]), 0) is None
+    assert not placed_planes([side])
 
 
 RUNS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.integers(1, 3)), min_size=1, max_size=8)

@@ -43,6 +43,19 @@ def test_addresses_are_told_where_all_are_like_the_first(looks: list[Any], chose
         assert found is None
 
 
+@given(LOOKS, LOOKS, st.integers(1, 3), st.integers(0, 5))
+def test_tensors_are_like_the_first_of_their_kind(k: Any, v: Any, count: int, odd: int) -> None:
+    """K and V of some layers, and then the same with one of them like those of the other kind."""
+    given = [*(made(k) for _ in range(count)), *(made(v) for _ in range(count))]
+    have_memory = all(each.data_ptr() for each in given)
+    found = alike_addresses(given, 2)
+    assert (None if found is None else list(found)) == ([each.data_ptr() for each in given] if have_memory else None)
+    place = odd % len(given)
+    given[place] = made(v if place < count else k)
+    if count > 1 and kind(made(k)) != kind(made(v)):
+        assert alike_addresses(given, 2) is None
+
+
 def freed() -> torch.Tensor:
     found = torch.zeros(4)
     found.untyped_storage().resize_(0)

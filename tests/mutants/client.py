@@ -172,8 +172,8 @@ MUTANTS = [
     Mutant(
         "views-beyond-their-plane",
         "clients/kvstore_client/fetch/fused.py",
-        "        if last.token_start + last.layout.token_count > token_count or arrays is None:\n",
-        "        if arrays is None:\n",
+        "    if any(run.chunks[-1].token_start + run.chunks[-1].layout.token_count > token_count for run in runs):\n",
+        "    if not runs:\n",
         "a chunk that lies elsewhere in its prompt is written over the next plane",
         ("tests/e2e/test_targets.py::test_views_do_not_reach_beyond_their_plane",),
     ),

@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 BATCH = "kernels/kvstore_copies/batch.py"
 FUSED = "clients/kvstore_client/fetch/fused.py"
+IN_MEMORY = "clients/kvstore_client/fetch/in_memory.py"
 CHECKED = "kernels/kvstore_copies/checked.py"
 T_COPIES = "tests/kernels/test_copies.py"
 T_CHECKED = "tests/kernels/test_checked.py"
@@ -54,7 +55,7 @@ MUTANTS = [
     ),
     Mutant(
         "planes-of-several-strides",
-        FUSED,
+        IN_MEMORY,
         "not all(plane.is_cpu and plane.stride() == strides for plane in planes)",
         "not all(plane.is_cpu for plane in planes)",
         "a plane is written with the strides of another one, over what lies behind it",
@@ -62,11 +63,27 @@ MUTANTS = [
     ),
     Mutant(
         "planes-beyond-their-storage",
-        FUSED,
-        "    if room < (reach + 1) * size:\n",
-        "    if room < 0:\n",
+        IN_MEMORY,
+        "        if last + self.item_size > self.room:\n",
+        "        if self.room < 0:\n",
         "what lies behind a storage that was resized is stored, or written over",
         (f"{T_PLAIN}::test_tensors_that_lost_their_memory_are_neither_read_nor_written",),
+    ),
+    Mutant(
+        "k-and-v-of-one-stride",
+        "kernels/kvstore_copies/tensors.py",
+        "len(own) // kinds,",
+        "len(own),",
+        "tensors of two kinds, each alike, are taken for unlike ones: a slower way than there is",
+        ("tests/kernels/test_tensors.py::test_tensors_are_like_the_first_of_their_kind",),
+    ),
+    Mutant(
+        "sources-beyond-their-region",
+        FUSED,
+        "    if offset + run.stride * (count - 1) + layout.total_bytes > region.size:\n",
+        "    if False:\n",
+        "what lies behind the sidecar's memory is read, or the process dies of it",
+        ("tests/e2e/test_targets.py::test_a_chunk_that_its_region_does_not_hold_is_not_read",),
     ),
     Mutant(
         "a-fetch-that-no-graph-sees",
@@ -78,9 +95,9 @@ MUTANTS = [
     ),
     Mutant(
         "copies-from-the-first-token-on",
-        FUSED,
-        "    begins = [each + token * start for each in addresses] if start else addresses\n",
-        "    begins = addresses\n",
+        IN_MEMORY,
+        "        begins = [each + skipped for each in self.addresses] if start else self.addresses\n",
+        "        begins = self.addresses\n",
         "every run of chunks is written to the beginning of its plane",
         (f"{T_PLAIN}::test_runs_of_chunks_that_lie_apart",),
     ),

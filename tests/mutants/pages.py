@@ -40,8 +40,8 @@ MUTANTS = [
     Mutant(
         "alike-but-k-and-v",
         GIVEN,
-        " or flat[1].dtype != flat[0].dtype",
-        "",
+        "{each.dtype for each in firsts} !=",
+        "{firsts[0].dtype} !=",
         "all V are fetched as another dtype",
         ("tests/e2e/test_targets.py::test_all_v_of_another_dtype_are_found",),
     ),
@@ -56,7 +56,7 @@ MUTANTS = [
     Mutant(
         "alike-and-over-each-other",
         GIVEN,
-        "bool(min(map(sub, in_order[1:], in_order)) >= max(geometry.byte_count for geometry in geometries))",
+        "bool(min(map(sub, in_order[1:], in_order)) >= max(k.byte_count, v.byte_count))",
         "True",
         "a layer is fetched over another one",
         ("tests/e2e/test_doors.py::test_planes_that_share_memory_are_refused_and_interleaved_ones_are_not",),

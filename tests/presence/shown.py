@@ -58,7 +58,7 @@ def answer(catalog: Catalog, space: Namespace, digests: Sequence[bytes]) -> Look
     found = find(words_of(catalog.presence), tags_of(space.salt, b"".join([ROOT_DIGEST, *digests])))
     assert found is not None
     assert found.is_whole
-    few = answer_of_few(found.news.tolist())
+    few = answer_of_few(tuple(found.news.tolist()))
     assert few == answer_of(found.news)
     return few
 

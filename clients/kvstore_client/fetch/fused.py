@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
-from operator import add, sub
+from sys import maxsize
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from kvstore_copies import Batch, Blocks, address_of, alike_addresses, batch_of, is_compiled
+from kvstore_copies import Batch, Blocks, address_of, batch_of, is_compiled
 from numpy.typing import NDArray
 
 from kvstore.chunk import STRIP_ALIGNMENT, ChunkLayout
@@ -22,7 +22,8 @@ from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
 from kvstore_client.arrays import Tensor, is_tensor, settle_device, tell_graphs, torch_module
 from kvstore_client.copying import plainly
-from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun
+from kvstore_client.fetch.in_memory import PlacedPlanes, placed_planes
+from kvstore_client.planes.shared_memory.chunk import MappedRun
 
 
 class Fused(NamedTuple):
@@ -68,27 +69,29 @@ def copies_of(
     tokens, all of one dtype. None where copies must be made layer by layer: where slabs or chunks lie irregularly;
     where a chunk ends behind ``token_count``, as a confused sidecar may say; and where there is neither compiled code
     nor torch. No bounds are checked behind this: the copies would reach beyond their plane."""
-    pairs: list[tuple[int, Chunk, NDArray[np.generic]]] = []
-    for run in runs:
-        first, last = run.chunks[0], run.chunks[-1]
-        arrays = sources_of(run, layers, heads)
-        if last.token_start + last.layout.token_count > token_count or arrays is None:
-            return None
-        pairs += ((which, first, array) for which, array in enumerate(arrays))
-    return _in_a_batch(planes, pairs) or plainly(_in_pairs, planes, pairs)
-
-
-def _in_a_batch(planes: Planes, pairs: Sequence[tuple[int, Chunk, NDArray[np.generic]]]) -> Fused | None:
-    """Return the copies in compiled code. None where there is none, or the planes do not suit it."""
-    if not is_compiled():
+    if any(run.chunks[-1].token_start + run.chunks[-1].layout.token_count > token_count for run in runs):
         return None
-    blocks: list[tuple[Blocks, Blocks]] = []
-    for which, first, source in pairs:
-        target = planes.blocks(which, source.shape[1:], first.token_start)
-        if target is None:
+    if is_compiled() and (fused := _in_a_batch(planes, runs, layers, heads)) is not None:
+        return fused
+    return plainly(_in_pairs, planes, runs, layers, heads)
+
+
+def _in_a_batch(
+    planes: Planes, runs: Sequence[MappedRun], layers: tuple[int, ...], heads: range
+) -> Fused | None:  # fmt: skip
+    """Return the copies in compiled code. None where the planes, or what is stored, do not suit it."""
+    sides = planes.in_memory() if runs else []
+    pairs: list[tuple[Blocks, Blocks]] = []
+    for run in runs:
+        sources = _source_blocks(run, layers, heads) if sides else None
+        if sources is None:
             return None
-        blocks.append((target, Blocks.of(source)))
-    batch = batch_of(blocks, pairs[0][2].itemsize) if pairs else None
+        for side, source in zip(sides, sources, strict=True):
+            target = side.blocks(source.shape, run.chunks[0].token_start)
+            if target is None:
+                return None
+            pairs.append((target, source))
+    batch = batch_of(pairs, runs[0].chunks[0].layout.item_size) if pairs else None
     if batch is None:
         return None
     planes.are_written()
@@ -110,16 +113,22 @@ def _call(call: Callable[[], None], faults: FaultPoints) -> None:
     faults.reach("fetch.copy.middle")
 
 
-def _in_pairs(planes: Planes, pairs: Sequence[tuple[int, Chunk, NDArray[np.generic]]]) -> Fused | None:
+def _in_pairs(
+    planes: Planes, runs: Sequence[MappedRun], layers: tuple[int, ...], heads: range
+) -> Fused | None:  # fmt: skip
     """Return the copies by torch, which copies many pairs of tensors in one operation. None without torch, and where
     its strides, which count items, cannot say how far chunks lie apart."""
-    if torch_module() is None or any(source.strides[2] % source.itemsize for _, _, source in pairs):
+    if torch_module() is None:
         return None
     targets: list[Tensor] = []
     sources: list[Tensor] = []
-    for which, first, source in pairs:
-        targets.extend(planes.parts(which, source.shape[1:], first.token_start))
-        sources.extend(views_of(source, planes.sides[0][0].dtype))
+    for run in runs:
+        arrays = _sources_of(run, layers, heads)
+        if arrays is None or run.stride % run.chunks[0].layout.item_size:
+            return None
+        for which, source in enumerate(arrays):
+            targets.extend(planes.parts(which, source.shape[1:], run.chunks[0].token_start))
+            sources.extend(views_of(source, planes.sides[0][0].dtype))
     assert len(targets) == len(sources), "a copy for each view"
     return Fused(partial(_pairs_in_pieces, targets, sources))
 
@@ -132,10 +141,12 @@ def views_of(array: NDArray[np.generic], dtype: object) -> Sequence[Tensor]:
 
 class Planes(NamedTuple):
     """The destination of a dense fetch. ``sides``: all K, and all V, each a list over the layers. ``halves``: the
-    same planes, where those of each side are one tensor [layers, heads, tokens, dim]."""
+    same planes, where those of each side are one tensor [layers, heads, tokens, dim]. ``placed``: where they lie,
+    for copies that are made at once: later the caller may have resized their storage."""
 
     sides: Sequence[Sequence[Tensor]]
     halves: Sequence[Tensor] = ()
+    placed: Sequence[PlacedPlanes] = ()
 
     def at(self, positions: range) -> Planes:
         """Return the planes of some layers."""
@@ -157,14 +168,17 @@ class Planes(NamedTuple):
         ).unbind()  # fmt: skip
         return views
 
-    def blocks(self, which: int, shape: tuple[int, ...], start: int) -> Blocks | None:
-        """Return the same as blocks. None where the planes have several strides, or no plain memory."""
-        if self.halves:
-            half = self.halves[which]
-            layer = half.stride(0) * half.element_size()
-            addresses = range(half.data_ptr(), half.data_ptr() + len(half) * layer, layer or 1)
-            return _blocks(addresses, shape, half.stride()[1:], half.element_size(), start, half)
-        return blocks_of(self.sides[which], shape, start)
+    def in_memory(self) -> Sequence[PlacedPlanes]:
+        """Return where the planes lie. Empty as ``placed_planes`` says."""
+        if not self.halves:
+            return self.placed or placed_planes(self.sides)
+        found = []
+        for half in self.halves:
+            size, begin = half.element_size(), half.data_ptr()
+            layer, *strides = (stride * size for stride in half.stride())
+            addresses = range(begin, begin + len(half) * layer, layer or 1)
+            found.append(PlacedPlanes(addresses, tuple(strides), size, maxsize, half))  # our own, as long as it must be
+        return found
 
     def are_written(self) -> None:
         """Tell torch that others than torch write the caller's tensors."""
@@ -173,7 +187,29 @@ class Planes(NamedTuple):
             tell_graphs(told)
 
 
-def sources_of(
+def _source_blocks(run: MappedRun, layers: tuple[int, ...], heads: range) -> list[Blocks] | None:
+    """Return K, and V, of these chunks as blocks [heads, chunks, tokens, dim], one for each layer. None as
+    ``copies_of`` says, and where they would reach beyond the memory."""
+    first, count = run.chunks[0], len(run.chunks)
+    layout = first.layout
+    geometry = plane_geometry(layout, layers)
+    if geometry is None or first.home is None:
+        return None
+    region, _, offset = first.home
+    if offset + run.stride * (count - 1) + layout.total_bytes > region.size:
+        return None
+    size, tokens, found = layout.item_size, layout.token_count, []
+    at = address_of(region) + offset + (geometry.begin + heads.start * geometry.strip_step) * size
+    step = geometry.layer_step * size
+    for dim in geometry.dims:
+        addresses = range(at, at + len(layers) * step, step) if step else [at] * len(layers)
+        steps = (geometry.strip_step * size, run.stride, dim * size, size)
+        found.append(Blocks(addresses, (len(heads), count, tokens, dim), steps, region))
+        at += tokens * dim * size
+    return found
+
+
+def _sources_of(
     run: MappedRun, layers: tuple[int, ...], heads: range
 ) -> list[NDArray[np.generic]] | None:  # fmt: skip
     """Return K, and V, of these chunks as [layers, heads, chunks, tokens, dim]: views. None as ``copies_of`` says."""
@@ -215,58 +251,6 @@ def token_runs(planes: Iterable[Tensor], shape: Sequence[int], start: int) -> It
             head, token, item = strides
             steps, skipped = (head, token * shape[2], token, item), token * start
         yield plane.as_strided(shape, steps, plane.storage_offset() + skipped)
-
-
-def blocks_of(planes: Sequence[Tensor], shape: tuple[int, ...], start: int) -> Blocks | None:
-    """Return what ``token_runs`` does as blocks, of tensors or arrays. None where they have several strides, no plain
-    memory of the CPU, or less of it than ``shape`` takes: their storage may have been resized. None for subclasses,
-    which may refuse to tell of their storage."""
-    first = planes[0]
-    if not is_tensor(first):
-        if any(is_tensor(plane) or plane.strides != first.strides for plane in planes):
-            return None
-        return _blocks(list(map(address_of, planes)), shape, first.strides, 1, start, planes)
-    torch = torch_module()
-    if not set(map(type, planes)) <= {torch.Tensor, torch.nn.Parameter}:
-        return None
-    try:
-        strides, size = first.stride(), first.element_size()
-        storages = list(map(torch.Tensor.untyped_storage, planes))
-        addresses = _addresses(planes)
-        ends = map(add, map(torch.UntypedStorage.data_ptr, storages), map(torch.UntypedStorage.nbytes, storages))
-        room = min(map(sub, ends, addresses), default=0)
-    except (RuntimeError, NotImplementedError):  # it has no memory of its own
-        return None
-    if not addresses or len(strides) != 3:
-        return None
-    heads, count, tokens, dim = shape
-    lasts = heads - 1, start + count * tokens - 1, dim - 1
-    reach = sum(step * last for step, last in zip(strides, lasts, strict=True))
-    if room < (reach + 1) * size:
-        return None
-    return _blocks(addresses, shape, strides, size, start, storages)
-
-
-def _addresses(planes: Sequence[Tensor]) -> Sequence[int]:
-    """Return where tensors begin, if all are the CPU's and have the strides of the first. Empty where they are not, and
-    where one has no memory."""
-    if found := alike_addresses(planes):
-        return found
-    strides = planes[0].stride()
-    if not all(plane.is_cpu and plane.stride() == strides for plane in planes):
-        return []
-    addresses = list(map(torch_module().Tensor.data_ptr, planes))
-    return addresses if all(addresses) else []
-
-
-def _blocks(
-    addresses: Sequence[int], shape: tuple[int, ...], strides: Sequence[int], size: int, start: int, owner: object
-) -> Blocks:  # fmt: skip
-    """Return planes, at these addresses, as blocks of ``shape`` from token ``start`` on. ``size``: bytes per unit of
-    ``strides``."""
-    head, token, item = (stride * size for stride in strides)
-    begins = [each + token * start for each in addresses] if start else addresses
-    return Blocks(begins, shape, (head, token * shape[2], token, item), owner)
 
 
 def paged_sources(

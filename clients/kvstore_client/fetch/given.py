@@ -6,7 +6,7 @@ than the bytes of a small fetch. Where that does not prove them right, each is l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, sub
 from typing import NamedTuple
@@ -15,6 +15,8 @@ from kvstore_copies import alike_addresses
 
 from kvstore.errors import InvalidRequest
 from kvstore_client.arrays import Layer, Tensor, dtype_of, is_tensor, settle_device, torch_module
+from kvstore_client.fetch.fused import Planes
+from kvstore_client.fetch.in_memory import placed_at
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.halves import checked_layers, plane_shapes
 from kvstore_client.overlap import ByteGeometry, check_targets
@@ -24,13 +26,13 @@ _shape, _dtype, _is_cpu = map(attrgetter, ("shape", "dtype", "is_cpu"))
 
 class Given(NamedTuple):
     """Checked planes, per requested layer. ``rooms``: per layer, the number of tokens that it has room for.
-    ``are_tensors``: True when no plane is a numpy array. ``sides``: all K, and all V, where those of each side have one
-    shape and one stride; else empty."""
+    ``are_tensors``: True when no plane is a numpy array. ``alike``: all K, and all V, where those of each side have one
+    shape and one stride; else None."""
 
     layers: Sequence[Sequence[Tensor]]
     rooms: Sequence[int]
     are_tensors: bool
-    sides: Sequence[Sequence[Tensor]] = ()
+    alike: Planes | None = None
 
     def check_room(self, token_count: int) -> None:
         """Raise InvalidRequest where a layer has no room for so many tokens."""
@@ -69,42 +71,44 @@ def _alike(wanted: Wanted, into: Sequence[Layer]) -> Given | None:
         return None
     if not set(map(type, into)) <= {tuple, list} or set(map(len, into)) != {2}:
         return None
-    flat = list(chain.from_iterable(into))
-    if set(map(type, flat)) != {torch.Tensor} or flat[0].dtype != dtype_of(wanted.spec.cache_dtype):
+    sides = list(zip(*into, strict=True))
+    flat, firsts = [*sides[0], *sides[1]], (sides[0][0], sides[1][0])
+    if set(map(type, flat)) != {torch.Tensor} or {each.dtype for each in firsts} != {dtype_of(wanted.spec.cache_dtype)}:
         return None
-    sides = flat[::2], flat[1::2]
-    starts = [alike_addresses(side) or _starts(side) for side in sides]
-    if not all(starts) or flat[1].dtype != flat[0].dtype or any(map(torch.Tensor.is_neg, flat)):
+    starts = alike_addresses(flat, len(sides)) or _starts(sides)
+    placed = placed_at(sides, flat, starts)
+    if not placed or any(map(torch.Tensor.is_neg, flat)):
         return None  # conjugates have complex items
-    firsts = flat[:2]
     shapes: list[Sequence[int]] = [each.shape for each in firsts]
     room = shapes[0][1] if len(shapes[0]) > 1 else 0
     if shapes != plane_shapes(wanted.spec, wanted.layers[0], room, wanted.head_count) or not _are_apart(firsts, starts):
         return None
-    return Given(into, [room] * len(into), True, sides)
+    return Given(into, [room] * len(into), True, Planes(sides, placed=placed))
 
 
-def _starts(planes: Sequence[Tensor]) -> list[int]:
+def _starts(sides: Sequence[Sequence[Tensor]]) -> list[int]:
     """Return what ``alike_addresses`` does, by torch alone. Empty for None."""
-    first = planes[0]
-    if not first.is_cpu:
-        return []
-    try:
-        looks = [list(map(look, planes)) for look in (_shape, _dtype, _is_cpu, type(first).stride)]
-        if any(look.count(look[0]) != len(planes) for look in looks):
+    starts: list[int] = []
+    for planes in sides:
+        first = planes[0]
+        if not first.is_cpu:
             return []
-        starts = list(map(type(first).data_ptr, planes))
-    except RuntimeError:  # one has no strides, or no memory of its own
-        return []
+        try:
+            looks = [list(map(look, planes)) for look in (_shape, _dtype, _is_cpu, type(first).stride)]
+            if any(look.count(look[0]) != len(planes) for look in looks):
+                return []
+            starts.extend(map(type(first).data_ptr, planes))
+        except RuntimeError:  # one has no strides, or no memory of its own
+            return []
     return starts if all(starts) else []
 
 
-def _are_apart(firsts: Sequence[Tensor], starts: Sequence[Sequence[int]]) -> bool:
+def _are_apart(firsts: Sequence[Tensor], starts: Iterable[int]) -> bool:
     """Return True when no tensor has items that share memory, and each begins at least as many bytes behind the one
     before as the larger of K and V takes. ``firsts``: one K, and one V, which the others of their side are like;
-    ``starts``: where those of each side begin."""
-    geometries = [ByteGeometry.of(each.shape, each.stride(), each.element_size()) for each in firsts]
-    if any(geometry.repeats for geometry in geometries):
+    ``starts``: where all of them begin."""
+    k, v = (ByteGeometry.of(each.shape, each.stride(), each.element_size()) for each in firsts)
+    if k.repeats or v.repeats:
         return False
-    in_order = sorted(chain.from_iterable(starts))
-    return bool(min(map(sub, in_order[1:], in_order)) >= max(geometry.byte_count for geometry in geometries))
+    in_order = sorted(starts)
+    return bool(min(map(sub, in_order[1:], in_order)) >= max(k.byte_count, v.byte_count))

@@ -40,7 +40,7 @@ class DenseTarget:
         self._token_count = token_count
         self.is_callers = given is not None
         self._are_tensors = given is not None and given.are_tensors
-        self._alike = None if given is None or not given.sides else Planes(given.sides)
+        self._alike = None if given is None else given.alike
         self._layers: Sequence[Sequence[Tensor]]
         self._owned = OwnedHalves.of(wanted, token_count) if given is None else None
         if given is not None:
@@ -50,7 +50,7 @@ class DenseTarget:
             self._layers, self._are_tensors = self._owned.layers, True
         else:
             self._layers = owned_layers(wanted, token_count)
-        gpu = None if given is None or given.sides else common_gpu(chain.from_iterable(given.layers))
+        gpu = None if given is None or given.alike else common_gpu(chain.from_iterable(given.layers))
         self._gpu = None if gpu is None else GpuPlanes(gpu, self._raw)
         self.hidden = owned_rows(wanted, token_count)
         self._raw_hidden = {layer: raw(plane) for layer, plane in self.hidden.items()}

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby, pairwise, takewhile
 from typing import NamedTuple
 
@@ -190,7 +191,7 @@ class Presence:
             few = self._found_few(chain)
             if few is None or not (few.is_whole or all(few.news[1:])):
                 return None
-            answer, is_whole = answer_of_few(few.news), few.is_whole
+            answer, is_whole = answer_of_few(tuple(few.news)), few.is_whole
         else:
             last = self._found_each(chain.salt, chain.digests[-1:])
             if last is None or not (last.is_whole or last.news[0]):
@@ -319,18 +320,19 @@ def answer_of(found: NDArray[np.uint64]) -> LookupAnswer:
     behind = news[hits:]
     behind[(states[1 + hits :] == ChunkState.HIT) | (behind == 0)] = _COLD
     starts = [0, *(np.flatnonzero(news[1:] != news[:-1]) + 1).tolist(), news.size]
-    runs = [_run(stop - start, int(news[start])) for start, stop in pairwise(starts) if start < stop]
+    runs = tuple(_run(stop - start, int(news[start])) for start, stop in pairwise(starts) if start < stop)
     return LookupAnswer(hits, runs, unpack_news(int(found[hits])).has_tails)
 
 
-def answer_of_few(found: Sequence[int]) -> LookupAnswer:
-    """Return as ``answer_of`` does."""
+@lru_cache(maxsize=1024)
+def answer_of_few(found: tuple[int, ...]) -> LookupAnswer:
+    """Return as ``answer_of`` does. Kept: most prompts of a length have the same news."""
     news = [each & _BUT_TAILS_NUMBER for each in found[1:]]
     hits = len(list(takewhile(lambda each: each & STATE_MASK == ChunkState.HIT, news)))
     for at in range(hits, len(news)):
         if not news[at] or news[at] & STATE_MASK == ChunkState.HIT:
             news[at] = _COLD_NUMBER
-    runs = [_run(len(list(alike)), each) for each, alike in groupby(news)]
+    runs = tuple(_run(len(list(alike)), each) for each, alike in groupby(news))
     return LookupAnswer(hits, runs, unpack_news(found[hits]).has_tails)
 
 

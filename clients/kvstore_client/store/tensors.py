@@ -20,7 +20,8 @@ from kvstore_client.cuda import lanes
 from kvstore_client.cuda.planes import GpuPlanes
 from kvstore_client.cuda.storing import stored_from
 from kvstore_client.derived import check_exact
-from kvstore_client.fetch.fused import blocks_of, plane_geometry, strip_arrays, token_runs, views_of
+from kvstore_client.fetch.fused import plane_geometry, strip_arrays, token_runs, views_of
+from kvstore_client.fetch.in_memory import placed_planes
 from kvstore_client.halves import checked_layers
 from kvstore_client.planes.store import Steps, Unit
 from kvstore_client.prompt import EXACT, Prompt
@@ -120,12 +121,12 @@ def _calls(
     if not is_compiled():
         return None
     pairs: list[tuple[Blocks, Blocks]] = []
-    for side, array in zip(sides, targets, strict=True):
-        source = blocks_of(side, array.shape[1:], start)
+    for side, array in zip(placed_planes(sides), targets, strict=False):
+        source = side.blocks(array.shape[1:], start)
         if source is None:
             return None
         pairs.append((Blocks.of(array), source))
-    batch = batch_of(pairs, targets[0].itemsize)
+    batch = batch_of(pairs, targets[0].itemsize) if pairs else None
     return None if batch is None else Steps(calls_of(batch), by_torch=False)
 
 
