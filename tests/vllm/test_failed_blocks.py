@@ -83,7 +83,7 @@ def test_nobody_is_given_blocks_of_a_load_that_failed(models: dict[str, Path], i
         assert (load.stop, step.num_scheduled_tokens["first"]) == (192, 108)
         if is_gone_first:
             steps.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
-        steps.end(step, failed=load.block_ids)  # as workers tell
+        steps.end(step, failed=load.block_ids[0])  # as workers tell
         steps.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
         steps.add("second")
         (second,) = (step := steps.begin()).scheduled_new_reqs
@@ -105,7 +105,7 @@ def test_vllm_answers_with_what_it_computed_ahead_over_a_load_that_failed(models
         step = steps.begin()
         (load,) = step.kv_connector_metadata.step.loads
         ahead = steps.begin()
-        steps.end(step, failed=load.block_ids)
+        steps.end(step, failed=load.block_ids[0])
         again = steps.begin()
         steps.end(ahead)
         assert list(steps.scheduler.requests["first"].output_token_ids) == [7], "of a step that read what did not land"

@@ -249,10 +249,10 @@ def test_what_becomes_of_an_image_counts(configured: VllmConfig, tmp_path: Path,
 def test_nothing_of_a_prompt_is_in_vllms_log_of_a_step_that_failed(configured: VllmConfig) -> None:
     """vLLM writes the step to its log then, and of its own requests the lengths alone."""
     spec, tokens = spec_for(configured, caches(FULL)), np.arange(700, 764, dtype=np.uint32)
-    load = Load("a", b"a ticket", 64, [1, 2], 0, 64)
-    save = Save(spec, tokens, (Extra(0, b"salt\0secret"),), [3, 4], b"a ticket")
+    load = Load("a", b"a ticket", 64, [[1, 2]], 0, 64)
+    save = Save(spec, tokens, (Extra(0, b"salt\0secret"),), [[3, 4]], b"a ticket")
     said = prepare_object_to_dump(StepMetadata(Step([load], [save], number=7)))
-    assert "number=7, loads=[('a', 0, 64, [1, 2])], saves=[(64, [3, 4])]" in said
+    assert "number=7, loads=[('a', 0, 64, [[1, 2]])], saves=[(64, [[3, 4]])]" in said
     assert not any(each in said for each in ("700", "secret", "ticket"))
 
 

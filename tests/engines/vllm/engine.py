@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from kvstore_client import Client, ModelSpec, connect
 from kvstore_client.engines.vllm.drafts import Draft
+from kvstore_client.engines.vllm.groups import LayerGroup
 from kvstore_client.engines.vllm.identity import Adapters
 from kvstore_client.engines.vllm.pages import PagesOfModel
 from kvstore_client.engines.vllm.scheduler import SchedulerSide
@@ -21,6 +23,7 @@ from tests.server.raw import TIMEOUT_S
 from tests.specs import small_spec
 
 BLOCK, BLOCKS = 4, 64
+Tables: TypeAlias = "tuple[list[int], ...]"
 
 SPEC = small_spec()  # two layers, two heads of 8, chunks of 16
 
@@ -36,14 +39,22 @@ def request(name: str, tokens: Any, **more: Any) -> SimpleNamespace:
     return SimpleNamespace(request_id=name, all_token_ids=ids, num_tokens=len(ids), num_prompt_tokens=len(ids), **given)
 
 
-def scheduled(name: str, blocks: list[int], computed: int, count: int, *, is_new: bool = True) -> SimpleNamespace:
-    """A step that computes ``count`` tokens of one request."""
-    new = [SimpleNamespace(req_id=name, block_ids=(blocks,), num_computed_tokens=computed)] if is_new else []
+def scheduled(
+    name: str, blocks: list[int] | Tables, computed: int, count: int, *, is_new: bool = True, tables: Tables = ()
+) -> SimpleNamespace:  # fmt: skip
+    """A step that computes ``count`` tokens of one request. ``blocks``: of one group, or by group; ``tables``: all that
+    the request has, where that is not what it was given."""
+    given = blocks if isinstance(blocks, tuple) else (blocks,)
+    new = [SimpleNamespace(req_id=name, block_ids=given, num_computed_tokens=computed)] if is_new else []
     names = [] if is_new else [name]
     cached = SimpleNamespace(
-        req_ids=names, new_block_ids=[(blocks,)], num_computed_tokens=[computed], resumed_req_ids=set()
+        req_ids=names, new_block_ids=[given], num_computed_tokens=[computed], resumed_req_ids=set()
     )
-    return SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens={name: count})
+    state = SimpleNamespace(resolve_block_ids=lambda _: tables or given)
+    return SimpleNamespace(
+        scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens={name: count},
+        kv_connector_block_state=state,
+    )  # fmt: skip
 
 
 def matched(side: SchedulerSide, asked: Any, computed: int) -> tuple[int, bool]:
@@ -60,16 +71,21 @@ class Engine:
     """Pages and both sides, as one vLLM has them. Its cache of a token is what the seed makes of its place."""
 
     def __init__(
-        self, address: str, spec: ModelSpec = SPEC, load: str = "async", draft: Draft | None = None, **options: Any
-    ) -> None:
+        self, address: str, spec: ModelSpec = SPEC, load: str = "async", draft: Draft | None = None,
+        groups: Sequence[LayerGroup] = (), **options: Any,
+    ) -> None:  # fmt: skip
         settings = ConnectorSettings(chunk_tokens=16, load=load, **options)
         self.clients = [connect(address, timeout_s=settings.timeout_s) for _ in range(2)]
         each = spec.layers[0]
         shape = (BLOCKS, each.kv_heads, BLOCK, each.k_dim + each.v_dim)
         self.pages = [torch.zeros(shape, dtype=torch.bfloat16) for _ in spec.layers]
-        views = PagesOfModel(spec, self.pages, BLOCK, "TRITON_MLA" if spec.mla else "FLASH_ATTN")
-        self.scheduler = SchedulerSide(self.clients[0], Adapters(spec), settings, BLOCK, draft=draft)
-        self.worker = WorkerSide(self.clients[1], views, BLOCK, is_layerwise=load == "layerwise")
+        views = PagesOfModel(spec, self.pages, BLOCK, "TRITON_MLA" if spec.mla else "FLASH_ATTN", groups=groups)
+        self.scheduler = SchedulerSide(
+            self.clients[0], Adapters(spec), settings, BLOCK, draft=draft, groups=groups
+        )  # fmt: skip
+        self.worker = WorkerSide(
+            self.clients[1], views, is_layerwise=load == "layerwise", is_one_table=not groups
+        )  # fmt: skip
 
     def fill(self, blocks: list[int], seed: int) -> list[Any]:
         """Compute: other numbers into a request's blocks. What they hold, per layer."""
@@ -81,7 +97,7 @@ class Engine:
     def content(self, blocks: list[int]) -> list[Any]:
         return [pages[blocks].clone() for pages in self.pages]
 
-    def compute(self, asked: Any, blocks: list[int], computed: int, count: int, **more: Any) -> Step:
+    def compute(self, asked: Any, blocks: list[int] | Tables, computed: int, count: int, **more: Any) -> Step:
         step = self.scheduler.step(scheduled(asked.request_id, blocks, computed, count, **more))
         self.worker.begin(step)
         for layer in range(len(self.pages)):
@@ -90,12 +106,12 @@ class Engine:
         self.worker.save(step.saves)
         return step
 
-    def admit(self, asked: Any, blocks: list[int]) -> int:
-        """As vLLM does before a request runs: how many tokens will be loaded."""
+    def admit(self, asked: Any, blocks: list[int] | Tables, computed: int = 0) -> int:
+        """As vLLM does before a request runs, of which it has some tokens: how many will be loaded."""
         self.scheduler.new_request(asked)
-        count, is_async = matched(self.scheduler, asked, 0)
+        count, is_async = matched(self.scheduler, asked, computed)
         assert is_async == (count > 0 and self.scheduler._settings.load == "async")
-        self.scheduler.allocated(asked, blocks, count)
+        self.scheduler.allocated(asked, blocks if isinstance(blocks, tuple) else (blocks,), count)
         return count
 
     def landed(self) -> set[str]:

@@ -61,7 +61,7 @@ def rounds(engine: Engine, queue: Sequence[Any], at_once: int) -> dict[str, int]
             blocks -= 1
             left.remove(each)
             given[each.request_id] = count
-            engine.scheduler.allocated(each, blocks_of(42), count)
+            engine.scheduler.allocated(each, (blocks_of(42),), count)
         landed(engine)
     return given
 

@@ -133,7 +133,7 @@ def test_what_vllm_has_of_more_than_is_loaded_is_not_loaded(sidecar: Sidecar) ->
     asked = request("again", tokens)
     engine.scheduler.new_request(asked)
     assert matched(engine.scheduler, asked, 36) == (0, False)
-    engine.scheduler.allocated(asked, blocks_of(42, 20), 0)
+    engine.scheduler.allocated(asked, (blocks_of(42, 20),), 0)
     engine.close()
 
 

@@ -72,7 +72,7 @@ def test_a_prefill_in_pieces_is_kept_chunk_by_chunk(engine: Engine) -> None:
         step = engine.compute(asked, blocks[first:last], start, stop - start, is_new=start == 0)
         kept += [save.tokens.size for save in step.saves]
         for save in step.saves:
-            assert save.block_ids == blocks[: save.tokens.size // BLOCK]
+            assert save.block_ids == [blocks[: save.tokens.size // BLOCK]]
             wait_stored(engine.clients[0], save)
     assert kept == [16, 32, 48, 72]
     assert not engine.compute(asked, [], 75, 1, is_new=False).saves  # answers are kept only when asked for
@@ -102,8 +102,8 @@ def test_a_step_copies_no_blocks_of_before(engine: Engine) -> None:
     for computed, more in ((60, blocks[15:16]), (61, []), (62, []), (63, []), (64, blocks[16:17])):
         engine.compute(asked, more, computed, 1, is_new=False)
     assert engine.scheduler._tracked["a"].block_ids is known
-    assert known == blocks[:17]
-    assert save.block_ids == blocks[:15]
+    assert known == [blocks[:17]]
+    assert save.block_ids == [blocks[:15]]
 
 
 def test_a_request_that_was_preempted_starts_over(engine: Engine) -> None:
@@ -114,10 +114,10 @@ def test_a_request_that_was_preempted_starts_over(engine: Engine) -> None:
     wait_stored(engine.clients[0], step.saves[0])
     blocks = blocks_of(60, 30)
     assert matched(engine.scheduler, asked, 0) == (16, True)
-    engine.scheduler.allocated(asked, blocks, 16)
+    engine.scheduler.allocated(asked, (blocks,), 16)
     step = engine.compute(asked, blocks, 16, 44)
-    assert [load.block_ids for load in step.loads] == [blocks]
-    assert [save.block_ids for save in step.saves] == [blocks[:15]]
+    assert [load.block_ids for load in step.loads] == [[blocks]]
+    assert [save.block_ids for save in step.saves] == [[blocks[:15]]]
     assert engine.landed() == {"a"}
 
 
@@ -128,12 +128,12 @@ def test_an_engine_that_only_stores_forgets_the_blocks_of_before_it_was_preempte
     asked, blocks, later = request("a", tokens_of(60, 73)), blocks_of(60), blocks_of(60, 30)
     side.new_request(asked)
     assert side.matched(asked, 0) == (0, False)
-    side.allocated(asked, blocks, 0)
-    assert [save.block_ids for save in side.step(scheduled("a", blocks[:5], 0, 20)).saves] == [blocks[:4]]
-    side.allocated(asked, later, 0)
+    side.allocated(asked, (blocks,), 0)
+    assert [save.block_ids for save in side.step(scheduled("a", blocks[:5], 0, 20)).saves] == [[blocks[:4]]]
+    side.allocated(asked, (later,), 0)
     resumed = scheduled("a", later, 0, 60, is_new=False)
     resumed.scheduled_cached_reqs.resumed_req_ids.add("a")
-    assert [save.block_ids for save in side.step(resumed).saves] == [later[:15]]
+    assert [save.block_ids for save in side.step(resumed).saves] == [[later[:15]]]
     side.close()
     engine.close()
 
@@ -275,7 +275,7 @@ def test_blocks_of_an_adapters_files_of_before_are_not_kept(engine: Engine, tmp_
     anew, blocks = request("c", tokens, lora_request=adapter(2)), blocks_of(60, 20)
     engine.scheduler.new_request(anew)
     assert matched(engine.scheduler, anew, 32) == (0, False)  # vLLM has 32 tokens, by the files of before
-    engine.scheduler.allocated(anew, blocks, 0)
+    engine.scheduler.allocated(anew, (blocks,), 0)
     assert engine.compute(anew, blocks, 32, 28).saves == []
     whole = request("d", tokens, lora_request=adapter(2))
     assert engine.admit(whole, blocks_of(60, 40)) == 0  # vLLM has nothing of it
@@ -294,7 +294,7 @@ def test_nothing_stays_held(own_sidecar: Sidecar) -> None:
     for _ in range(3):  # vLLM asks until it has room
         assert matched(engine.scheduler, asked, 0) == (40, True)
     assert held() == 1
-    engine.scheduler.allocated(asked, blocks_of(42), 0)  # it chose not to load
+    engine.scheduler.allocated(asked, (blocks_of(42),), 0)  # it chose not to load
     eventually(lambda: held() == 0)
     assert matched(engine.scheduler, request("c", tokens), 0) == (40, True)
     engine.scheduler.finished("c")
@@ -355,7 +355,7 @@ def test_ranks_keep_their_heads_together_or_not_at_all(
         WorkerSide(
             clients[1 + rank],
             PagesOfModel(spec, pages[rank], BLOCK, "TRITON_MLA" if spec.mla else "FLASH_ATTN", rank=rank, **how),
-            BLOCK, is_layerwise=True,
+            is_layerwise=True,
         )
         for rank in range(ranks)
     ]  # fmt: skip
@@ -380,7 +380,7 @@ def test_ranks_keep_their_heads_together_or_not_at_all(
             assert torch.equal(torch.cat([pair[0][share], pair[1][share]], dim=-1), whole)
     scheduler.new_request(again := request("again", prompts[True]))
     assert matched(scheduler, again, 0)[0] == 40
-    scheduler.allocated(again, blocks_of(42, 20), 40)
+    scheduler.allocated(again, (blocks_of(42, 20),), 40)
     step = scheduler.step(scheduled("again", blocks_of(42, 20), 40, 2))
     for rank, worker in enumerate(workers):
         worker.begin(step)

@@ -320,9 +320,9 @@ def test_a_load_that_takes_longer_than_computing_is_given_up(sidecar: Sidecar, s
             return False
 
     engine.worker.begin(step)
-    engine.worker._moving["a"].transfer.wait(10.0)  # type: ignore[union-attr]  # replaced
+    engine.worker._moving["a"].transfers[0].wait(10.0)
     stuck: Any = Stuck()
-    engine.worker._moving["a"].transfer = stuck
+    engine.worker._moving["a"].transfers = [stuck]
     clock.advance(0.99 * step.loads[0].give_up_s)
     assert engine.worker.landed() == set()
     assert not stopped
@@ -363,7 +363,7 @@ def test_the_sidecar_hears_of_its_plans_and_of_what_came_of_them(sidecar: Sideca
             engine.scheduler._lookups.waiting.add("another")
         count, _ = matched(engine.scheduler, request_of, 0)
         engine.scheduler._lookups.waiting.discard("another")
-        engine.scheduler.allocated(request_of, blocks, count)
+        engine.scheduler.allocated(request_of, (blocks,), count)
         engine.clock.advance(0.25)
         if name == "c":
             engine.scheduler.received(SimpleNamespace(invalid_block_ids=blocks, finished_recving=[name]))

@@ -17,7 +17,7 @@ from kvstore_client.engines.vllm.step import Save
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Internal
-from tests.engines.vllm.engine import BLOCK, SPEC, Engine, blocks_of, matched, request, scheduled, wait_stored
+from tests.engines.vllm.engine import SPEC, Engine, blocks_of, matched, request, scheduled, wait_stored
 from tests.server.raw import eventually
 from tests.simulated import ManualClock
 from tests.specs import tokens_of
@@ -139,7 +139,7 @@ def test_a_save_is_waited_for_as_long_as_its_calls_may_take(
     engine, client = held
     monkeypatch.setattr(room, "END_S_MAX", 0.05)
     engine.worker._saves = Saves(
-        client, engine.worker._pages, BLOCK, CallPause(engine.worker._clock), call_s_max=10.0  # type: ignore[arg-type]  # it stands in for one
+        client, engine.worker._pages, CallPause(engine.worker._clock), call_s_max=10.0  # type: ignore[arg-type]  # it stands in for one
     )  # fmt: skip
     computed(engine, "a", 316, blocks_of(42))
     assert client.begun.wait(10.0)
@@ -157,7 +157,7 @@ def test_the_end_stops_loads_also_where_a_save_reads_on(
     computed(engine, "a", 315, blocks_of(42))
     assert client.begun.wait(10.0)
     stopped: list[float] = []
-    load: Any = SimpleNamespace(transfer=SimpleNamespace(cancel=stopped.append))
+    load: Any = SimpleNamespace(transfers=[SimpleNamespace(cancel=stopped.append)])
     engine.worker._moving["b"] = load
     with pytest.raises(Internal, match="cannot be stopped"):
         engine.worker.close()
@@ -203,9 +203,9 @@ def test_ranks_are_told_when_one_of_them_gives_up() -> None:
             said.append("put")
 
     client: Any = SimpleNamespace(join_store=lambda *_: Writer())
-    pages: Any = SimpleNamespace(views=[(0, 0)], rank=0, heads=(0, 1), computed=lambda: lambda: None)
-    saves = Saves(client, pages, BLOCK, CallPause(clock))
-    saves.begin(Save(SPEC, tokens_of(40), (), blocks_of(40), b"ticket"), is_wanted=False)
+    pages: Any = SimpleNamespace(views=[(0, 0)], groups=[None], rank=0, heads=(0, 1), computed=lambda: lambda: None)
+    saves = Saves(client, pages, CallPause(clock))
+    saves.begin(Save(SPEC, tokens_of(40), (), [blocks_of(40)], b"ticket"), is_wanted=False)
     saves.close()
     assert said == ["left"]
 
@@ -223,7 +223,7 @@ def test_the_scheduler_names_the_blocks_that_a_step_may_write(engine: Engine) ->
     loaded, blocks = request("b", tokens), blocks_of(42, 20)
     side.new_request(loaded)
     assert matched(side, loaded, 8) == (32, True)
-    side.allocated(loaded, blocks, 32)
+    side.allocated(loaded, (blocks,), 32)
     assert side.step(scheduled("x", [], 0, 0)).written == blocks[2:], "also those that no load fills"
     side.reported([blocks[4]])
     assert side.step(scheduled("b", [], 16, 4, is_new=False)).written == blocks[4:], "it computes again what it had"

@@ -89,7 +89,7 @@ def test_a_hold_that_is_not_needed_any_more_is_let_go(slow: tuple[Engine, Slow, 
     asked = request("a", tokens_of(42, 60))
     assert engine.scheduler.matched(asked, 0) == (None, False)
     assert engine.scheduler.matched(asked, 40) == (0, False), "vLLM has all of it meanwhile"
-    engine.scheduler.allocated(asked, blocks_of(42), 0)
+    engine.scheduler.allocated(asked, (blocks_of(42),), 0)
     assert not engine.scheduler._lookups._asked
     client.go.set()
     eventually(lambda: engine.clients[1].stats().sessions.ticket_count == 0)

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )  # fmt: skip
 from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
@@ -20,6 +21,7 @@ from kvstore_client.arrays import Tensor
 from kvstore_client.begin import connect
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.geometry import FP8, geometry_of
+from kvstore_client.engines.vllm.groups import check_groups
 from kvstore_client.engines.vllm.identity import Adapters, adapter_settings, spec_of, worker_rank
 from kvstore_client.engines.vllm.naming import check_algorithm, check_items
 from kvstore_client.engines.vllm.objects import CacheConfig, EngineRequest, RequestBlocks, ScheduledStep, WorkersReport
@@ -49,7 +51,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is no
         return self
 
 
-class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not there where types are checked
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not there where types are checked
     """Loads prompts from a kvstore sidecar and keeps them there. Raises InvalidRequest for settings that it cannot
     serve."""
 
@@ -69,6 +71,8 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         self._geometry = geometry_of(vllm_config, kv_cache_config)
         algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
         check_algorithm(self._settings.digests, algorithm, self._geometry.draft)
+        if not self._geometry.is_one_table:
+            check_groups(self._geometry.groups, self._settings, has_draft=self._geometry.draft is not None)
         if self._geometry.draft is not None and (self._settings.load == "layerwise" or self._settings.save_output):
             raise InvalidRequest(
                 "a draft computes behind the step, so with --speculative-config prompts alone are kept, and loaded "
@@ -85,7 +89,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
             spec = spec_of(vllm_config, self._geometry, self._settings)
             adapters = Adapters(spec, adapter_settings(vllm_config))
             self._scheduler = SchedulerSide(
-                self._connect(), adapters, self._settings, self._geometry.block_tokens,
+                self._connect(), adapters, self._settings, self._geometry.block_tokens, groups=self._geometry.groups,
                 loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer, ranks=self._geometry.ranks,
                 step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens), draft=self._geometry.draft,
             )  # fmt: skip
@@ -115,7 +119,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
 
     def update_state_after_alloc(self, request: EngineRequest, blocks: RequestBlocks, num_external_tokens: int) -> None:
         assert self._scheduler is not None
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: ScheduledStep) -> StepMetadata:
         assert self._scheduler is not None
@@ -128,7 +132,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         if wrong and manager is not None:
             manager.evict_blocks(wrong)
 
-    def request_finished(self, request: EngineRequest, block_ids: list[int]) -> tuple[bool, dict[str, object] | None]:
+    def request_finished_all_groups(
+        self, request: EngineRequest, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, object] | None]:
         assert self._scheduler is not None
         self._scheduler.finished(request.request_id)
         return False, None
@@ -158,15 +164,16 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
                 "draft attention_backend in --speculative-config"
             )
         backend = backends.pop()
-        writer = _cpu_writer(self._config, self._geometry.block_tokens) if backend == CPU else None
+        writer = _cpu_writer(self._config) if backend == CPU else None
         tensors = [kv_caches[name] for name in names]
         ranks = self._geometry.ranks
         pages = PagesOfModel(
-            spec, tensors, self._geometry.block_tokens, backend, writer, rank=worker_rank() if ranks > 1 else 0,
-            ranks=ranks, replicas=self._geometry.replicas,
+            spec, tensors, self._geometry.block_tokens, backend, writer, groups=self._geometry.groups,
+            rank=worker_rank() if ranks > 1 else 0, ranks=ranks, replicas=self._geometry.replicas,
         )  # fmt: skip
         self._worker = WorkerSide(
-            self._connect(), pages, self._geometry.block_tokens, is_layerwise=self._settings.load == "layerwise",
+            self._connect(), pages, is_layerwise=self._settings.load == "layerwise",
+            is_one_table=self._geometry.is_one_table,
             is_waiting=bool(self._config.model_config.enable_sleep_mode), call_s_max=self._settings.timeout_s,
         )  # fmt: skip
 
@@ -208,6 +215,13 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         self._worker.end_layerwise()
         return None, self._worker.landed()
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return the loads that have ended, and which of them failed, where blocks do not tell."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker is not None:
+            results.failed_recving |= self._worker.failed_requests()
+        return results
+
     def build_connector_worker_meta(self) -> StepReport | None:
         number = self._step().number if self._worker is not None else 0
         return StepReport(number) if number else None
@@ -234,7 +248,7 @@ def _check_policy(transfer: Any) -> None:
             )
 
 
-def _cpu_writer(config: Any, block_tokens: int) -> Writer:
+def _cpu_writer(config: Any) -> Writer:
     """Return a function that writes pages by vLLM's own kernel, as its CPU backend calls it."""
     from vllm import _custom_ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -243,7 +257,7 @@ def _cpu_writer(config: Any, block_tokens: int) -> Writer:
 
     def write(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         k, v = k.to(config.model_config.dtype), v.to(config.model_config.dtype)
-        isa = _get_attn_isa(config.model_config.dtype, block_tokens, k.shape[-1], cache_dtype)
+        isa = _get_attn_isa(config.model_config.dtype, key_cache.shape[2], k.shape[-1], cache_dtype)
         _custom_ops.cpu_attn_reshape_and_cache(
             k, v, key_cache, value_cache, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype=cache_dtype
         )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import LayerKind, LayerSpec
 from kvstore_client.engines.vllm.drafts import Draft, draft_of
-from kvstore_client.engines.vllm.objects import CacheConfig, EngineConfig, LayerCache, ModelConfig
+from kvstore_client.engines.vllm.groups import LayerGroup
+from kvstore_client.engines.vllm.objects import CacheConfig, CacheGroup, EngineConfig, LayerCache, ModelConfig
 
 PER_TENSOR = 1
 """vLLM's mode of caches of 8 bits that have one scale per layer, which is the checkpoint's, or 1."""
@@ -18,14 +20,22 @@ FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 """Their dtype, by vLLM's name. What it calls fp8_e5m2 is e4m3 with some of its backends."""
 HEADS = re.compile("key_value_heads|kv_heads|kv_n_heads|head_kv|attention_groups|query_group|heads_in_group")
 """Names by which configurations tell numbers of kv heads, of some layers or of all."""
+KNOWN = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
+"""vLLM's kinds of caches that are kept. Not of these: states of recurrent layers (MambaSpec), which are of no prefix;
+attention within fixed pieces (ChunkedLocalAttentionSpec), to an encoder's output, or to rings of tokens; and what only
+some models have."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The layers that keep a cache, in order, with the kv heads of all ranks together; and vLLM's block size."""
+    """The layers that keep a cache, in order, with the kv heads of all ranks together. ``block_tokens``: the unit in
+    which all groups' blocks begin and end together."""
 
     layer_names: tuple[str, ...]
     layers: tuple[LayerSpec, ...]
+    groups: tuple[LayerGroup, ...]
+    is_one_table: bool
+    """True where all layers share one block table, in which no block is given up before its request ends."""
     cache_dtype: str
     block_tokens: int
     mla: bool
@@ -47,15 +57,7 @@ def geometry_of(vllm_config: EngineConfig, kv_cache_config: CacheConfig) -> Geom
             "this model needs all of a prompt in each computation, as poolers of a mean or of the first token do, and "
             "cannot go on after a prefix (vLLM turns its own prefix cache off for it): run it without the connector"
         )
-    groups = [each for each in kv_cache_config.kv_cache_groups if getattr(each, "enable_kv_transfer", True)]
-    if len(groups) != 1:
-        raise InvalidRequest(
-            f"this model has {len(groups)} groups of layers with blocks of their own; kvstore needs one block table: "
-            "set --disable-hybrid-kv-cache-manager (models with recurrent layers have no cache that could be kept)"
-        )
-    group = groups[0].kv_cache_spec
-    names = sorted(groups[0].layer_names, key=lambda name: ([int(each) for each in re.findall(r"\d+", name)], name))
-    each_spec = getattr(group, "kv_cache_specs", None) or dict.fromkeys(names, group)
+    names, each_spec, groups = _grouped(kv_cache_config.kv_cache_groups)
     hf = vllm_config.model_config.hf_text_config
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     mla = all(_is_mla(each) for each in each_spec.values())
@@ -77,7 +79,43 @@ def geometry_of(vllm_config: EngineConfig, kv_cache_config: CacheConfig) -> Geom
             f"{heads} kv heads on {ranks} ranks, and layers with other numbers of them: kvstore serves several ranks "
             "where all layers are alike; set --tensor-parallel-size 1"
         )
-    return Geometry(tuple(names), layers, dtypes.pop(), int(group.block_size), mla, ranks, replicas, draft)
+    return Geometry(
+        tuple(names), layers, groups, len(kv_cache_config.kv_cache_groups) == 1 and not groups[0].window, dtypes.pop(),
+        math.lcm(*(each.block_tokens for each in groups)), mla, ranks, replicas, draft,
+    )  # fmt: skip
+
+
+def _grouped(given: Sequence[CacheGroup]) -> tuple[list[str], dict[str, LayerCache], tuple[LayerGroup, ...]]:
+    """Return the names of all layers in order, their caches, and their groups."""
+    caches: dict[str, LayerCache] = {}
+    kept = [(index, each) for index, each in enumerate(given) if getattr(each, "enable_kv_transfer", True)]
+    for _, each in kept:
+        caches |= getattr(each.kv_cache_spec, "kv_cache_specs", None) or dict.fromkeys(
+            each.layer_names, each.kv_cache_spec
+        )
+    names = sorted(caches, key=lambda name: ([int(digits) for digits in re.findall(r"\d+", name)], name))
+    groups = []
+    for index, each in kept:
+        windows = {_window(name, caches[name]) for name in each.layer_names}
+        if len(windows) != 1:
+            raise InvalidRequest(
+                f"layer {each.layer_names[0]} shares a block table with layers of another window: set "
+                "--disable-hybrid-kv-cache-manager"
+            )
+        layers = tuple(place for place, name in enumerate(names) if name in set(each.layer_names))
+        groups.append(LayerGroup(index, layers, int(each.kv_cache_spec.block_size), windows.pop()))
+    return names, caches, tuple(groups)
+
+
+def _window(name: str, spec: LayerCache) -> int:
+    """Return the number of tokens of which vLLM keeps blocks for a layer; 0: all. Raises InvalidRequest."""
+    kind = type(spec).__name__
+    if kind not in KNOWN:
+        raise InvalidRequest(
+            f"layer {name} keeps a {kind}; kvstore keeps {', '.join(KNOWN)}: run this model without the connector, or, "
+            "unless it has recurrent layers, with --disable-hybrid-kv-cache-manager"
+        )
+    return int(getattr(spec, "sliding_window", 0)) if kind == "SlidingWindowSpec" else 0
 
 
 def _replicas(heads: int, ranks: int) -> int:
@@ -142,17 +180,6 @@ def _dtype(name: str, spec: LayerCache, called: str) -> str:
 
 def _layer(name: str, spec: LayerCache, hf: Any, shares: int) -> LayerSpec:
     """Return a layer with all its heads. ``shares``: the ranks among which they are shared out."""
-    known = {"FullAttentionSpec", "MLAAttentionSpec"}
-    if type(spec).__name__ == "SlidingWindowSpec":
-        raise InvalidRequest(
-            f"layer {name}: vLLM gives up blocks that leave a window, so no prompt could be kept whole: set "
-            "--disable-sliding-window"
-        )
-    if type(spec).__name__ not in known:
-        raise InvalidRequest(
-            f"layer {name} keeps a {type(spec).__name__}; kvstore keeps {', '.join(sorted(known))}: run this model "
-            "without the connector"
-        )
     if getattr(spec, "tokens_per_state", 1) != 1:
         raise InvalidRequest(
             f"layer {name} keeps several tokens as one state, which no prefix ends in: run this model without the "

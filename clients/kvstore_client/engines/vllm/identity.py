@@ -18,6 +18,7 @@ from kvstore.spec.configuration import named
 from kvstore.spec.from_transformers import rope_of
 from kvstore_client.engines.vllm.drafts import draft_of
 from kvstore_client.engines.vllm.geometry import Geometry
+from kvstore_client.engines.vllm.groups import chunk_tokens_of
 from kvstore_client.engines.vllm.objects import EngineConfig, LoadConfig, LoraRequest, ModelConfig
 from kvstore_client.engines.vllm.settings import Common, ConnectorSettings
 
@@ -50,11 +51,7 @@ def spec_of(
 ) -> ModelSpec:
     """Return the engine's spec. ``weights_digest`` None: digest the files. Raises InvalidRequest."""
     model = vllm_config.model_config
-    if settings.chunk_tokens % geometry.block_tokens:
-        raise InvalidRequest(
-            f"kv_connector_extra_config: chunk_tokens {settings.chunk_tokens} must be a multiple of vLLM's block of "
-            f"{geometry.block_tokens} tokens"
-        )
+    chunk_tokens = chunk_tokens_of(geometry.groups, geometry.block_tokens, settings)
     first = geometry.layers[0]
     rope = rope_of(model.hf_text_config, first.v_dim if geometry.mla else first.k_dim)
     sections = _rope_parameters(model.hf_text_config).get("mrope_section") or ()
@@ -70,7 +67,7 @@ def spec_of(
             theta=rope.theta, kind=rope.kind, rotary_dim=rope.rotary_dim, factors=rope.factors,
             mrope=tuple(int(each) for each in sections),
         ),
-        chunk_tokens=settings.chunk_tokens,
+        chunk_tokens=chunk_tokens,
         mla=geometry.mla,
     )  # fmt: skip
 

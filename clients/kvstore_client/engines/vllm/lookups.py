@@ -36,11 +36,11 @@ _log = logging.getLogger("kvstore.vllm")
 
 class PrefixLookups:
     """The lookups of one scheduler. To hold something takes a call; the engine's loop does not wait for that call. No
-    method raises because of the sidecar."""
+    method raises because of the sidecar. ``readers``: the fetches that bring what is held."""
 
     def __init__(
         self, client: Client, naming: Naming, planner: RequestPlanner, patience: CallPause, clock: Clock, *,
-        block_tokens: int, ranks: int,
+        block_tokens: int, readers: int,
     ) -> None:  # fmt: skip
         self._client = client
         self._naming = naming
@@ -48,7 +48,7 @@ class PrefixLookups:
         self._patience = patience
         self._clock = clock
         self._block_tokens = block_tokens
-        self._ranks = ranks
+        self._readers = readers
         self._workers = WorkerThreads(LOOKUP_THREADS, "kvstore-lookup")
         self._wait_s = WAIT_S
         self._asked: dict[str, PrefixLookup] = {}
@@ -192,7 +192,7 @@ class PrefixLookups:
             return NOTHING
 
     def _lookup(self, tracked: TrackedRequest, prompt: Tokens | PageHashes, extras: tuple[Extra, ...]) -> Match:
-        return self._client.lookup(tracked.spec, prompt, hold=True, readers=self._ranks, extras=extras)
+        return self._client.lookup(tracked.spec, prompt, hold=True, readers=self._readers, extras=extras)
 
     # ------------------------------------------------------------ what is held
 

@@ -3,7 +3,7 @@ what a new release must still have. What only some releases have is read by ``ge
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 
@@ -45,7 +45,7 @@ class EngineRequest(Protocol):
 
 
 class RequestBlocks(Protocol):
-    """The blocks that a request was given."""
+    """The blocks that a request was given, by group."""
 
     def get_block_ids(self) -> Sequence[list[int]]: ...
 
@@ -59,13 +59,20 @@ class NewRequest(Protocol):
 
 
 class RunningRequests(Protocol):
-    """The requests that go on in a step, in columns. ``new_block_ids``: None where a request needs no more; all of its
-    blocks where it is resumed."""
+    """The requests that go on in a step, in columns. ``new_block_ids``: by group; None where a request needs no more;
+    all of its blocks where it is resumed."""
 
     req_ids: Sequence[str]
     new_block_ids: Sequence[Sequence[list[int]] | None]
     num_computed_tokens: Sequence[int]
     resumed_req_ids: Collection[str]
+
+
+class BlockState(Protocol):
+    """The block tables of the requests of a step."""
+
+    resolve_block_ids: Callable[[str], Sequence[list[int]]]
+    """Returns a request's blocks now, by group: 0 where there is none any more."""
 
 
 class ScheduledStep(Protocol):
@@ -75,18 +82,18 @@ class ScheduledStep(Protocol):
     scheduled_new_reqs: Sequence[NewRequest]
     scheduled_cached_reqs: RunningRequests
     free_encoder_mm_hashes: Sequence[str]
+    kv_connector_block_state: BlockState
 
 
-def scheduled_requests(output: ScheduledStep) -> Iterable[tuple[str, list[int], bool, int]]:
-    """Yield, per request of a step: its id, blocks, True if these are all it has, and the number of tokens computed
-    before."""
+def scheduled_requests(output: ScheduledStep) -> Iterable[tuple[str, Sequence[list[int]], bool, int]]:
+    """Yield, per request of a step: its id, blocks by group (none: no groups), True if these are all it has, and the
+    number of tokens computed before."""
     for new in output.scheduled_new_reqs:
-        yield new.req_id, new.block_ids[0], True, new.num_computed_tokens
+        yield new.req_id, new.block_ids, True, new.num_computed_tokens
     cached = output.scheduled_cached_reqs
     for index, name in enumerate(cached.req_ids):
-        blocks = cached.new_block_ids[index]
-        is_whole = name in cached.resumed_req_ids
-        yield name, blocks[0] if blocks else [], is_whole and bool(blocks), cached.num_computed_tokens[index]
+        blocks = cached.new_block_ids[index] or ()
+        yield name, blocks, bool(blocks) and name in cached.resumed_req_ids, cached.num_computed_tokens[index]
 
 
 class WorkersReport(Protocol):
@@ -94,6 +101,8 @@ class WorkersReport(Protocol):
 
     invalid_block_ids: Collection[int] | None
     finished_recving: Collection[str] | None
+    failed_recving: Collection[str]
+    """Those of them whose loads failed, where failures are told by request."""
 
 
 class LayerCache(Protocol):

@@ -15,6 +15,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
 from kvstore_client.arrays import Tensor, check_memory
 from kvstore_client.engines.vllm.geometry import FP8
+from kvstore_client.engines.vllm.groups import LayerGroup
 
 SIDE_BY_SIDE = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASHINFER")
 LATENT = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA")
@@ -32,13 +33,14 @@ _DIGITS = 16
 class PagesOfModel:
     """Each layer's (K, V) views, in the order of the spec's layers, and this rank's range of kv ``heads`` (None: all).
     ``kept``: the layers whose heads it keeps, where the next ranks, as many as ``replicas`` says, have the same heads.
+    ``groups``: the layers by block table; none: all have one, with blocks of ``block_tokens``.
 
     Raises: InvalidRequest naming what does not fit.
     """
 
     def __init__(
         self, spec: ModelSpec, tensors: Sequence[Tensor], block_tokens: int, backend: str, writer: Writer | None = None,
-        *, rank: int = 0, ranks: int = 1, replicas: int = 1,
+        *, groups: Sequence[LayerGroup] = (), rank: int = 0, ranks: int = 1, replicas: int = 1,
     ) -> None:  # fmt: skip
         if len(tensors) != len(spec.slab_layers):
             raise InvalidRequest(
@@ -52,11 +54,15 @@ class PagesOfModel:
         self.heads = (share * each, (share + 1) * each) if shares > 1 else None
         self.kept = range(rank % replicas, len(tensors), replicas)
         self.views: list[tuple[Tensor, Tensor]] = []
-        self.page_tokens = int(tensors[0].shape[2]) if len(tensors[0].shape) == 4 else 0
         for layer, tensor in zip(spec.slab_layers, tensors, strict=True):
             self.views.append(_views(spec, layer, tensor, backend, writer, shares))
-        if not self.page_tokens or block_tokens % self.page_tokens:
-            raise InvalidRequest(f"pages of {self.page_tokens} tokens do not divide vLLM's blocks of {block_tokens}")
+        self.groups = tuple(groups) or (LayerGroup(0, tuple(range(len(tensors))), block_tokens),)
+        for group in self.groups:
+            for page_tokens in {int(tensors[layer].shape[2]) for layer in group.layers}:
+                if group.block_tokens % page_tokens:
+                    raise InvalidRequest(
+                        f"pages of {page_tokens} tokens do not divide vLLM's blocks of {group.block_tokens}"
+                    )
 
     def computed(self) -> Callable[[], None]:
         """Return a function that waits until all is done that this thread has asked of the pages' GPUs so far."""

@@ -18,8 +18,9 @@ from kvstore.seams.jobs import begun, failure_of
 from kvstore_client.client import Client
 from kvstore_client.engines.pause import SLOW_S, CallPause
 from kvstore_client.engines.vllm.pages import LAYOUT, PagesOfModel
-from kvstore_client.engines.vllm.step import Save, slots_of
+from kvstore_client.engines.vllm.step import Save
 from kvstore_client.fetch.paged import Paged
+from kvstore_client.store.writer import StoreWriter
 
 COPY_S_MAX = 2.0
 """Seconds that copying a prompt may take, beside waiting for the sidecar."""
@@ -59,12 +60,11 @@ class Saves:
     """The saves of one worker. No call raises because of the sidecar. ``call_s_max``: the client's timeout."""
 
     def __init__(
-        self, client: Client, pages: PagesOfModel, block_tokens: int, patience: CallPause, *, call_s_max: float = 0.0
+        self, client: Client, pages: PagesOfModel, patience: CallPause, *, call_s_max: float = 0.0
     ) -> None:  # fmt: skip
         self._client = client
         self._calls_s = CALLS_MAX * call_s_max
         self._pages = pages
-        self._block_tokens = block_tokens
         self._patience = patience
         self._thread = WorkerThreads(1, "kvstore-save")
         self._pending: list[_Pending] = []
@@ -89,7 +89,7 @@ class Saves:
         if self._pending and blocks:
             self._forget_ended()
             given = frozenset(blocks)
-            self.end([each for each in self._pending if not given.isdisjoint(each.save.block_ids)])
+            self.end([each for each in self._pending if each.save.reads(given)])
 
     def end(self, some: Collection[_Pending] | None = None) -> None:
         """As ``give_way``, for these saves, or all."""
@@ -119,8 +119,8 @@ class Saves:
         if self._patience.is_spent:
             return
         try:
-            if pending.save.ticket:
-                self._keep_part(pending, computed)
+            if pending.save.ticket or len(self._pages.groups) > 1 or pending.save.start:
+                self._keep_layers(pending, computed)
             elif pending.may_read():
                 self._keep_all(pending.save, computed)
         except KVStoreError as error:
@@ -129,23 +129,30 @@ class Saves:
     def _keep_all(self, save: Save, computed: Callable[[], None]) -> None:
         """Keep all layers by one put. Returns when nothing reads the pages."""
         computed()
-        slots = slots_of(save.block_ids, self._block_tokens, 0, save.tokens.size)
-        paged = Paged(self._pages.views, slots, LAYOUT)
+        paged = Paged(self._pages.views, save.slots(0, self._pages.groups[0]), LAYOUT)
         with self._patience.watch(COPY_S_MAX) as watched:
             receipt = self._client.store(save.spec, save.tokens, paged, extras=save.extras)
             if receipt.is_done and not receipt.stored_token_count:
                 watched.more_s = 0.0  # nothing was copied: this was waiting for the sidecar
 
-    def _keep_part(self, pending: _Pending, computed: Callable[[], None]) -> None:
-        """Keep this rank's share. Leaving the writer without a commit aborts the store for the other ranks, too."""
+    def _keep_layers(self, pending: _Pending, computed: Callable[[], None]) -> None:
+        """Keep this rank's share, layer by layer: groups have blocks of their own. Leaving the writer without a commit
+        aborts the store, for the other ranks, too."""
         save, pages = pending.save, self._pages
         with self._patience.watch():
-            writer = self._client.join_store(save.ticket, 1 + pages.rank)
+            writer = self._begun(save)
         with writer, self._patience.watch(COPY_S_MAX):
             if not writer.wanted_token_count or not pending.may_read():
                 return
             computed()
-            slots = slots_of(save.block_ids, self._block_tokens, 0, save.tokens.size)
-            for layer in pages.kept:
-                writer.put_layer(layer, Paged([pages.views[layer]], slots, LAYOUT), heads=pages.heads)
+            for place, group in enumerate(pages.groups):
+                slots = save.slots(place, group)
+                for layer in (each for each in group.layers if each in pages.kept):
+                    paged = Paged([pages.views[layer]], slots, LAYOUT)
+                    writer.put_layer(layer, paged, heads=pages.heads, token_start=save.start)
             writer.commit()
+
+    def _begun(self, save: Save) -> StoreWriter:
+        if save.ticket:
+            return self._client.join_store(save.ticket, 1 + self._pages.rank)
+        return self._client.start_store(save.spec, save.tokens, extras=save.extras)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from kvstore.errors import KVStoreError
+from kvstore.keys import Extra
 from kvstore.seams import Clock, SystemClock
 from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
 from kvstore_client.engines.pause import CallPause
 from kvstore_client.engines.vllm.drafts import Draft, Undrafted
+from kvstore_client.engines.vllm.groups import LayerGroup
 from kvstore_client.engines.vllm.identity import Adapters
 from kvstore_client.engines.vllm.lookups import PrefixLookups
 from kvstore_client.engines.vllm.naming import Naming, TokensBehind
@@ -25,19 +27,23 @@ _log = logging.getLogger("kvstore.vllm")
 
 
 class SchedulerSide:
-    """The connector of one scheduler. No call raises because of the sidecar."""
+    """The connector of one scheduler. ``block_tokens``: the unit in which the blocks of all ``groups`` end together.
+    No call raises because of the sidecar."""
 
     def __init__(
         self, client: Client, adapters: Adapters, settings: ConnectorSettings, block_tokens: int, *,
-        loads: bool = True, saves: bool = True, ranks: int = 1, step_tokens: int = 0, draft: Draft | None = None,
-        clock: Clock | None = None,
+        groups: Sequence[LayerGroup] = (), loads: bool = True, saves: bool = True, ranks: int = 1, step_tokens: int = 0,
+        draft: Draft | None = None, clock: Clock | None = None,
     ) -> None:  # fmt: skip
         self._client = client
         self._adapters = adapters
         self._settings = settings
         self._block_tokens = block_tokens
+        self._chunk_tokens = adapters.spec_for(None).chunk_tokens
+        self._groups = tuple(groups) or (LayerGroup(0, (), block_tokens),)
+        self._has_windows = any(each.window for each in self._groups)
         reads_ahead = draft is not None and draft.reads_ahead
-        ahead_tokens = settings.chunk_tokens if reads_ahead else 0
+        ahead_tokens = self._chunk_tokens if reads_ahead else 0
         self._naming = Naming(settings.digests, block_tokens, ahead_tokens)
         self._does_load, self._does_save = loads, saves
         self._ranks = ranks
@@ -47,8 +53,9 @@ class SchedulerSide:
             client, adapters.spec_for(None), clock, step_tokens=step_tokens, is_layerwise=settings.load == "layerwise",
         )  # fmt: skip
         self._lookups = PrefixLookups(
-            client, self._naming, self._planner, self._patience, clock, block_tokens=block_tokens, ranks=ranks
-        )
+            client, self._naming, self._planner, self._patience, clock, block_tokens=block_tokens,
+            readers=ranks * len(self._groups),
+        )  # fmt: skip
         self._undrafted = Undrafted(draft, block_tokens)
         self._behind = TokensBehind(block_tokens, ahead_tokens)
         self._tracked: dict[str, TrackedRequest] = {}
@@ -113,7 +120,7 @@ class SchedulerSide:
         if lora is not None and (tracked := self._track(request)) is not None and self._adapters.are_mixed(lora):
             tracked.is_doubtful = True
 
-    def allocated(self, request: EngineRequest, block_ids: list[int], external: int) -> None:
+    def allocated(self, request: EngineRequest, block_ids: Sequence[list[int]], external: int) -> None:
         """Note that vLLM gave the request its blocks, ``external`` tokens of which are to be loaded."""
         name = str(request.request_id)
         found = self._lookups.take(name)
@@ -122,7 +129,7 @@ class SchedulerSide:
         if found.decision is not None:
             self._planner.follow(name, found.decision)
         tracked = self._tracked[name]
-        tracked.block_ids = list(block_ids)
+        tracked.block_ids = self._of_groups(block_ids)
         if not external or found.match.ticket is None:
             self._lookups.release(found.match)
             return
@@ -130,11 +137,20 @@ class SchedulerSide:
         if self._settings.load == "async":
             self._lookups.loads(name)
         start, count = found.computed, found.match.prefix_token_count
-        load = Load(name, found.match.ticket, count, list(block_ids), start, start + external)
+        load = Load(name, found.match.ticket, count, self._of_groups(block_ids), start, start + external)
         self._loads.append(self._planner.handed(load, found.decision))
-        self._written += block_ids[start // self._block_tokens :]
-        self._undrafted.loaded(load.written(self._block_tokens))
-        self._behind.computed(request, load.block_ids, load.start, load.stop)
+        self._write(self._written, load.block_ids, start)
+        self._undrafted.loaded(load.written(0, self._groups[0]))
+        self._behind.computed(request, load.block_ids[0], load.start, load.stop)
+
+    def _of_groups(self, block_ids: Sequence[list[int]]) -> list[list[int]]:
+        """Return copies of vLLM's lists of blocks, by our groups."""
+        return [list(block_ids[each.index]) for each in self._groups]
+
+    def _write(self, written: list[int], block_ids: Sequence[list[int]], start: int) -> None:
+        """Note that blocks of our groups may be written from the token ``start`` on."""
+        for blocks, group in zip(block_ids, self._groups, strict=True):
+            written += blocks[start // group.block_tokens :]
 
     # ------------------------------------------------------------ every step
 
@@ -151,29 +167,32 @@ class SchedulerSide:
             stop = computed + output.num_scheduled_tokens.get(name, 0)
             if stop > longest:
                 longest = stop
-            step.written += block_ids[computed // self._block_tokens :] if is_whole else block_ids
+            given = self._of_groups(block_ids) if block_ids else ()
+            if given:
+                self._write(step.written, given, computed if is_whole else 0)
             tracked = self._tracked.get(name)
             if tracked is None:
-                self._behind.forget(block_ids)
+                self._behind.forget(given[0] if given else ())
                 continue
             if tracked.has_failed:  # it computes blocks again that it has
-                step.written += tracked.block_ids[computed // self._block_tokens :]
-            if is_whole:
-                tracked.block_ids = []
-            tracked.block_ids += block_ids  # in place: a step of a thousand requests has no time for copies
-            self._behind.computed(tracked.request, tracked.block_ids, computed, stop)
+                self._write(step.written, tracked.block_ids, computed)
+            if is_whole or not tracked.block_ids:
+                tracked.block_ids = [[] for _ in self._groups]
+            for known, more in zip(tracked.block_ids, given, strict=False):
+                known += more  # in place: a step of a thousand requests has no time for copies
+            self._behind.computed(tracked.request, tracked.block_ids[0], computed, stop)
             computing.append((tracked, computed, stop))
-        self._undrafted.step(longest, ((tracked.block_ids, start, stop) for tracked, start, stop in computing))
+        self._undrafted.step(longest, ((tracked.block_ids[0], start, stop) for tracked, start, stop in computing))
         for tracked, start, stop in computing:
-            save = self._save(tracked, start, stop)
+            save = self._save(tracked, start, stop, output)
             if save is not None:
                 step.saves.append(save)
         return step
 
-    def _save(self, tracked: TrackedRequest, start: int, stop: int) -> Save | None:
+    def _save(self, tracked: TrackedRequest, start: int, stop: int, output: ScheduledStep) -> Save | None:
         """Return a save of the blocks that are complete once the tokens ``start .. stop`` are computed: all whole
         blocks at the prompt's end, whole chunks before and after."""
-        request, chunk = tracked.request, self._settings.chunk_tokens
+        request, chunk = tracked.request, self._chunk_tokens
         if tracked.has_failed:
             tracked.kept = min(tracked.kept, self._whole(start))
         prompt, stop = self._whole(request.num_prompt_tokens), min(stop, int(request.num_tokens))
@@ -189,14 +208,41 @@ class SchedulerSide:
             _log.warning("kvstore: %s; this request is not kept", error.message)
             tracked.is_doubtful = True
             return None
+        first, blocks = self._there(tracked, until, output)
+        if first >= until or not self._is_stored(tracked, first, extras):
+            tracked.is_doubtful = True
+            return None
         tracked.kept = until
-        blocks = tracked.block_ids[: until // self._block_tokens]
-        if self._undrafted.has(blocks):
+        if self._undrafted.has(blocks[0]):
             return None
-        if not self._behind.are_of(request, blocks):
+        if not self._behind.are_of(request, blocks[0]):
             return None
-        save = Save(tracked.spec, self._naming.prompt(request, until), extras, blocks)
+        save = Save(tracked.spec, self._naming.prompt(request, until), extras, blocks, start=first)
         return save if self._ranks == 1 else self._shared(save)
+
+    def _there(self, tracked: TrackedRequest, until: int, output: ScheduledStep) -> tuple[int, list[list[int]]]:
+        """Return the first chunk from which on all blocks of a request are there, by its first token, and the blocks
+        from there to the token ``until``. Those that have left a window vLLM may have given to others."""
+        tables, first = tracked.block_ids, 0
+        if self._has_windows:
+            tables = self._of_groups(output.kv_connector_block_state.resolve_block_ids(tracked.request.request_id))
+        cut = [table[: until // each.block_tokens] for table, each in zip(tables, self._groups, strict=True)]
+        if self._has_windows:
+            first = max(each.held_from(table) for table, each in zip(cut, self._groups, strict=True))
+            first = -(-first // self._chunk_tokens) * self._chunk_tokens
+            cut = [table[first // each.block_tokens :] for table, each in zip(cut, self._groups, strict=True)]
+        return first, cut
+
+    def _is_stored(self, tracked: TrackedRequest, first: int, extras: tuple[Extra, ...]) -> bool:
+        """Return False where a chunk before the token ``first`` is known to be missing. The sidecar keeps no chunk
+        without those before it, and room for it would cost others theirs."""
+        if first <= tracked.kept:
+            return True
+        try:
+            match = self._client.peek(tracked.spec, self._naming.prompt(tracked.request, first), extras=extras)
+        except KVStoreError:
+            return False
+        return match is None or match.prefix_token_count >= first
 
     def _shared(self, save: Save) -> Save | None:
         """Start a store that the ranks join, one shard each. Ours is the first shard, and empty."""
@@ -216,10 +262,13 @@ class SchedulerSide:
         return replace(save, ticket=ticket)
 
     def received(self, output: WorkersReport) -> set[int]:
-        """Take the workers' report of a step: results, loads that have ended, and blocks whose loads failed. Returns
-        the blocks that vLLM's prefix cache must drop."""
+        """Take the workers' report of a step: results, loads that have ended, and blocks or requests whose loads
+        failed. Returns the blocks that vLLM's prefix cache must drop."""
         failed = set(output.invalid_block_ids or ())
         wrong = self.reported(failed) if failed else set()
+        for name in getattr(output, "failed_recving", None) or ():
+            if (tracked := self._tracked.get(name)) is not None:
+                self._cut(tracked)
         for name in output.finished_recving or ():
             self._lookups.landed(name)
         self._planner.landed(output.finished_recving or (), self._has_failed)
@@ -233,20 +282,26 @@ class SchedulerSide:
         return tracked is not None and tracked.was_cut
 
     def reported(self, failed_blocks: Iterable[int]) -> set[int]:
-        """Note blocks that workers could not load; vLLM computes them, so nobody loads them again. Blocks computed
-        beside them in a layerwise step may have read them, and are not kept. Returns these and the failed ones: vLLM's
-        prefix cache has them already, and the request that would compute them may go away before it does."""
+        """Note blocks that workers could not load, where there is one table; vLLM computes them, so nobody loads them
+        again. Blocks computed beside them in a layerwise step may have read them, and are not kept. Returns these and
+        the failed ones: vLLM's prefix cache has them already, and the request that would compute them may go away
+        before it does."""
         failed = set(failed_blocks)
         self._settled += failed
         wrong = set(failed)
         for tracked in self._tracked.values():
-            first = next((index for index, block in enumerate(tracked.block_ids) if block in failed), None)
+            blocks = tracked.block_ids[0] if tracked.block_ids else []
+            first = next((index for index, block in enumerate(blocks) if block in failed), None)
             if first is not None:
-                tracked.has_failed = tracked.was_cut = True
-                self._lookups.release(tracked.held)  # a load that fails need not have redeemed its ticket
+                self._cut(tracked)
                 tracked.is_doubtful = tracked.is_doubtful or self._settings.load == "layerwise"
-                wrong.update(tracked.block_ids[first:])
+                wrong.update(blocks[first:])
         return wrong if self._settings.load == "layerwise" else set()
+
+    def _cut(self, tracked: TrackedRequest) -> None:
+        """Note that a rank could not load a request."""
+        tracked.has_failed = tracked.was_cut = True
+        self._lookups.release(tracked.held)  # a load that fails need not have redeemed its ticket
 
     # ------------------------------------------------------------ the end
 

@@ -13,7 +13,7 @@ from kvstore.planning.loading.outcome import MODES
 LOADS = ("async", "layerwise")
 DIGESTS = ("kvstore", "vllm")
 _KINDS: dict[str, type | tuple[type, ...]] = {
-    "str": str, "str | None": (str, type(None)), "int": int, "float": (int, float), "bool": bool,
+    "str": str, "str | None": (str, type(None)), "int | None": (int, type(None)), "float": (int, float), "bool": bool,
 }  # fmt: skip
 
 
@@ -60,14 +60,15 @@ class Common:
 class ConnectorSettings(Common):
     """The connector's settings.
 
-    ``load``: ``async`` lets other requests run while a prefix is on its way; ``layerwise`` loads within the step, each
-    layer while those before it compute. ``digests``: ``vllm`` names chunks by vLLM's own block hashes, for routers that
-    use these (see ``hashes``). ``planning``: ``on`` loads only tokens that load sooner than they compute; ``observe``
-    logs that choice, and loads all.
+    ``chunk_tokens`` None: 256, or fewer where a window is shorter (see ``groups``). ``load``: ``async`` lets other
+    requests run while a prefix is on its way; ``layerwise`` loads within the step, each layer while those before it
+    compute. ``digests``: ``vllm`` names chunks by vLLM's own block hashes, for routers that use these (see ``hashes``).
+    ``planning``: ``on`` loads only tokens that load sooner than they compute; ``observe`` logs that choice, and loads
+    all.
     """
 
     WHERE: ClassVar[str] = "kv_connector_extra_config"
-    chunk_tokens: int = 256
+    chunk_tokens: int | None = None
     load: str = "async"
     digests: str = "kvstore"
     save_output: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,52 +10,55 @@ from numpy.typing import NDArray
 
 from kvstore.keys import Extra, Tokens
 from kvstore.spec import ModelSpec
+from kvstore_client.engines.vllm.groups import LayerGroup
 from kvstore_client.prompt import PageHashes
-
-
-def slots_of(block_ids: list[int], block_tokens: int, start: int, stop: int) -> NDArray[np.int64]:
-    """Return [stop]: the slot of each of the first ``stop`` tokens; -1 before ``start``."""
-    blocks = np.asarray(block_ids, np.int64)
-    tokens = np.arange(stop, dtype=np.int64)
-    slots = blocks[tokens // block_tokens] * block_tokens + tokens % block_tokens
-    slots[:start] = -1
-    return slots
 
 
 @dataclass(frozen=True)
 class Load:
-    """Fetch the tokens ``start .. stop`` of a held prefix of ``token_count`` into a request's blocks. After
-    ``give_up_s`` seconds the load is given up, and the tokens are computed; 0: no such limit."""
+    """Fetch the tokens ``start .. stop`` of a held prefix of ``token_count`` into a request's blocks, ``block_ids`` by
+    group of layers. After ``give_up_s`` seconds the load is given up, and the tokens are computed; 0: no such limit."""
 
     request_id: str
     ticket: bytes
     token_count: int
-    block_ids: list[int]
+    block_ids: list[list[int]]
     start: int
     stop: int
     give_up_s: float = 0.0
 
-    def slots(self, block_tokens: int) -> NDArray[np.int64]:
-        """Return [token_count] slots; -1 for tokens that the request has or does not want."""
+    def slots(self, place: int, group: LayerGroup) -> NDArray[np.int64]:
+        """Return [token_count] slots of the group at that place; -1 for tokens that the request has, does not want, or
+        has no block for."""
         slots = np.full(self.token_count, -1, np.int64)
-        slots[: self.stop] = slots_of(self.block_ids, block_tokens, self.start, self.stop)
+        slots[: self.stop] = group.slots(self.block_ids[place], self.start, self.stop)
         return slots
 
-    def written(self, block_tokens: int) -> list[int]:
-        """Return the blocks that this load writes."""
-        return self.block_ids[self.start // block_tokens : -(-self.stop // block_tokens)]
+    def written(self, place: int, group: LayerGroup) -> list[int]:
+        """Return the blocks of that group that this load writes."""
+        return self.block_ids[place][self.start // group.block_tokens : -(-self.stop // group.block_tokens)]
 
 
 @dataclass(frozen=True)
 class Save:
-    """Keep a request's leading tokens, which this step completes, named by themselves or by vLLM's hashes. ``ticket``:
-    the store that several ranks join; empty for one rank."""
+    """Keep a request's leading tokens, which this step completes, named by themselves or by vLLM's hashes.
+    ``block_ids``: by group of layers, from the token ``start`` on; the chunks before it are stored already, or by
+    another save. ``ticket``: the store that several ranks join; empty for one rank."""
 
     spec: ModelSpec
     tokens: Tokens | PageHashes
     extras: tuple[Extra, ...]
-    block_ids: list[int]
+    block_ids: list[list[int]]
     ticket: bytes = b""
+    start: int = 0
+
+    def slots(self, place: int, group: LayerGroup) -> NDArray[np.int64]:
+        """Return the slots of the tokens from ``start`` on, in the group at that place."""
+        return group.slots(self.block_ids[place], 0, self.tokens.size - self.start)
+
+    def reads(self, blocks: Set[int]) -> bool:
+        """Return True when it reads one of these blocks."""
+        return not all(blocks.isdisjoint(each) for each in self.block_ids)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from kvstore.errors import Internal, KVStoreError
 from kvstore.seams import SystemClock
 from kvstore_client.client import Client
 from kvstore_client.engines.pause import CallPause
+from kvstore_client.engines.vllm.groups import LayerGroup
 from kvstore_client.engines.vllm.pages import LAYOUT, PagesOfModel
 from kvstore_client.engines.vllm.saves import Saves
 from kvstore_client.engines.vllm.step import Load, Save, Step
@@ -24,35 +25,48 @@ _log = logging.getLogger("kvstore.vllm")
 
 @dataclass
 class _Moving:
-    """A load in flight. ``transfer`` is None when it could not even begin. ``is_late``: a layer was computed before it
-    had landed; layers that land later are useless."""
+    """A load in flight: a transfer for each group of layers. ``is_whole`` False: one of them could not even begin.
+    ``is_late``: a layer was computed before it had landed; layers that land later are useless."""
 
     load: Load
-    transfer: Transfer | None
+    transfers: list[Transfer]
     until_s: float
+    is_whole: bool = True
     is_late: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return self.is_late or not self.is_whole or any(each.failed for each in self.transfers)
+
+    @property
+    def reason(self) -> str:
+        """The reason of a failure that was not logged before; empty: it was."""
+        errors = [each.error.message for each in self.transfers if each.error is not None]
+        late = ["a layer was computed before it had landed"] if self.is_late else []
+        return next(iter([*errors, *late] if self.is_whole else []), "")
 
 
 class WorkerSide:
-    """The connector of one worker. No call raises because of the sidecar: ``failed_blocks`` tells of failures.
-    ``is_waiting``: saves end within their step, because the pages may go away between steps. ``call_s_max``: the
-    client's timeout."""
+    """The connector of one worker. No call raises because of the sidecar: ``failed_blocks`` tells of failures, or
+    ``failed_requests`` where ``is_one_table`` is False. ``is_waiting``: saves end within their step, because the pages
+    may go away between steps. ``call_s_max``: the client's timeout."""
 
     def __init__(
-        self, client: Client, pages: PagesOfModel, block_tokens: int, *, is_layerwise: bool, is_waiting: bool = False,
-        call_s_max: float = 0.0,
+        self, client: Client, pages: PagesOfModel, *, is_layerwise: bool, is_one_table: bool = True,
+        is_waiting: bool = False, call_s_max: float = 0.0,
     ) -> None:  # fmt: skip
         self._client = client
         self._pages = pages
-        self._block_tokens = block_tokens
         self._is_layerwise = is_layerwise
+        self._is_one_table = is_one_table
         self._clock = SystemClock()
-        self._saves = Saves(client, pages, block_tokens, CallPause(self._clock), call_s_max=call_s_max)
+        self._saves = Saves(client, pages, CallPause(self._clock), call_s_max=call_s_max)
         self._is_waiting = is_waiting
         self._can_give_way = False
         self._moving: dict[str, _Moving] = {}
         self._waited: set[int] = set()
         self._failed: set[int] = set()
+        self._failed_requests: set[str] = set()
         self._doubtful: Counter[int] = Counter()
 
     # ------------------------------------------------------------ loads
@@ -63,14 +77,23 @@ class WorkerSide:
         self._doubtful = +self._doubtful
         self._waited.clear()
         for load in step.loads:
-            transfer = None
+            until_s = self._clock.monotonic() + min(load.give_up_s or LOAD_S_MAX, LOAD_S_MAX)
+            moving = self._moving[load.request_id] = _Moving(load, [], until_s)
             try:
-                into = Paged(self._pages.views, load.slots(self._block_tokens), LAYOUT)
-                transfer = self._client.start_fetch(load.ticket, into=into, heads=self._pages.heads)
+                for place, group in enumerate(self._pages.groups):
+                    moving.transfers.append(self._begin_group(load, place, group))
             except KVStoreError as error:
                 _log.error("kvstore: %s; the prompt is computed", error.message)
-            until_s = self._clock.monotonic() + min(load.give_up_s or LOAD_S_MAX, LOAD_S_MAX)
-            self._moving[load.request_id] = _Moving(load, transfer, until_s)
+                moving.is_whole = False
+                for transfer in moving.transfers:
+                    transfer.stop()
+
+    def _begin_group(self, load: Load, place: int, group: LayerGroup) -> Transfer:
+        """Begin to fetch a group's layers into its own blocks. Raises KVStoreError."""
+        pages = self._pages
+        into = Paged([pages.views[layer] for layer in group.layers], load.slots(place, group), LAYOUT)
+        layers = list(group.layers) if len(pages.groups) > 1 else None
+        return self._client.start_fetch(load.ticket, into=into, layers=layers, heads=pages.heads)
 
     def wait_layer(self, layer: int) -> None:
         """Return when each layerwise load has brought this layer, or failed."""
@@ -78,9 +101,11 @@ class WorkerSide:
             return
         self._waited.add(layer)
         for moving in self._moving.values():
-            if moving.transfer is not None and not moving.is_late:
+            for transfer in moving.transfers:
+                if moving.is_late:
+                    break
                 try:
-                    moving.transfer.wait_layer(layer, max(0.0, moving.until_s - self._clock.monotonic()))
+                    transfer.wait_layer(layer, max(0.0, moving.until_s - self._clock.monotonic()))
                 except KVStoreError:
                     moving.is_late = True  # logged once, when the step ends
         if self._moving:
@@ -92,12 +117,12 @@ class WorkerSide:
         if not self._is_layerwise:
             return
         for moving in list(self._moving.values()):
-            transfer = moving.transfer
             moving.is_late = moving.is_late or len(self._waited) < len(self._pages.views)
-            if transfer is not None and not _has_ended(transfer, moving.until_s - self._clock.monotonic()):
-                moving.is_late = True
-                if not transfer.cancel(LOAD_S_MAX):
-                    raise Internal(f"a load into pages cannot be stopped within {LOAD_S_MAX} s")
+            for transfer in moving.transfers:
+                if not _has_ended(transfer, moving.until_s - self._clock.monotonic()):
+                    moving.is_late = True
+                    if not transfer.cancel(LOAD_S_MAX):
+                        raise Internal(f"a load into pages cannot be stopped within {LOAD_S_MAX} s")
             self._settle(moving)
 
     def landed(self) -> set[str]:
@@ -106,33 +131,42 @@ class WorkerSide:
             return set()
         done = set()
         for name, moving in list(self._moving.items()):
-            transfer = moving.transfer
-            if transfer is not None and not transfer.is_done:
+            running = [each for each in moving.transfers if not each.is_done]
+            if running:
                 if self._clock.monotonic() > moving.until_s:
-                    transfer.cancel(0.0)
+                    for transfer in running:
+                        transfer.cancel(0.0)
                 continue
             self._settle(moving)
             done.add(name)
         return done
 
     def _settle(self, moving: _Moving) -> None:
-        del self._moving[moving.load.request_id]
-        transfer = moving.transfer
-        if transfer is not None and not transfer.failed and not moving.is_late:
+        load = moving.load
+        del self._moving[load.request_id]
+        if not moving.failed:
             self._pages.settle()
             return
-        if transfer is not None:
-            why = transfer.error.message if transfer.error is not None else "a layer was computed before it had landed"
-            _log.warning("kvstore: %s; the prompt is computed", why)
-        blocks = moving.load.written(self._block_tokens)
+        if moving.reason:
+            _log.warning("kvstore: %s; the prompt is computed", moving.reason)
+        if not self._is_one_table:
+            self._failed_requests.add(load.request_id)
+            return
+        (group,) = self._pages.groups
+        blocks = load.written(0, group)
         if self._is_layerwise:
-            blocks = moving.load.block_ids[moving.load.start // self._block_tokens :]  # the step computed over them
+            blocks = load.block_ids[0][load.start // group.block_tokens :]  # the step computed over them
             self._doubtful.update(blocks)
         self._failed |= set(blocks)
 
     def failed_blocks(self) -> set[int]:
         """Return the blocks whose loads failed since the last call."""
         failed, self._failed = self._failed, set()
+        return failed
+
+    def failed_requests(self) -> set[str]:
+        """Return the requests whose loads failed since the last call."""
+        failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     # ------------------------------------------------------------ saves
@@ -147,7 +181,7 @@ class WorkerSide:
         change: then this returns when they have ended."""
         for save in saves:
             # Blocks computed over a failed load are not the model's exact cache.
-            self._saves.begin(save, is_wanted=self._doubtful.keys().isdisjoint(save.block_ids))
+            self._saves.begin(save, is_wanted=not save.reads(self._doubtful.keys()))
         if self._is_waiting or not self._can_give_way:
             self._saves.end()
 
@@ -158,8 +192,8 @@ class WorkerSide:
             self._saves.close()
         finally:
             for moving in self._moving.values():
-                if moving.transfer is not None:
-                    moving.transfer.cancel(LOAD_S_MAX)
+                for transfer in moving.transfers:
+                    transfer.cancel(LOAD_S_MAX)
             self._client.close()
 
 
