@@ -104,7 +104,7 @@ MUTANTS = [
     Mutant(
         "blocks-before-another-token",
         SCHEDULER,
-        "        if not self._behind.are_of(request, blocks):\n",
+        "        if not self._behind.are_of(request, blocks[0]):\n",
         "        if False:\n",
         "a block of vLLM's prefix cache is kept whose draft's cache is another prompt's",
         (f"{T_DRAFTS}::test_a_block_that_was_computed_before_another_token_is_not_kept",),
@@ -203,7 +203,7 @@ MUTANTS = [
     Mutant(
         "steps-without-drafts",
         SCHEDULER,
-        "        if self._undrafted.has(blocks):\n",
+        "        if self._undrafted.has(blocks[0]):\n",
         "        if False:\n",
         "what another prompt left in a draft's pages is kept as this one's",
         (f"{T_DRAFTS}::test_blocks_of_a_step_without_drafts_are_not_kept",),

@@ -260,8 +260,8 @@ MUTANTS = [
     Mutant(
         "blocks-of-before-it-was-preempted",
         SCHEDULER,
-        "            if is_whole:\n                tracked.block_ids = []\n",
-        "",
+        "            if is_whole or not tracked.block_ids:\n",
+        "            if not tracked.block_ids:\n",
         "the blocks of another request are stored as this one's",
         (f"{T_VLLM}::test_an_engine_that_only_stores_forgets_the_blocks_of_before_it_was_preempted",),
     ),
@@ -284,7 +284,7 @@ MUTANTS = [
     Mutant(
         "computed-over-a-failed-load-and-cached",
         SCHEDULER,
-        "                wrong.update(tracked.block_ids[first:])\n",
+        "                wrong.update(blocks[first:])\n",
         "",
         "vLLM gives blocks that were computed over a failed load to other requests",
         (f"{T_FAILED}::test_what_is_computed_over_a_failed_load_is_not_kept",),
@@ -343,15 +343,15 @@ MUTANTS = [
     Mutant(
         "blocks-given-out-unsaid",
         SCHEDULER,
-        "            step.written += block_ids[computed // self._block_tokens :] if is_whole else block_ids\n",
-        "",
+        "                self._write(step.written, given, computed if is_whole else 0)\n",
+        "                pass\n",
         "a save reads blocks that are another request's by then",
         (f"{T_SAVES}::test_the_scheduler_names_the_blocks_that_a_step_may_write",),
     ),
     Mutant(
         "blocks-loaded-into-unsaid",
         SCHEDULER,
-        "        self._written += block_ids[start // self._block_tokens :]\n",
+        "        self._write(self._written, load.block_ids, start)\n",
         "",
         "a load writes blocks that a save still reads",
         (f"{T_SAVES}::test_the_scheduler_names_the_blocks_that_a_step_may_write",),

@@ -21,6 +21,7 @@ from tests.mutants import (
     forgotten,
     forks,
     hbm,
+    hybrid,
     kept,
     kernels,
     keys,
@@ -84,5 +85,6 @@ MUTANTS: list[Mutant] = [
     *loading.MUTANTS,
     *engines.MUTANTS,
     *drafts.MUTANTS,
+    *hybrid.MUTANTS,
     *envelope.MUTANTS,
 ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from kvstore_client.engines.vllm import KVStoreConnector
 from kvstore_client.engines.vllm.encoder import KVStoreECConnector
+from kvstore_client.engines.vllm.pages import PagesOfModel
 from kvstore_client.planes.shared_memory.session import MappedSession
 
 
@@ -22,6 +24,29 @@ class BreakingConnector(KVStoreConnector):
         for load in metadata.step.loads:
             self._scheduler._client.release_ticket(load.ticket)
         return metadata
+
+
+class RememberingConnector(KVStoreConnector):
+    """Remembers what the pages hold of each request when it ends. For an engine of one process."""
+
+    pages: ClassVar[PagesOfModel]
+    ended: ClassVar[list[dict[int, tuple[int, Any]]]] = []
+    """Per request, and layer: the first token that is there, and K and V from it on, [2, heads, tokens, dim]."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        RememberingConnector.pages = self._worker._pages
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        held = {}
+        for group in self.pages.groups:
+            slots = group.slots(block_ids[group.index], 0, request.num_tokens - 1)
+            first = int((slots < 0).sum())
+            for layer in group.layers:
+                k, v = (each.transpose(1, 2).flatten(0, 1)[slots[first:]] for each in self.pages.views[layer])
+                held[layer] = first, torch.stack([k, v]).transpose(1, 2).numpy()
+        self.ended.append(held)
+        return super().request_finished_all_groups(request, block_ids)
 
 
 class TellingECConnector(KVStoreECConnector):

@@ -19,8 +19,9 @@ if importlib.util.find_spec("vllm") is None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny models: ``llama``, ``other`` (as llama, other weights), ``scaled`` (as llama, with a cache of 8 bits),
     ``eagle`` and ``eagle3`` (llama's drafts), ``glm`` (with a draft of its own), ``qwen3``, ``gemma`` (with windows),
-    and ``latent`` (DeepSeek V2's MLA)."""
-    parts = {"llama": ("llama", 0), "other": ("llama", 1)} | {name: (name, 0) for name in ("qwen3", "gemma", "latent")}
+    ``oss`` (gpt-oss, with windows), ``mistral`` (all layers have one), and ``latent`` (DeepSeek V2's MLA)."""
+    parts = {"llama": ("llama", 0), "other": ("llama", 1)}
+    parts |= {name: (name, 0) for name in ("qwen3", "gemma", "oss", "mistral", "latent")}
     made = {name: make_text(kind, seed, tmp_path_factory.mktemp(name)) for name, (kind, seed) in parts.items()}
     made["eagle"] = make_eagle(made["llama"], tmp_path_factory.mktemp("eagle"))
     made["eagle3"] = make_eagle(made["llama"], tmp_path_factory.mktemp("eagle3"), is_third=True)

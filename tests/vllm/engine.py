@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -42,7 +43,8 @@ _ADAPTERS: dict[str, int] = {}  # vLLM's numbers of them, in an engine's own pro
 
 class Engine:
     """Started on entry, ended on exit. ``preemptions``: how often vLLM has preempted a request so far; ``accepted``:
-    the drafted tokens that were the model's own.
+    the drafted tokens that were the model's own; ``loaded``: the tokens that the connector brought; ``held``: what
+    pages hold of its last answers (see ``RememberingConnector``).
 
     ``address``: the sidecar's; None: vLLM without kvstore. ``extra``: settings of the connector; ``connector``: what of
     ``CONNECTOR`` differs. ``is_one_process``: vLLM's scheduler and worker run in one process; else each in one of its
@@ -66,7 +68,8 @@ class Engine:
         self._log = tempfile.NamedTemporaryFile("w+", prefix="vllm-", suffix=".log")  # noqa: SIM115 - closed on exit
         self._process: Any = None
         self._pipe: Any = None
-        self.preemptions = self.accepted = 0
+        self.preemptions = self.accepted = self.loaded = 0
+        self.held: list[dict[int, tuple[int, Any]]] = []
 
     def log(self) -> str:
         return Path(self._log.name).read_text()
@@ -119,6 +122,7 @@ class Engine:
         self._pipe.send({"prompts": prompts, "max_tokens": max_tokens, **more})
         reply = self._answer(ANSWER_S)
         self.preemptions, self.accepted = reply["preemptions"], reply["accepted"]
+        self.held, self.loaded = reply["held"], reply["loaded"]
         return reply["outputs"], reply["cached"]
 
 
@@ -161,7 +165,11 @@ def _answered(llm: Any, query: dict[str, Any]) -> dict[str, Any]:
     lora = LoRARequest(name, _ADAPTERS.setdefault(name, len(_ADAPTERS) + 1), name) if name else None
     done = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
     counted = {each.name: each.value for each in llm.get_metrics() if hasattr(each, "value")}
+    ended = sys.modules.get("tests.vllm.breaking")
+    held = ended.RememberingConnector.ended[-len(done) :] if ended else []
     return {
+        "held": held,
+        "loaded": counted.get("vllm:external_prefix_cache_hits", 0),
         "outputs": [list(each.outputs[0].token_ids) for each in done],
         "cached": [each.num_cached_tokens for each in done],
         "preemptions": counted["vllm:num_preemptions"],

@@ -27,12 +27,13 @@ def make_text(kind: str, seed: int, directory: Path) -> Path:
         **heads, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "query_pre_attn_scalar": 32,
     }  # fmt: skip
+    experts = {**heads, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64}
     name, more = {
-        "llama": ("Llama", heads), "qwen3": ("Qwen3", heads), "gemma": ("Gemma3", windows),
-        "latent": ("DeepseekV2", latent),
+        "llama": ("Llama", heads), "qwen3": ("Qwen3", heads), "gemma": ("Gemma3", windows), "oss": ("GptOss", experts),
+        "mistral": ("Mistral", {**heads, "sliding_window": 64}), "latent": ("DeepseekV2", latent),
     }[kind]  # fmt: skip
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{name}{'Text' if kind == 'gemma' else ''}Config")(**small, **more)
+    config = getattr(transformers, f"{name}{'Text' if kind == 'gemma' else ''}Config")(**{**small, **more})
     getattr(transformers, f"{name}ForCausalLM")(config).to(torch.float32).save_pretrained(directory)
     return directory
 

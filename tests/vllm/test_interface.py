@@ -40,6 +40,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -261,15 +262,17 @@ def test_nothing_of_a_prompt_is_in_vllms_log_of_a_step_that_failed(configured: V
 
 SLIDING = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64)
 MAMBA = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
+LOCAL = ChunkedLocalAttentionSpec(
+    block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, attention_chunk_size=64
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ([FULL, SLIDING], "--disable-hybrid-kv-cache-manager"),
-        ([FULL, MAMBA], "recurrent layers"),
+        ([FULL, LOCAL], "ChunkedLocalAttentionSpec.*--disable-hybrid-kv-cache-manager"),
+        ([FULL, MAMBA], "MambaSpec.*recurrent layers"),
         ([MAMBA], "MambaSpec"),
-        ([SLIDING], "--disable-sliding-window"),
         ([replace(FULL, non_causal=True)], "attends to later tokens"),
     ],
 )

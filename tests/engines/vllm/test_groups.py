@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from kvstore_client.engines.vllm.geometry import geometry_of
 from kvstore_client.engines.vllm.groups import CHUNK_TOKENS, LayerGroup, check_groups, chunk_tokens_of
 from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.planes.shared_memory.session import MappedSession
@@ -15,6 +17,8 @@ from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
 from tests.engines.vllm.engine import BLOCK, SPEC, Engine, Tables, matched, request, scheduled, wait_stored
+from tests.engines.vllm.test_identity import FullAttentionSpec
+from tests.engines.vllm.test_identity import engine as vllm_engine
 from tests.server.raw import eventually
 from tests.specs import tokens_of
 
@@ -234,6 +238,31 @@ def test_a_step_names_the_blocks_of_all_groups_that_it_may_write(hybrid: Engine)
     assert step(scheduled("x", ([], []), 0, 0)).written == [*blocks[FULL][5:], *blocks[WINDOWED][5:]]
 
 
+def test_a_load_has_ended_when_all_of_it_has(hybrid: Engine) -> None:
+    tokens = tokens_of(58, 512)
+    keep(hybrid, tokens, tables(58), 512)
+    assert hybrid.admit(request("b", tokens), tables(58, 56, first=33)) == 56
+    hybrid.worker.begin(hybrid.scheduler.step(scheduled("x", ([], []), 0, 0)))
+    moving = hybrid.worker._moving["b"]
+    for each in moving.transfers:
+        each.wait(10.0)
+    last, writes = moving.transfers[1], SimpleNamespace(is_done=False, failed=False, error=None)
+    moving.transfers[1] = writes  # type: ignore[call-overload]  # it stands in for one
+    assert hybrid.worker.landed() == set()
+    moving.transfers[1] = last
+    assert hybrid.worker.landed() == {"b"}
+
+
+def test_a_save_gives_way_in_each_group(hybrid: Engine) -> None:
+    tokens, blocks = tokens_of(58, 513), tables(58)
+    asked = request("a", tokens)
+    hybrid.admit(asked, blocks)
+    (save,) = hybrid.scheduler.step(scheduled("a", blocks, 0, 58)).saves
+    assert save.reads({blocks[FULL][0]})
+    assert save.reads({blocks[WINDOWED][13]})
+    assert not save.reads({0, blocks[FULL][14], blocks[WINDOWED][14]})
+
+
 # ---------------------------------------------------------------- what fits
 
 
@@ -293,3 +322,39 @@ def test_drafts_and_hashes_of_blocks_of_other_sizes_are_refused() -> None:
         check_groups(of(128), ConnectorSettings(), has_draft=True)
     with pytest.raises(InvalidRequest, match='"digests": "kvstore"'):
         check_groups((*of(128), *of(0, 32)), ConnectorSettings(digests="vllm"), has_draft=False)
+
+
+class SlidingWindowSpec(FullAttentionSpec):
+    """Named as vLLM's."""
+
+    sliding_window = 64
+
+
+def test_layers_are_named_alike_with_one_table_and_with_several(tmp_path: Path) -> None:
+    """Of several layers in one table vLLM says the window that some have as that of all."""
+    full, windowed, merged = FullAttentionSpec(), SlidingWindowSpec(), FullAttentionSpec()
+    merged.sliding_window = 64  # type: ignore[attr-defined]  # as vLLM's own has it
+    names = [f"model.layers.{number}" for number in range(12)]
+    config, _ = vllm_engine(tmp_path)
+    given = [(windowed, names[1::2]), (full, names[::2]), (merged, names)]
+    parts = [SimpleNamespace(kv_cache_spec=spec, layer_names=each[::-1]) for spec, each in given]
+    several = geometry_of(config, SimpleNamespace(kv_cache_groups=parts[:2]))
+    one = geometry_of(config, SimpleNamespace(kv_cache_groups=parts[2:]))
+    assert several.layers == one.layers
+    assert several.layer_names == one.layer_names == tuple(names)
+    assert (several.is_one_table, one.is_one_table) == (False, True)
+    assert [(each.index, each.layers, each.window) for each in several.groups] == [
+        (0, (1, 3, 5, 7, 9, 11), 64), (1, (0, 2, 4, 6, 8, 10), 0),
+    ]  # fmt: skip
+    alone = geometry_of(config, SimpleNamespace(kv_cache_groups=parts[:1]))
+    assert not alone.is_one_table, "blocks are given up in it"
+
+
+def test_blocks_of_several_sizes_end_together(tmp_path: Path) -> None:
+    config, _ = vllm_engine(tmp_path)
+    parts = [
+        SimpleNamespace(kv_cache_spec=FullAttentionSpec(block=block), layer_names=[f"model.layers.{block}"])
+        for block in (32, 48)
+    ]
+    geometry = geometry_of(config, SimpleNamespace(kv_cache_groups=parts))
+    assert (geometry.block_tokens, [each.block_tokens for each in geometry.groups]) == (96, [32, 48])

@@ -29,7 +29,7 @@ from kvstore_client.engines.vllm.pages import CPU, PagesOfModel, Writer
 from kvstore_client.engines.vllm.scheduler import SchedulerSide
 from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.step import Step
-from kvstore_client.engines.vllm.versions import check_interface, check_version
+from kvstore_client.engines.vllm.versions import OF_GROUPS, check_interface, check_version
 from kvstore_client.engines.vllm.worker import WorkerSide
 
 
@@ -61,6 +61,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._settings = ConnectorSettings.of(transfer.kv_connector_extra_config)
         check_version(vllm_version, self._settings.allow_unknown_version)
         check_interface(KVConnectorBase_V1, type(self), vllm_version)
+        check_interface(SupportsHMA, type(self), vllm_version, OF_GROUPS)
         _check_policy(transfer)
         if self._settings.load == "layerwise" and getattr(vllm_config.scheduler_config, "async_scheduling", False):
             raise InvalidRequest(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvstore.errors import InvalidRequest
@@ -63,7 +63,7 @@ def geometry_of(vllm_config: EngineConfig, kv_cache_config: CacheConfig) -> Geom
     mla = all(_is_mla(each) for each in each_spec.values())
     heads = 1 if mla else max(1, int(vllm_config.model_config.get_total_num_kv_heads()))  # 0: no layer has attention
     replicas = _replicas(heads, ranks)
-    layers = tuple(_layer(name, each_spec[name], hf, ranks // replicas) for name in names)
+    layers = _named_alike(tuple(_layer(name, each_spec[name], hf, ranks // replicas) for name in names), groups)
     called = vllm_config.cache_config.cache_dtype
     dtypes = {_dtype(name, each_spec[name], called) for name in names}
     if len(dtypes) != 1:
@@ -105,6 +105,15 @@ def _grouped(given: Sequence[CacheGroup]) -> tuple[list[str], dict[str, LayerCac
         layers = tuple(place for place, name in enumerate(names) if name in set(each.layer_names))
         groups.append(LayerGroup(index, layers, int(each.kv_cache_spec.block_size), windows.pop()))
     return names, caches, tuple(groups)
+
+
+def _named_alike(layers: tuple[LayerSpec, ...], groups: Sequence[LayerGroup]) -> tuple[LayerSpec, ...]:
+    """Return layers as vLLM tells them where they have one table: with the window that some of them have. So engines
+    share their chunks whether they have one table or several."""
+    windows = {each.window for each in layers if each.window}
+    if len(groups) == 1 or len(windows) != 1:
+        return layers
+    return tuple(replace(each, kind=LayerKind.SLIDING_WINDOW, window=next(iter(windows))) for each in layers)
 
 
 def _window(name: str, spec: LayerCache) -> int:

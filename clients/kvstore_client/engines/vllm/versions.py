@@ -16,7 +16,6 @@ WANTED = {
     "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
     "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
     "build_connector_meta": ("scheduler_output",),
-    "request_finished": ("request", "block_ids"),
     "update_connector_output": ("connector_output",),
     "register_kv_caches": ("kv_caches",),
     "handle_preemptions": ("kv_connector_metadata",),
@@ -25,12 +24,15 @@ WANTED = {
     "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata"),
     "wait_for_save": (),
     "get_finished": ("finished_req_ids",),
+    "get_transfer_results": ("finished_req_ids",),
     "get_block_ids_with_load_errors": (),
     "build_connector_worker_meta": (),
     "bind_connector_metadata": ("connector_metadata",),
     "shutdown": (),
 }
 """The connector's methods, and the arguments that vLLM must pass them."""
+OF_GROUPS = {"request_finished_all_groups": ("request", "block_ids")}
+"""Those of the class that tells vLLM that its hybrid allocator may stay on."""
 TIER = {
     "lookup": ("key", "req_context"),
     "submit_store": ("job_metadata",),

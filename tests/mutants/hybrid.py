@@ -1,0 +1,185 @@
+"""Layers with block tables of their own, in vLLM: which blocks are read and written, and when."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+GEOMETRY = "clients/kvstore_client/engines/vllm/geometry.py"
+GROUPS = "clients/kvstore_client/engines/vllm/groups.py"
+SAVES = "clients/kvstore_client/engines/vllm/saves.py"
+SCHEDULER = "clients/kvstore_client/engines/vllm/scheduler.py"
+STEP = "clients/kvstore_client/engines/vllm/step.py"
+WORKER = "clients/kvstore_client/engines/vllm/worker.py"
+T_GROUPS = "tests/engines/vllm/test_groups.py"
+T_IDENTITY = "tests/engines/vllm/test_identity.py"
+LOAD = f"{T_GROUPS}::test_a_load_fills_the_blocks_that_each_group_has"
+PIECES = f"{T_GROUPS}::test_a_prefill_in_pieces_is_kept_while_its_blocks_are_there"
+WRITTEN = f"{T_GROUPS}::test_a_step_names_the_blocks_of_all_groups_that_it_may_write"
+FAILED = f"{T_GROUPS}::test_a_load_that_fails_is_told_by_its_request"
+PART = f"{T_GROUPS}::test_a_load_of_which_a_part_cannot_begin_has_failed"
+MISSING = f"{T_GROUPS}::test_behind_a_chunk_that_is_missing_nothing_is_kept"
+NULL = f"{T_GROUPS}::test_a_null_block_is_never_read_for_a_chunk"
+LONGEST = f"{T_GROUPS}::test_the_longest_chunk_is_there_when_it_is_computed"
+
+MUTANTS = [
+    Mutant(
+        "null-block-written",
+        GROUPS,
+        "        if self.window:\n            slots[of_tokens == NULL_BLOCK] = -1\n",
+        "",
+        "loads of all requests write over each other in the block that stands for none",
+        (LOAD,),
+    ),
+    Mutant(
+        "null-block-read",
+        GROUPS,
+        "        if not self.window:\n            return 0\n",
+        "        return 0\n",
+        "a chunk is stored whose first tokens are of a block that stands for none",
+        (NULL, PIECES),
+    ),
+    Mutant(
+        "first-of-the-blocks-that-are-there",
+        GROUPS,
+        "for place in range(len(block_ids) - 1, -1, -1) if",
+        "for place in range(len(block_ids)) if",
+        "blocks between two that stand for none are read as if they were there",
+        (PIECES,),
+    ),
+    Mutant(
+        "blocks-as-they-were-given",
+        SCHEDULER,
+        "            tables = self._of_groups(output.kv_connector_block_state.resolve_block_ids(",
+        "            _ = self._of_groups(output.kv_connector_block_state.resolve_block_ids(",
+        "blocks that left a window are read when they are another request's",
+        (PIECES, NULL),
+    ),
+    Mutant(
+        "half-a-chunk-of-what-is-there",
+        SCHEDULER,
+        "            first = -(-first // self._chunk_tokens) * self._chunk_tokens\n",
+        "            first = first // self._chunk_tokens * self._chunk_tokens\n",
+        "the first tokens of a chunk are read from the block that stands for none",
+        (PIECES,),
+    ),
+    Mutant(
+        "windows-of-the-first-group-alone",
+        SCHEDULER,
+        "            first = max(each.held_from(table) for",
+        "            first = min(each.held_from(table) for",
+        "a chunk is stored of which one group has no blocks any more",
+        (PIECES, NULL),
+    ),
+    Mutant(
+        "room-for-chunks-that-cannot-be-kept",
+        SCHEDULER,
+        "        if first >= until or not self._is_stored(tracked, first, extras):\n",
+        "        if first >= until:\n",
+        "other prompts leave memory for chunks that the sidecar does not keep",
+        (MISSING,),
+    ),
+    Mutant(
+        "one-fetch-for-all-groups",
+        SCHEDULER,
+        "            readers=ranks * len(self._groups),\n",
+        "            readers=ranks,\n",
+        "the chunks leave memory before the last group has fetched them",
+        (f"{T_GROUPS}::test_a_load_holds_what_each_group_fetches",),
+    ),
+    Mutant(
+        "blocks-of-the-first-group-unsaid",
+        SCHEDULER,
+        "            written += blocks[start // group.block_tokens :]\n",
+        "            written += blocks[start // group.block_tokens :] if not group.window else []\n",
+        "a save reads a windowed block that is another request's by then",
+        (WRITTEN,),
+    ),
+    Mutant(
+        "saves-that-read-windowed-blocks-unseen",
+        STEP,
+        "        return not all(blocks.isdisjoint(each) for each in self.block_ids)\n",
+        "        return not blocks.isdisjoint(self.block_ids[0])\n",
+        "a step writes to windowed blocks that a save still reads",
+        (f"{T_GROUPS}::test_a_save_gives_way_in_each_group",),
+    ),
+    Mutant(
+        "tokens-of-the-prompts-beginning",
+        SAVES,
+        "token_start=save.start)",
+        "token_start=0)",
+        "later tokens are stored as the prompt's first ones",
+        (PIECES,),
+    ),
+    Mutant(
+        "failed-requests-untold",
+        WORKER,
+        "            self._failed_requests.add(load.request_id)\n",
+        "            pass\n",
+        "vLLM attends to blocks that never came",
+        (FAILED, PART),
+    ),
+    Mutant(
+        "failed-requests-looked-up-again",
+        SCHEDULER,
+        "            if (tracked := self._tracked.get(name)) is not None:\n                self._cut(tracked)\n",
+        "            pass\n",
+        "a request goes round and round over a load that fails",
+        (FAILED,),
+    ),
+    Mutant(
+        "a-part-that-did-not-begin",
+        WORKER,
+        "                moving.is_whole = False\n",
+        "",
+        "a group's layers are read though nothing of them came",
+        (PART,),
+    ),
+    Mutant(
+        "told-while-a-part-still-writes",
+        WORKER,
+        "            running = [each for each in moving.transfers if not each.is_done]\n",
+        "            running = [each for each in moving.transfers[:1] if not each.is_done]\n",
+        "a load writes to blocks that are another request's by then",
+        (f"{T_GROUPS}::test_a_load_has_ended_when_all_of_it_has",),
+    ),
+    Mutant(
+        "chunks-a-block-too-long",
+        GROUPS,
+        "        return -(-self.window // self.block_tokens) * self.block_tokens\n",
+        "        return (self.window // self.block_tokens + 1) * self.block_tokens\n",
+        "chunks that a step cuts are not kept, and so none behind them",
+        (LONGEST,),
+    ),
+    Mutant(
+        "chunks-longer-than-a-window",
+        GROUPS,
+        "    if longest is None or (given is not None and given <= longest):\n",
+        "    if longest is None or given is not None:\n",
+        "nothing of long prompts is kept, and nobody says why",
+        (f"{T_GROUPS}::test_a_longer_chunk_is_refused",),
+    ),
+    Mutant(
+        "layerwise-into-several-tables",
+        GROUPS,
+        '    if settings.load == "layerwise":\n',
+        "    if False:\n",
+        "a layerwise load that fails ends the engine",
+        (f"{T_GROUPS}::test_what_needs_one_table_is_refused",),
+    ),
+    Mutant(
+        "windows-of-some-layers-in-the-name",
+        GEOMETRY,
+        "    if len(groups) == 1 or len(windows) != 1:\n",
+        "    if True:\n",
+        "engines with one table and with several share nothing",
+        (f"{T_GROUPS}::test_layers_are_named_alike_with_one_table_and_with_several",),
+    ),
+    Mutant(
+        "kinds-of-caches-that-nobody-knows",
+        GEOMETRY,
+        "    if kind not in KNOWN:\n",
+        "    if False:\n",
+        "the states of recurrent layers are kept as if they were tokens' K and V",
+        (f"{T_IDENTITY}::test_a_model_without_heads_is_refused_by_its_layers",),
+    ),
+]

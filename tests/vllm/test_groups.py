@@ -1,0 +1,72 @@
+"""Layers with block tables of their own, against vLLM's own classes."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvstore_client.engines.vllm import KVStoreConnector
+from kvstore_client.engines.vllm.geometry import KNOWN, geometry_of
+from kvstore_client.engines.vllm.identity import spec_of
+from kvstore_client.engines.vllm.settings import ConnectorSettings
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+from kvstore.errors import InvalidRequest
+from tests.vllm.test_interface import FULL, NAMES, NOWHERE, SLIDING, caches, changed, configured
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+__all__ = ["configured"]
+
+
+def test_each_of_vllms_kinds_of_caches_is_kept_or_refused(configured: VllmConfig) -> None:
+    """By its name: what a kind that is new here means is not known."""
+    kinds, left = set(), [KVCacheSpec]
+    while left:
+        for each in left.pop().__subclasses__():
+            kinds.add(each.__name__)
+            left.append(each)
+    assert {*KNOWN} <= kinds
+    for kind in sorted(kinds - {*KNOWN, "UniformTypeKVCacheSpecs"}):
+        with pytest.raises(InvalidRequest, match=f"keeps a {kind}; kvstore keeps FullAttentionSpec"):
+            geometry_of(configured, caches(FULL, type(kind, (), vars(FULL))()))
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+def test_groups_are_vllms_own(configured: VllmConfig, layout: Any) -> None:
+    """As vLLM makes them of a model's layers, with its hybrid allocator and without, whose layers have one name."""
+    layers = {name: FULL if number % 6 == 5 else SLIDING for number, name in enumerate(NAMES)}
+    found = {}
+    for is_one in (True, False):
+        made = copy.copy(configured)
+        made.scheduler_config = copy.copy(configured.scheduler_config)
+        made.scheduler_config.disable_hybrid_kv_cache_manager = is_one
+        made.cache_config = copy.copy(configured.cache_config)
+        made.cache_config.kv_cache_layout = layout
+        groups = get_kv_cache_groups(made, dict(layers))
+        found[is_one] = geometry_of(made, KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=groups))
+        assert found[is_one].is_one_table == is_one
+    assert [(each.window, len(each.layers)) for each in found[True].groups] == [(0, 12)]
+    assert sorted((each.window, len(each.layers)) for each in found[False].groups) == [(0, 2), *[(64, 2)] * 5]
+    assert sorted(layer for each in found[False].groups for layer in each.layers) == list(range(12))
+    settings = ConnectorSettings(chunk_tokens=64)
+    assert spec_of(configured, found[True], settings) == spec_of(configured, found[False], settings)
+
+
+def test_vllm_leaves_its_hybrid_allocator_on(configured: VllmConfig) -> None:
+    assert not configured.scheduler_config.disable_hybrid_kv_cache_manager
+    made = KVConnectorFactory.create_connector(
+        changed(configured, "kv_transfer_config", kv_connector_extra_config={"address": NOWHERE, "chunk_tokens": 64}),
+        KVConnectorRole.SCHEDULER, caches(FULL, SLIDING),
+    )  # fmt: skip
+    made.shutdown()
+    for setting in ({"load": "layerwise"}, {"planning": "on"}, {"chunk_tokens": 128}):
+        shadow = changed(configured, "kv_transfer_config", kv_connector_extra_config={"address": NOWHERE, **setting})
+        shadow.scheduler_config = SimpleNamespace(**{**vars(configured.scheduler_config), "async_scheduling": False})
+        with pytest.raises(InvalidRequest, match="--disable-hybrid-kv-cache-manager"):
+            KVStoreConnector(shadow, KVConnectorRole.SCHEDULER, caches(FULL, SLIDING))
