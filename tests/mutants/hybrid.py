@@ -11,6 +11,7 @@ SCHEDULER = "clients/kvstore_client/engines/vllm/scheduler.py"
 STEP = "clients/kvstore_client/engines/vllm/step.py"
 WORKER = "clients/kvstore_client/engines/vllm/worker.py"
 T_GROUPS = "tests/engines/vllm/test_groups.py"
+T_FITS = "tests/engines/vllm/test_group_settings.py"
 T_IDENTITY = "tests/engines/vllm/test_identity.py"
 LOAD = f"{T_GROUPS}::test_a_load_fills_the_blocks_that_each_group_has"
 PIECES = f"{T_GROUPS}::test_a_prefill_in_pieces_is_kept_while_its_blocks_are_there"
@@ -19,7 +20,7 @@ FAILED = f"{T_GROUPS}::test_a_load_that_fails_is_told_by_its_request"
 PART = f"{T_GROUPS}::test_a_load_of_which_a_part_cannot_begin_has_failed"
 MISSING = f"{T_GROUPS}::test_behind_a_chunk_that_is_missing_nothing_is_kept"
 NULL = f"{T_GROUPS}::test_a_null_block_is_never_read_for_a_chunk"
-LONGEST = f"{T_GROUPS}::test_the_longest_chunk_is_there_when_it_is_computed"
+LONGEST = f"{T_FITS}::test_the_longest_chunk_is_there_when_it_is_computed"
 
 MUTANTS = [
     Mutant(
@@ -71,11 +72,11 @@ MUTANTS = [
         (PIECES, NULL),
     ),
     Mutant(
-        "room-for-chunks-that-cannot-be-kept",
-        SCHEDULER,
-        "        if first >= until or not self._is_stored(tracked, first, extras):\n",
-        "        if first >= until:\n",
-        "other prompts leave memory for chunks that the sidecar does not keep",
+        "copies-that-cannot-be-kept",
+        SAVES,
+        " or writer.wanted_token_start < save.start:\n",
+        ":\n",
+        "chunks are copied that the sidecar does not keep, for want of those before them",
         (MISSING,),
     ),
     Mutant(
@@ -156,7 +157,7 @@ MUTANTS = [
         "    if longest is None or (given is not None and given <= longest):\n",
         "    if longest is None or given is not None:\n",
         "nothing of long prompts is kept, and nobody says why",
-        (f"{T_GROUPS}::test_a_longer_chunk_is_refused",),
+        (f"{T_FITS}::test_a_longer_chunk_is_refused",),
     ),
     Mutant(
         "layerwise-into-several-tables",
@@ -164,7 +165,7 @@ MUTANTS = [
         '    if settings.load == "layerwise":\n',
         "    if False:\n",
         "a layerwise load that fails ends the engine",
-        (f"{T_GROUPS}::test_what_needs_one_table_is_refused",),
+        (f"{T_FITS}::test_what_needs_one_table_is_refused",),
     ),
     Mutant(
         "windows-of-some-layers-in-the-name",
@@ -172,7 +173,7 @@ MUTANTS = [
         "    if len(groups) == 1 or len(windows) != 1:\n",
         "    if True:\n",
         "engines with one table and with several share nothing",
-        (f"{T_GROUPS}::test_layers_are_named_alike_with_one_table_and_with_several",),
+        (f"{T_FITS}::test_layers_are_named_alike_with_one_table_and_with_several",),
     ),
     Mutant(
         "kinds-of-caches-that-nobody-knows",

@@ -131,6 +131,14 @@ class StoreWriter:
         chunks = [number for number in range(len(reservation.digests)) if self._wants(number, 0)]
         return sum(min(step, reservation.token_count - number * step) for number in chunks)
 
+    @property
+    def wanted_token_start(self) -> int:
+        """The first token whose cache the sidecar asks for; past the last one where it asks for none. It has those
+        before it, or another store has them."""
+        reservation, step = self._reservation, self._reservation.spec.chunk_tokens
+        chunks = (number * step for number in range(len(reservation.digests)) if self._wants(number, 0))
+        return next(chunks, reservation.token_count)
+
     # ------------------------------------------------------------ put
 
     def put_layer(self, layer: int, kv: Layer | Paged, *, heads: Heads | None = None, token_start: int = 0) -> None:

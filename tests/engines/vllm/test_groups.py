@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kvstore_client.engines.vllm.geometry import geometry_of
-from kvstore_client.engines.vllm.groups import CHUNK_TOKENS, LayerGroup, check_groups, chunk_tokens_of
-from kvstore_client.engines.vllm.settings import ConnectorSettings
+from kvstore_client.engines.vllm.groups import LayerGroup
 from kvstore_client.planes.shared_memory.session import MappedSession
+from kvstore_client.store.writer import StoreWriter
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
 from tests.engines.vllm.engine import BLOCK, SPEC, Engine, Tables, matched, request, scheduled, wait_stored
-from tests.engines.vllm.test_identity import FullAttentionSpec
-from tests.engines.vllm.test_identity import engine as vllm_engine
 from tests.server.raw import eventually
 from tests.specs import tokens_of
 
@@ -147,18 +143,59 @@ def test_of_a_hit_of_vllms_own_the_rest_is_kept_behind_what_is_stored(hybrid: En
         assert torch.equal(ours[48:], theirs[48:72])
 
 
-def test_behind_a_chunk_that_is_missing_nothing_is_kept(own_sidecar: Sidecar) -> None:
-    """The sidecar keeps no chunk without those before it, and would make room for these at the cost of others."""
+def test_behind_a_chunk_that_is_missing_nothing_is_kept(
+    own_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """The sidecar keeps no chunk without those before it, and nothing is copied for it."""
     hybrid = Engine(own_sidecar.address, groups=GROUPS)
+    put: list[int] = []
+    monkeypatch.setattr(StoreWriter, "put_layer", lambda *_, **how: put.append(how["token_start"]))
     tokens = tokens_of(75, 505)
-    keep(hybrid, tokens_of(40, 506), tables(40), 506)  # the model is known, and what is stored of it
     asked, blocks = request("b", tokens), tables(75, 48, first=25)
     assert hybrid.admit(asked, blocks, 48) == 0
-    written(hybrid, blocks, 505)
-    assert hybrid.compute(asked, blocks, 48, 20).saves == []
-    assert hybrid.compute(asked, ([], []), 68, 7, is_new=False, tables=tables(75, 68, first=25)).saves == []
+    for start, stop in ((48, 68), (68, 75)):
+        new = blocks if start == 48 else ([], [])
+        now = tables(75, start, first=25)
+        assert hybrid.compute(asked, new, start, stop - start, is_new=start == 48, tables=now).saves
+    assert not put
+    assert not hybrid.clients[0].stats().sessions.reservation_count
     assert hybrid.clients[0].lookup(SPEC, tokens).prefix_token_count == 0
     hybrid.close()
+
+
+def test_what_another_request_of_the_step_keeps_is_not_missing(hybrid: Engine) -> None:
+    """vLLM's prefix cache has blocks that the same step computes: many prompts begin alike, and come at once."""
+    tokens = tokens_of(75, 514)
+    first, second = request("a", tokens[:50]), request("b", tokens)
+    mine = tables(50)
+    theirs = mine[FULL][:12] + tables(27, 0, 40)[FULL], [0] * 8 + mine[WINDOWED][8:12] + tables(27, 0, 40)[WINDOWED]
+    filled = written(hybrid, mine, 514)
+    hybrid.admit(first, mine)
+    hybrid.admit(second, theirs, 48)
+    for layer, table in enumerate(theirs):
+        hybrid.pages[layer][table[12:]] = torch.randn(hybrid.pages[layer][table[12:]].shape).to(torch.bfloat16)
+    step = hybrid.scheduler.step(both(scheduled("a", mine, 0, 50), scheduled("b", theirs, 48, 27)))
+    assert [(save.start, save.tokens.size) for save in step.saves] == [(0, 48), (32, 72)]
+    hybrid.worker.save(step.saves)
+    wait_stored(hybrid.clients[0], step.saves[1])
+    ours = content(hybrid, theirs)
+    for layer, found in enumerate(fetched(hybrid, tokens, 72)):
+        assert torch.equal(found[:48], filled[layer][:48])
+        assert torch.equal(found[48:], ours[layer][48:72])
+
+
+def both(one: Any, other: Any) -> Any:
+    """A step of both requests."""
+    states = {each.scheduled_new_reqs[0].req_id: each.kv_connector_block_state for each in (one, other)}
+    state = SimpleNamespace(resolve_block_ids=lambda name: states[name].resolve_block_ids(name))
+    return SimpleNamespace(
+        scheduled_new_reqs=[*one.scheduled_new_reqs, *other.scheduled_new_reqs],
+        num_scheduled_tokens={**one.num_scheduled_tokens, **other.num_scheduled_tokens},
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
+        ),
+        kv_connector_block_state=state,
+    )  # fmt: skip
 
 
 def test_a_null_block_is_never_read_for_a_chunk(hybrid: Engine) -> None:
@@ -261,100 +298,3 @@ def test_a_save_gives_way_in_each_group(hybrid: Engine) -> None:
     assert save.reads({blocks[FULL][0]})
     assert save.reads({blocks[WINDOWED][13]})
     assert not save.reads({0, blocks[FULL][14], blocks[WINDOWED][14]})
-
-
-# ---------------------------------------------------------------- what fits
-
-
-def of(window: int, block: int = 16) -> tuple[LayerGroup, ...]:
-    return LayerGroup(0, (0,), block), LayerGroup(1, (1,), block, window)
-
-
-@pytest.mark.parametrize(
-    ("window", "given", "count"),
-    [(1024, None, CHUNK_TOKENS), (128, None, 128), (100, None, 112), (128, 64, 64), (100, 112, 112), (0, None, 256)],
-)
-def test_chunks_are_at_most_as_long_as_a_window(window: int, given: int | None, count: int) -> None:
-    assert chunk_tokens_of(of(window), 16, ConnectorSettings(chunk_tokens=given)) == count
-
-
-def test_a_longer_chunk_is_refused() -> None:
-    """A step that begins within its last block frees its first one."""
-    for given, longest in ((256, 128), (144, 128)):
-        with pytest.raises(InvalidRequest, match=rf"chunk_tokens {given}: .* at most {longest}, .*--disable-hybrid"):
-            chunk_tokens_of(of(128), 16, ConnectorSettings(chunk_tokens=given))
-    with pytest.raises(InvalidRequest, match="chunk_tokens 100 must be a multiple of vLLM's block of 16"):
-        chunk_tokens_of(of(128), 16, ConnectorSettings(chunk_tokens=100))
-    with pytest.raises(InvalidRequest, match=r"chunk_tokens 64: .* at most 32, in blocks of 64"):
-        chunk_tokens_of((LayerGroup(0, (0,), 64), LayerGroup(1, (1,), 16, 32)), 64, ConnectorSettings())
-
-
-@pytest.mark.parametrize("window", range(1, 40))
-def test_the_longest_chunk_is_there_when_it_is_computed(window: int) -> None:
-    """For each token at which the step that completes it may begin. A block more would not be."""
-    group = LayerGroup(0, (0,), BLOCK, window)
-
-    def is_there(chunk: int) -> bool:
-        tokens = range(3 * chunk, 5 * chunk)
-        frees = {start: max(0, start - window + 1) // BLOCK * BLOCK for start in tokens}  # vLLM's arithmetic
-        return all(freed <= start // chunk * chunk for start, freed in frees.items())
-
-    assert is_there(group.chunk_tokens_max)
-    assert not is_there(group.chunk_tokens_max + BLOCK)
-
-
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [({"load": "layerwise"}, '"load": "async"'), ({"planning": "on"}, '"planning": "off"'), ({"digests": "vllm"}, "")],
-)
-def test_what_needs_one_table_is_refused(setting: dict[str, Any], said: str) -> None:
-    settings = ConnectorSettings(**setting)
-    if said:
-        with pytest.raises(InvalidRequest, match=f"{said}.*--disable-hybrid-kv-cache-manager"):
-            check_groups(of(128), settings, has_draft=False)
-    else:
-        check_groups(of(128), settings, has_draft=False)
-    check_groups(of(128), ConnectorSettings(), has_draft=False)
-
-
-def test_drafts_and_hashes_of_blocks_of_other_sizes_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="a draft with a cache of its own"):
-        check_groups(of(128), ConnectorSettings(), has_draft=True)
-    with pytest.raises(InvalidRequest, match='"digests": "kvstore"'):
-        check_groups((*of(128), *of(0, 32)), ConnectorSettings(digests="vllm"), has_draft=False)
-
-
-class SlidingWindowSpec(FullAttentionSpec):
-    """Named as vLLM's."""
-
-    sliding_window = 64
-
-
-def test_layers_are_named_alike_with_one_table_and_with_several(tmp_path: Path) -> None:
-    """Of several layers in one table vLLM says the window that some have as that of all."""
-    full, windowed, merged = FullAttentionSpec(), SlidingWindowSpec(), FullAttentionSpec()
-    merged.sliding_window = 64  # type: ignore[attr-defined]  # as vLLM's own has it
-    names = [f"model.layers.{number}" for number in range(12)]
-    config, _ = vllm_engine(tmp_path)
-    given = [(windowed, names[1::2]), (full, names[::2]), (merged, names)]
-    parts = [SimpleNamespace(kv_cache_spec=spec, layer_names=each[::-1]) for spec, each in given]
-    several = geometry_of(config, SimpleNamespace(kv_cache_groups=parts[:2]))
-    one = geometry_of(config, SimpleNamespace(kv_cache_groups=parts[2:]))
-    assert several.layers == one.layers
-    assert several.layer_names == one.layer_names == tuple(names)
-    assert (several.is_one_table, one.is_one_table) == (False, True)
-    assert [(each.index, each.layers, each.window) for each in several.groups] == [
-        (0, (1, 3, 5, 7, 9, 11), 64), (1, (0, 2, 4, 6, 8, 10), 0),
-    ]  # fmt: skip
-    alone = geometry_of(config, SimpleNamespace(kv_cache_groups=parts[:1]))
-    assert not alone.is_one_table, "blocks are given up in it"
-
-
-def test_blocks_of_several_sizes_end_together(tmp_path: Path) -> None:
-    config, _ = vllm_engine(tmp_path)
-    parts = [
-        SimpleNamespace(kv_cache_spec=FullAttentionSpec(block=block), layer_names=[f"model.layers.{block}"])
-        for block in (32, 48)
-    ]
-    geometry = geometry_of(config, SimpleNamespace(kv_cache_groups=parts))
-    assert (geometry.block_tokens, [each.block_tokens for each in geometry.groups]) == (96, [32, 48])

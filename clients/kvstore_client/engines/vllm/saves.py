@@ -142,7 +142,9 @@ class Saves:
         with self._patience.watch():
             writer = self._begun(save)
         with writer, self._patience.watch(COPY_S_MAX):
-            if not writer.wanted_token_count or not pending.may_read():
+            if not writer.wanted_token_count or writer.wanted_token_start < save.start:
+                return  # the sidecar keeps no chunk without those before it, whose blocks are gone
+            if not pending.may_read():
                 return
             computed()
             for place, group in enumerate(pages.groups):

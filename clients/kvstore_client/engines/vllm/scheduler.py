@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from kvstore.errors import KVStoreError
-from kvstore.keys import Extra
 from kvstore.seams import Clock, SystemClock
 from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
@@ -208,11 +207,10 @@ class SchedulerSide:
             _log.warning("kvstore: %s; this request is not kept", error.message)
             tracked.is_doubtful = True
             return None
-        first, blocks = self._there(tracked, until, output)
-        if first >= until or not self._is_stored(tracked, first, extras):
-            tracked.is_doubtful = True
-            return None
         tracked.kept = until
+        first, blocks = self._there(tracked, until, output)
+        if first >= until:
+            return None
         if self._undrafted.has(blocks[0]):
             return None
         if not self._behind.are_of(request, blocks[0]):
@@ -233,17 +231,6 @@ class SchedulerSide:
             cut = [table[first // each.block_tokens :] for table, each in zip(cut, self._groups, strict=True)]
         return first, cut
 
-    def _is_stored(self, tracked: TrackedRequest, first: int, extras: tuple[Extra, ...]) -> bool:
-        """Return False where a chunk before the token ``first`` is known to be missing. The sidecar keeps no chunk
-        without those before it, and room for it would cost others theirs."""
-        if first <= tracked.kept:
-            return True
-        try:
-            match = self._client.peek(tracked.spec, self._naming.prompt(tracked.request, first), extras=extras)
-        except KVStoreError:
-            return False
-        return match is None or match.prefix_token_count >= first
-
     def _shared(self, save: Save) -> Save | None:
         """Start a store that the ranks join, one shard each. Ours is the first shard, and empty."""
         if self._patience.is_spent:
@@ -255,7 +242,7 @@ class SchedulerSide:
             _log.error("kvstore: %s; this prompt is not kept", error.message)
             return None
         with writer:
-            if not writer.wanted_token_count:
+            if not writer.wanted_token_count or writer.wanted_token_start < save.start:
                 return None
             ticket = writer.ticket
             writer.commit()
