@@ -34,6 +34,18 @@ def test_layer_by_layer(client: Client) -> None:
         assert again.wanted_token_count == 0
 
 
+def test_a_store_says_where_what_it_lacks_begins(client: Client) -> None:
+    tokens, cache = fresh()
+    with client.start_store(SPEC, tokens) as writer:
+        assert writer.wanted_token_start == 0
+    client.store(SPEC, tokens[:STEP], [(k[:, :STEP], v[:, :STEP]) for k, v in cache]).wait(10.0)
+    with client.start_store(SPEC, tokens) as writer:
+        assert writer.wanted_token_start == STEP
+    client.store(SPEC, tokens, cache).wait(10.0)
+    with client.start_store(SPEC, tokens) as writer:
+        assert writer.wanted_token_start == COUNT
+
+
 @pytest.mark.parametrize("piece", [1, 5, STEP, 3 * STEP + 2])
 def test_a_chunked_prefill_in_pieces_of_any_size(client: Client, piece: int) -> None:
     tokens, cache = fresh()

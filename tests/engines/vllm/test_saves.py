@@ -191,7 +191,7 @@ def test_ranks_are_told_when_one_of_them_gives_up() -> None:
     clock, said = ManualClock(), []
 
     class Writer:
-        wanted_token_count = 40
+        wanted_token_count, wanted_token_start = 40, 0
 
         def __enter__(self) -> Any:
             return self
