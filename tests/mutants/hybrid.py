@@ -20,6 +20,7 @@ FAILED = f"{T_GROUPS}::test_a_load_that_fails_is_told_by_its_request"
 PART = f"{T_GROUPS}::test_a_load_of_which_a_part_cannot_begin_has_failed"
 MISSING = f"{T_GROUPS}::test_behind_a_chunk_that_is_missing_nothing_is_kept"
 NULL = f"{T_GROUPS}::test_a_null_block_is_never_read_for_a_chunk"
+T_MOVED = "tests/engines/vllm/test_moved.py"
 LONGEST = f"{T_FITS}::test_the_longest_chunk_is_there_when_it_is_computed"
 
 MUTANTS = [
@@ -182,5 +183,37 @@ MUTANTS = [
         "    if False:\n",
         "the states of recurrent layers are kept as if they were tokens' K and V",
         (f"{T_IDENTITY}::test_a_model_without_heads_is_refused_by_its_layers",),
+    ),
+    Mutant(
+        "loads-counted-twice",
+        "clients/kvstore_client/engines/vllm/moved.py",
+        "            self._counts, self._seconds = Counter(), []\n",
+        "",
+        "vLLM's metrics add what was told before with every step",
+        (f"{T_MOVED}::test_a_prompt_that_is_kept_and_loaded_is_counted",),
+    ),
+    Mutant(
+        "bytes-of-null-blocks-counted",
+        WORKER,
+        "int((slots >= 0).sum())",
+        "slots.size",
+        "vLLM's metrics show bytes that were never loaded",
+        (f"{T_MOVED}::test_of_a_windowed_group_what_has_blocks_is_counted",),
+    ),
+    Mutant(
+        "failed-loads-told-as-good",
+        WORKER,
+        '        self.moved.add("failed_loads")\n',
+        "",
+        "nobody sees in vLLM's metrics that loads fail",
+        (f"{T_MOVED}::test_a_load_that_fails_and_a_save_that_gives_way_are_counted",),
+    ),
+    Mutant(
+        "saves-that-give-way-told-as-kept",
+        SAVES,
+        "                return None\n            computed()\n",
+        "                return wanted\n            computed()\n",
+        "nobody sees in vLLM's metrics that prompts are not kept",
+        (f"{T_MOVED}::test_a_share_that_gives_way_is_dropped",),
     ),
 ]

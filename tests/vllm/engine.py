@@ -43,8 +43,8 @@ _ADAPTERS: dict[str, int] = {}  # vLLM's numbers of them, in an engine's own pro
 
 class Engine:
     """Started on entry, ended on exit. ``preemptions``: how often vLLM has preempted a request so far; ``accepted``:
-    the drafted tokens that were the model's own; ``loaded``: the tokens that the connector brought; ``held``: what
-    pages hold of its last answers (see ``RememberingConnector``).
+    the drafted tokens that were the model's own; ``loaded``: the tokens that vLLM has from the connector; ``counted``:
+    the connector's own metrics; ``held``: what pages hold of its last answers (see ``RememberingConnector``).
 
     ``address``: the sidecar's; None: vLLM without kvstore. ``extra``: settings of the connector; ``connector``: what of
     ``CONNECTOR`` differs. ``is_one_process``: vLLM's scheduler and worker run in one process; else each in one of its
@@ -70,6 +70,7 @@ class Engine:
         self._pipe: Any = None
         self.preemptions = self.accepted = self.loaded = 0
         self.held: list[dict[int, tuple[int, Any]]] = []
+        self.counted: dict[str, float] = {}
 
     def log(self) -> str:
         return Path(self._log.name).read_text()
@@ -122,7 +123,7 @@ class Engine:
         self._pipe.send({"prompts": prompts, "max_tokens": max_tokens, **more})
         reply = self._answer(ANSWER_S)
         self.preemptions, self.accepted = reply["preemptions"], reply["accepted"]
-        self.held, self.loaded = reply["held"], reply["loaded"]
+        self.held, self.loaded, self.counted = reply["held"], reply["loaded"], reply["counted"]
         return reply["outputs"], reply["cached"]
 
 
@@ -169,6 +170,7 @@ def _answered(llm: Any, query: dict[str, Any]) -> dict[str, Any]:
     held = ended.RememberingConnector.ended[-len(done) :] if ended else []
     return {
         "held": held,
+        "counted": {name: value for name, value in counted.items() if "kvstore" in name},
         "loaded": counted.get("vllm:external_prefix_cache_hits", 0),
         "outputs": [list(each.outputs[0].token_ids) for each in done],
         "cached": [each.num_cached_tokens for each in done],

@@ -102,6 +102,11 @@ def test_saved_in_one_process_hit_in_another(
         assert second.ask(LONG, salt="tenant")[1] == [0]  # a salt keeps its prompts apart
         wait_durable(durable, 7)
         assert second.ask(LONG, salt="tenant") == (plain[name][:1], [288])
+        counted = second.counted
+    assert counted["vllm:kvstore_load_tokens"] == second.loaded == 288 + 192 + 288 + 320 + 288
+    assert (counted["vllm:kvstore_loads"], counted["vllm:kvstore_failed_loads"]) == (5, 0)
+    assert counted["vllm:kvstore_saves"] >= 2
+    assert counted["vllm:kvstore_load_bytes"] > 0
     assert leases_of(durable) == (0, 0)
 
 

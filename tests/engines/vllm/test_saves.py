@@ -12,6 +12,7 @@ import pytest
 import torch
 from kvstore_client.engines.pause import CallPause
 from kvstore_client.engines.vllm import saves as room
+from kvstore_client.engines.vllm.moved import Moved
 from kvstore_client.engines.vllm.saves import Saves
 from kvstore_client.engines.vllm.step import Save
 from kvstore_ops.sidecar import Sidecar
@@ -139,7 +140,7 @@ def test_a_save_is_waited_for_as_long_as_its_calls_may_take(
     engine, client = held
     monkeypatch.setattr(room, "END_S_MAX", 0.05)
     engine.worker._saves = Saves(
-        client, engine.worker._pages, CallPause(engine.worker._clock), call_s_max=10.0  # type: ignore[arg-type]  # it stands in for one
+        client, engine.worker._pages, CallPause(engine.worker._clock), Moved(), call_s_max=10.0  # type: ignore[arg-type]  # it stands in for one
     )  # fmt: skip
     computed(engine, "a", 316, blocks_of(42))
     assert client.begun.wait(10.0)
@@ -204,7 +205,7 @@ def test_ranks_are_told_when_one_of_them_gives_up() -> None:
 
     client: Any = SimpleNamespace(join_store=lambda *_: Writer())
     pages: Any = SimpleNamespace(views=[(0, 0)], groups=[None], rank=0, heads=(0, 1), computed=lambda: lambda: None)
-    saves = Saves(client, pages, CallPause(clock))
+    saves = Saves(client, pages, CallPause(clock), Moved())
     saves.begin(Save(SPEC, tokens_of(40), (), [blocks_of(40)], b"ticket"), is_wanted=False)
     saves.close()
     assert said == ["left"]

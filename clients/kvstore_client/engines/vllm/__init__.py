@@ -8,9 +8,9 @@ vLLM loads ``connector``. ``scheduler`` decides which blocks are loaded and kept
 which layers it keeps, ``groups`` which of them share a block table, ``drafts`` those of a model that drafts tokens;
 ``naming`` and ``hashes`` name its chunks, ``pages`` describes their layout in memory. ``step`` is the scheduler's
 message to the workers, ``settings`` are the options, ``versions`` checks vLLM's version, ``objects`` says what of its
-objects is used.
+objects is used. ``moved`` counts what workers moved, for vLLM's ``metrics``.
 Two smaller entry points: ``tier`` is a secondary tier of vLLM's CPU offloading, its values in ``offloaded``;
-``encoder`` keeps embeddings of images and sounds, by ``embeddings``. Only the entry points import vLLM.
+``encoder`` keeps embeddings of images and sounds, by ``embeddings``. Only the entry points and ``metrics`` import vLLM.
 
 Invariants: trouble with the sidecar is a miss, never an error of a request. A page is kept only when every token
 before it was computed or loaded without a failure. Blocks are whole: a hit ends where a vLLM block does. Which blocks a

@@ -23,6 +23,7 @@ from kvstore_client.client import Client
 from kvstore_client.engines.vllm.geometry import FP8, geometry_of
 from kvstore_client.engines.vllm.groups import check_groups
 from kvstore_client.engines.vllm.identity import Adapters, adapter_settings, spec_of, worker_rank
+from kvstore_client.engines.vllm.metrics import MovedMetrics, MovedStats
 from kvstore_client.engines.vllm.naming import check_algorithm, check_items
 from kvstore_client.engines.vllm.objects import CacheConfig, EngineRequest, RequestBlocks, ScheduledStep, WorkersReport
 from kvstore_client.engines.vllm.pages import CPU, PagesOfModel, Writer
@@ -222,6 +223,21 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if self._worker is not None:
             results.failed_recving |= self._worker.failed_requests()
         return results
+
+    def get_kv_connector_stats(self) -> MovedStats | None:
+        """Return what this worker moved since the last step; None where nothing did, as in most steps."""
+        told = self._worker.moved.take() if self._worker is not None else {}
+        return MovedStats(told) if told else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MovedStats:
+        return MovedStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> MovedMetrics:  # fmt: skip
+        return MovedMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def build_connector_worker_meta(self) -> StepReport | None:
         number = self._step().number if self._worker is not None else 0

@@ -64,6 +64,11 @@ class PagesOfModel:
                         f"pages of {page_tokens} tokens do not divide vLLM's blocks of {group.block_tokens}"
                     )
 
+    def token_bytes(self, group: LayerGroup) -> int:
+        """Return the bytes of one token in a group's layers, of this rank's heads."""
+        views = (view for layer in group.layers for view in self.views[layer])
+        return sum(view.shape[1] * view.shape[-1] * view.element_size() for view in views)
+
     def computed(self) -> Callable[[], None]:
         """Return a function that waits until all is done that this thread has asked of the pages' GPUs so far."""
         import torch

@@ -17,6 +17,7 @@ from kvstore.seams import WorkerThreads
 from kvstore.seams.jobs import begun, failure_of
 from kvstore_client.client import Client
 from kvstore_client.engines.pause import SLOW_S, CallPause
+from kvstore_client.engines.vllm.moved import Moved
 from kvstore_client.engines.vllm.pages import LAYOUT, PagesOfModel
 from kvstore_client.engines.vllm.step import Save
 from kvstore_client.fetch.paged import Paged
@@ -57,15 +58,17 @@ class _Pending:
 
 
 class Saves:
-    """The saves of one worker. No call raises because of the sidecar. ``call_s_max``: the client's timeout."""
+    """The saves of one worker, counted in ``moved``. No call raises because of the sidecar. ``call_s_max``: the
+    client's timeout."""
 
     def __init__(
-        self, client: Client, pages: PagesOfModel, patience: CallPause, *, call_s_max: float = 0.0
+        self, client: Client, pages: PagesOfModel, patience: CallPause, moved: Moved, *, call_s_max: float = 0.0
     ) -> None:  # fmt: skip
         self._client = client
         self._calls_s = CALLS_MAX * call_s_max
         self._pages = pages
         self._patience = patience
+        self._moved = moved
         self._thread = WorkerThreads(1, "kvstore-save")
         self._pending: list[_Pending] = []
 
@@ -75,6 +78,7 @@ class Saves:
         self._forget_ended()
         if len(self._pending) >= PENDING_MAX:
             _log.warning("kvstore: the sidecar is slower than the engine; a prompt is not kept")
+            self._moved.add("dropped_saves")
             return  # ranks that share it are told by the sidecar, when its reservation ends
         if not is_wanted and not save.ticket:
             return
@@ -116,36 +120,48 @@ class Saves:
     # ------------------------------------------------------------ on the thread
 
     def _keep(self, pending: _Pending, computed: Callable[[], None]) -> None:
-        if self._patience.is_spent:
-            return
         try:
-            if pending.save.ticket or len(self._pages.groups) > 1 or pending.save.start:
-                self._keep_layers(pending, computed)
-            elif pending.may_read():
-                self._keep_all(pending.save, computed)
+            copied = self._copied(pending, computed)
         except KVStoreError as error:
             _log.error("kvstore: %s; this prompt is not kept", error.message)
+            copied = None
+        if copied is None:
+            self._moved.add("dropped_saves")
+        elif copied:
+            self._moved.saved(copied)
 
-    def _keep_all(self, save: Save, computed: Callable[[], None]) -> None:
-        """Keep all layers by one put. Returns when nothing reads the pages."""
+    def _copied(self, pending: _Pending, computed: Callable[[], None]) -> int | None:
+        """Copy a save's pages. Returns the number of tokens that the sidecar was given: 0 where it wants none, None
+        where the save was given up."""
+        if self._patience.is_spent:
+            return None
+        if pending.save.ticket or len(self._pages.groups) > 1 or pending.save.start:
+            return self._by_layers(pending, computed)
+        return self._at_once(pending.save, computed) if pending.may_read() else None
+
+    def _at_once(self, save: Save, computed: Callable[[], None]) -> int | None:
+        """Copy all layers by one put. Returns when nothing reads the pages."""
         computed()
         paged = Paged(self._pages.views, save.slots(0, self._pages.groups[0]), LAYOUT)
         with self._patience.watch(COPY_S_MAX) as watched:
             receipt = self._client.store(save.spec, save.tokens, paged, extras=save.extras)
             if receipt.is_done and not receipt.stored_token_count:
                 watched.more_s = 0.0  # nothing was copied: this was waiting for the sidecar
+                return None
+        return int(save.tokens.size)
 
-    def _keep_layers(self, pending: _Pending, computed: Callable[[], None]) -> None:
-        """Keep this rank's share, layer by layer: groups have blocks of their own. Leaving the writer without a commit
+    def _by_layers(self, pending: _Pending, computed: Callable[[], None]) -> int | None:
+        """Copy this rank's share, layer by layer: groups have blocks of their own. Leaving the writer without a commit
         aborts the store, for the other ranks, too."""
         save, pages = pending.save, self._pages
         with self._patience.watch():
             writer = self._begun(save)
         with writer, self._patience.watch(COPY_S_MAX):
-            if not writer.wanted_token_count or writer.wanted_token_start < save.start:
-                return  # the sidecar keeps no chunk without those before it, whose blocks are gone
+            wanted = writer.wanted_token_count
+            if not wanted or writer.wanted_token_start < save.start:
+                return 0  # the sidecar keeps no chunk without those before it, whose blocks are gone
             if not pending.may_read():
-                return
+                return None
             computed()
             for place, group in enumerate(pages.groups):
                 slots = save.slots(place, group)
@@ -153,6 +169,7 @@ class Saves:
                     paged = Paged([pages.views[layer]], slots, LAYOUT)
                     writer.put_layer(layer, paged, heads=pages.heads, token_start=save.start)
             writer.commit()
+        return wanted
 
     def _begun(self, save: Save) -> StoreWriter:
         if save.ticket:

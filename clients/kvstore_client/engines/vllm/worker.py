@@ -12,6 +12,7 @@ from kvstore.seams import SystemClock
 from kvstore_client.client import Client
 from kvstore_client.engines.pause import CallPause
 from kvstore_client.engines.vllm.groups import LayerGroup
+from kvstore_client.engines.vllm.moved import Moved
 from kvstore_client.engines.vllm.pages import LAYOUT, PagesOfModel
 from kvstore_client.engines.vllm.saves import Saves
 from kvstore_client.engines.vllm.step import Load, Save, Step
@@ -25,12 +26,14 @@ _log = logging.getLogger("kvstore.vllm")
 
 @dataclass
 class _Moving:
-    """A load in flight: a transfer for each group of layers. ``is_whole`` False: one of them could not even begin.
-    ``is_late``: a layer was computed before it had landed; layers that land later are useless."""
+    """A load in flight, of ``byte_count`` bytes: a transfer for each group of layers. ``is_whole`` False: one of them
+    could not even begin. ``is_late``: a layer was computed before it had landed; layers that land later are useless."""
 
     load: Load
     transfers: list[Transfer]
+    began_s: float
     until_s: float
+    byte_count: int = 0
     is_whole: bool = True
     is_late: bool = False
 
@@ -60,7 +63,9 @@ class WorkerSide:
         self._is_layerwise = is_layerwise
         self._is_one_table = is_one_table
         self._clock = SystemClock()
-        self._saves = Saves(client, pages, CallPause(self._clock), call_s_max=call_s_max)
+        self.moved = Moved()
+        """What this worker has moved."""
+        self._saves = Saves(client, pages, CallPause(self._clock), self.moved, call_s_max=call_s_max)
         self._is_waiting = is_waiting
         self._can_give_way = False
         self._moving: dict[str, _Moving] = {}
@@ -77,23 +82,25 @@ class WorkerSide:
         self._doubtful = +self._doubtful
         self._waited.clear()
         for load in step.loads:
-            until_s = self._clock.monotonic() + min(load.give_up_s or LOAD_S_MAX, LOAD_S_MAX)
-            moving = self._moving[load.request_id] = _Moving(load, [], until_s)
+            now_s = self._clock.monotonic()
+            until_s = now_s + min(load.give_up_s or LOAD_S_MAX, LOAD_S_MAX)
+            moving = self._moving[load.request_id] = _Moving(load, [], now_s, until_s)
             try:
                 for place, group in enumerate(self._pages.groups):
-                    moving.transfers.append(self._begin_group(load, place, group))
+                    moving.transfers.append(self._begin_group(moving, place, group))
             except KVStoreError as error:
                 _log.error("kvstore: %s; the prompt is computed", error.message)
                 moving.is_whole = False
                 for transfer in moving.transfers:
                     transfer.stop()
 
-    def _begin_group(self, load: Load, place: int, group: LayerGroup) -> Transfer:
+    def _begin_group(self, moving: _Moving, place: int, group: LayerGroup) -> Transfer:
         """Begin to fetch a group's layers into its own blocks. Raises KVStoreError."""
-        pages = self._pages
-        into = Paged([pages.views[layer] for layer in group.layers], load.slots(place, group), LAYOUT)
+        pages, slots = self._pages, moving.load.slots(place, group)
+        moving.byte_count += int((slots >= 0).sum()) * pages.token_bytes(group)
+        into = Paged([pages.views[layer] for layer in group.layers], slots, LAYOUT)
         layers = list(group.layers) if len(pages.groups) > 1 else None
-        return self._client.start_fetch(load.ticket, into=into, layers=layers, heads=pages.heads)
+        return self._client.start_fetch(moving.load.ticket, into=into, layers=layers, heads=pages.heads)
 
     def wait_layer(self, layer: int) -> None:
         """Return when each layerwise load has brought this layer, or failed."""
@@ -146,7 +153,10 @@ class WorkerSide:
         del self._moving[load.request_id]
         if not moving.failed:
             self._pages.settle()
+            count = load.stop - load.start
+            self.moved.loaded(count, moving.byte_count, self._clock.monotonic() - moving.began_s)
             return
+        self.moved.add("failed_loads")
         if moving.reason:
             _log.warning("kvstore: %s; the prompt is computed", moving.reason)
         if not self._is_one_table:
