@@ -91,8 +91,8 @@ MUTANTS = [
     Mutant(
         "blocks-of-the-first-group-unsaid",
         SCHEDULER,
-        "            written += blocks[start // group.block_tokens :]\n",
-        "            written += blocks[start // group.block_tokens :] if not group.window else []\n",
+        "                    step.written += given[computed // size :] if is_whole else given\n",
+        "                    step.written += [] if place else given[computed // size :] if is_whole else given\n",
         "a save reads a windowed block that is another request's by then",
         (WRITTEN,),
     ),

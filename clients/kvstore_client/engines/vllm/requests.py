@@ -52,15 +52,15 @@ class FoundPrefix:
 @dataclass
 class TrackedRequest:
     """A request with blocks worth keeping, now or later. ``block_ids``: by group of layers, as they were given, also
-    those that have left a window since; empty: none were given yet. ``kept``: leading tokens known to be stored.
+    those that have left a window since. ``kept``: leading tokens known to be stored.
     ``held``: the chunks that it was given to load. ``was_cut``: a worker could not load some of its blocks.
     ``refused_s``: when it could first hold nothing, for want of room; it is not looked up again before
     ``refused_until_s``."""
 
     request: EngineRequest
     spec: ModelSpec
+    block_ids: list[list[int]]
     kept: int = 0
-    block_ids: list[list[int]] = field(default_factory=list)
     held: Match = NOTHING.match
     has_failed: bool = False
     is_doubtful: bool = False

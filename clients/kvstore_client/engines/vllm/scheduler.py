@@ -40,6 +40,7 @@ class SchedulerSide:
         self._block_tokens = block_tokens
         self._chunk_tokens = adapters.spec_for(None).chunk_tokens
         self._groups = tuple(groups) or (LayerGroup(0, (), block_tokens),)
+        self._tables = [(each.index, each.block_tokens) for each in self._groups]
         self._has_windows = any(each.window for each in self._groups)
         reads_ahead = draft is not None and draft.reads_ahead
         ahead_tokens = self._chunk_tokens if reads_ahead else 0
@@ -96,7 +97,7 @@ class SchedulerSide:
             if spec is None:
                 self._unnamed.add(name)
                 return None
-            tracked = self._tracked[name] = TrackedRequest(request, spec)
+            tracked = self._tracked[name] = TrackedRequest(request, spec, [[] for _ in self._groups])
         return tracked
 
     def _spec_of(self, request: EngineRequest, fate: str) -> ModelSpec | None:
@@ -138,18 +139,14 @@ class SchedulerSide:
         start, count = found.computed, found.match.prefix_token_count
         load = Load(name, found.match.ticket, count, self._of_groups(block_ids), start, start + external)
         self._loads.append(self._planner.handed(load, found.decision))
-        self._write(self._written, load.block_ids, start)
+        for blocks, (_, size) in zip(load.block_ids, self._tables, strict=True):
+            self._written += blocks[start // size :]
         self._undrafted.loaded(load.written(0, self._groups[0]))
         self._behind.computed(request, load.block_ids[0], load.start, load.stop)
 
     def _of_groups(self, block_ids: Sequence[list[int]]) -> list[list[int]]:
         """Return copies of vLLM's lists of blocks, by our groups."""
         return [list(block_ids[each.index]) for each in self._groups]
-
-    def _write(self, written: list[int], block_ids: Sequence[list[int]], start: int) -> None:
-        """Note that blocks of our groups may be written from the token ``start`` on."""
-        for blocks, group in zip(block_ids, self._groups, strict=True):
-            written += blocks[start // group.block_tokens :]
 
     # ------------------------------------------------------------ every step
 
@@ -166,19 +163,21 @@ class SchedulerSide:
             stop = computed + output.num_scheduled_tokens.get(name, 0)
             if stop > longest:
                 longest = stop
-            given = self._of_groups(block_ids) if block_ids else ()
-            if given:
-                self._write(step.written, given, computed if is_whole else 0)
             tracked = self._tracked.get(name)
-            if tracked is None:
-                self._behind.forget(given[0] if given else ())
-                continue
-            if tracked.has_failed:  # it computes blocks again that it has
-                self._write(step.written, tracked.block_ids, computed)
-            if is_whole or not tracked.block_ids:
+            if tracked is not None and tracked.has_failed:  # it computes blocks again that it has
+                for known, (_, size) in zip(tracked.block_ids, self._tables, strict=True):
+                    step.written += known[computed // size :]
+            if tracked is not None and is_whole:
                 tracked.block_ids = [[] for _ in self._groups]
-            for known, more in zip(tracked.block_ids, given, strict=False):
-                known += more  # in place: a step of a thousand requests has no time for copies
+            if block_ids:  # few need more in a step of a thousand requests, which has no time for copies
+                for place, (index, size) in enumerate(self._tables):
+                    given = block_ids[index]
+                    step.written += given[computed // size :] if is_whole else given
+                    if tracked is not None:
+                        tracked.block_ids[place] += given
+            if tracked is None:
+                self._behind.forget(block_ids[self._tables[0][0]] if block_ids else ())
+                continue
             self._behind.computed(tracked.request, tracked.block_ids[0], computed, stop)
             computing.append((tracked, computed, stop))
         self._undrafted.step(longest, ((tracked.block_ids[0], start, stop) for tracked, start, stop in computing))
@@ -277,7 +276,7 @@ class SchedulerSide:
         self._settled += failed
         wrong = set(failed)
         for tracked in self._tracked.values():
-            blocks = tracked.block_ids[0] if tracked.block_ids else []
+            blocks = tracked.block_ids[0]
             first = next((index for index, block in enumerate(blocks) if block in failed), None)
             if first is not None:
                 self._cut(tracked)
@@ -309,7 +308,7 @@ class SchedulerSide:
         self._adapters = self._adapters.of_unknown_weights()
         self._lookups.forget_all()
         for name, tracked in list(self._tracked.items()):
-            if tracked.block_ids:
+            if any(tracked.block_ids):
                 tracked.has_failed = tracked.is_doubtful = True
             else:
                 del self._tracked[name]
