@@ -14,8 +14,10 @@ from kvstore_client.engines.vllm.settings import ConnectorSettings
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.request import Request
 
 from kvstore.errors import InvalidRequest
 from tests.vllm.test_interface import FULL, NAMES, NOWHERE, SLIDING, caches, changed, configured
@@ -56,6 +58,18 @@ def test_groups_are_vllms_own(configured: VllmConfig, layout: Any) -> None:
     assert sorted(layer for each in found[False].groups for layer in each.layers) == list(range(12))
     settings = ConnectorSettings(chunk_tokens=64)
     assert spec_of(configured, found[True], settings) == spec_of(configured, found[False], settings)
+
+
+@pytest.mark.parametrize("method", ["request_finished", "request_finished_all_groups"])
+def test_a_request_that_has_ended_is_forgotten(configured: VllmConfig, method: str) -> None:
+    """vLLM calls the one, and a MultiConnector the other where not all of its connectors know several tables."""
+    made = KVConnectorFactory.create_connector(configured, KVConnectorRole.SCHEDULER, caches(FULL))
+    asked = Request("a", list(range(100)), SamplingParams(max_tokens=1), None)
+    made.on_new_request(asked)
+    assert "a" in made._scheduler._tracked
+    assert getattr(made, method)(asked, [1, 2] if method == "request_finished" else ([1, 2],)) == (False, None)
+    assert not made._scheduler._tracked
+    made.shutdown()
 
 
 def test_vllm_leaves_its_hybrid_allocator_on(configured: VllmConfig) -> None:

@@ -135,9 +135,9 @@ def test_an_unknown_interface_is_said_by_method() -> None:
     known = type("Known", (), methods)
     check_interface(known, known, "0.33.0")
     del methods["wait_for_save"]
-    methods["build_connector_meta"] = taking("scheduler_output", "reason")
+    methods["request_finished"] = taking("request", "block_ids", "reason")
     other = type("Other", (), methods)
     with pytest.raises(
-        InvalidRequest, match=r"0\.34.*build_connector_meta takes \(scheduler_output, reason\).*wait_for_save is gone"
+        InvalidRequest, match=r"0\.34.*request_finished takes \(request, block_ids, reason\).*wait_for_save is gone"
     ):
         check_interface(other, other, "0.34.0")

@@ -208,6 +208,15 @@ def test_a_null_block_is_never_read_for_a_chunk(hybrid: Engine) -> None:
     assert hybrid.compute(asked, blocks, 0, 20, tables=early).saves == []
 
 
+def test_without_vllms_tables_nothing_is_kept(hybrid: Engine) -> None:
+    blocks = tables(64)
+    asked = request("a", tokens_of(64, 515))
+    hybrid.admit(asked, blocks)
+    step = scheduled("a", blocks, 0, 64)
+    del step.kv_connector_block_state
+    assert hybrid.scheduler.step(step).saves == []
+
+
 def test_a_load_that_fails_is_told_by_its_request(hybrid: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM cannot tell whose a block is, where there are several tables."""
     monkeypatch.setattr(MappedSession, "maps_chunks", False)  # loads take calls

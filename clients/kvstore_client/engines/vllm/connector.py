@@ -141,6 +141,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._scheduler.finished(request.request_id)
         return False, None
 
+    def request_finished(self, request: EngineRequest, block_ids: list[int]) -> tuple[bool, dict[str, object] | None]:
+        """As above: a MultiConnector calls this one where another of its connectors needs one table."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
     def reset_cache(self) -> bool | None:
         """Handle ``reset_prefix_cache(reset_connector=True)``, and a pause of vLLM that clears its caches."""
         if self._scheduler is None:

@@ -220,15 +220,17 @@ class SchedulerSide:
     def _there(self, tracked: TrackedRequest, until: int, output: ScheduledStep) -> tuple[int, list[list[int]]]:
         """Return the first chunk from which on all blocks of a request are there, by its first token, and the blocks
         from there to the token ``until``. Those that have left a window vLLM may have given to others."""
-        tables, first = tracked.block_ids, 0
-        if self._has_windows:
-            tables = self._of_groups(output.kv_connector_block_state.resolve_block_ids(tracked.request.request_id))
-        cut = [table[: until // each.block_tokens] for table, each in zip(tables, self._groups, strict=True)]
-        if self._has_windows:
-            first = max(each.held_from(table) for table, each in zip(cut, self._groups, strict=True))
-            first = -(-first // self._chunk_tokens) * self._chunk_tokens
-            cut = [table[first // each.block_tokens :] for table, each in zip(cut, self._groups, strict=True)]
-        return first, cut
+        stops = [until // each.block_tokens for each in self._groups]
+        if not self._has_windows:
+            return 0, [table[:stop] for table, stop in zip(tracked.block_ids, stops, strict=True)]
+        state = getattr(output, "kv_connector_block_state", None)  # a vLLM that is not known may tell no tables
+        if state is None:
+            return until, []
+        tables = self._of_groups(state.resolve_block_ids(tracked.request.request_id))
+        held = [each.held_from(table[:stop]) for table, stop, each in zip(tables, stops, self._groups, strict=True)]
+        first = -(-max(held) // self._chunk_tokens) * self._chunk_tokens
+        starts = [first // each.block_tokens for each in self._groups]
+        return first, [table[start:stop] for table, start, stop in zip(tables, starts, stops, strict=True)]
 
     def _shared(self, save: Save) -> Save | None:
         """Start a store that the ranks join, one shard each. Ours is the first shard, and empty."""

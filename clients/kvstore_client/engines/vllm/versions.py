@@ -16,6 +16,7 @@ WANTED = {
     "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
     "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
     "build_connector_meta": ("scheduler_output",),
+    "request_finished": ("request", "block_ids"),
     "update_connector_output": ("connector_output",),
     "register_kv_caches": ("kv_caches",),
     "handle_preemptions": ("kv_connector_metadata",),
