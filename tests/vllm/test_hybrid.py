@@ -12,7 +12,7 @@ from kvstore_ops.sidecar import Sidecar
 
 from tests.vllm.engine import Engine
 from tests.vllm.test_drafts import wait_kept
-from tests.vllm.test_end_to_end import CHUNK, FORKED, LONG, PROMPTS, leases_of, prompt
+from tests.vllm.test_end_to_end import CHUNK, FORKED, LONG, NEEDS_AVX512, PROMPTS, leases_of, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 REMEMBERING = {"kv_connector": "RememberingConnector", "kv_connector_module_path": "tests.vllm.breaking"}
@@ -160,6 +160,36 @@ def test_two_ranks_and_one_share(models: dict[str, Path]) -> None:
             assert engine.ask(LONG) == (said[:1], [288])
             check_held(engine.held[0], whole, range(288))
             assert engine.ask(FORKED) == (said[1:], [320])
+        assert leases_of(sidecar) == (0, 0)
+
+
+@NEEDS_AVX512
+def test_a_cache_of_8_bits(models: dict[str, Path]) -> None:
+    own = {"extra": CHUNK, "enable_prefix_caching": False, "kv_cache_dtype": "fp8"}
+    with Engine(models["gemma"], NOWHERE, **own) as engine:
+        said, _ = engine.ask(LONG, FORKED)
+    with Sidecar("--capacity", "64 MiB") as sidecar:
+        with Engine(models["gemma"], sidecar.address, **own) as engine:
+            assert engine.ask(LONG) == (said[:1], [0])
+            wait_kept(sidecar, 5)
+        with Engine(models["gemma"], sidecar.address, **own) as engine:
+            assert engine.ask(LONG, FORKED) == (said, [288, 192])
+        assert leases_of(sidecar) == (0, 0)
+
+
+def test_answers_are_kept_too_and_blocks_named_by_vllms_hashes(models: dict[str, Path]) -> None:
+    """An answer is computed token by token: its chunks are there when they are whole. It goes on as the next prompt."""
+    extra = {**CHUNK, "save_output": True, "digests": "vllm"}
+    own = {"extra": extra, "enable_prefix_caching": False, "prefix_caching_hash_algo": "sha256_cbor"}
+    with Sidecar("--capacity", "64 MiB") as sidecar:
+        with Engine(models["gemma"], sidecar.address, **own) as engine:
+            (answer,), _ = engine.ask(LONG, max_tokens=160)
+            wait_kept(sidecar, 8)  # of 459 tokens: seven chunks, and the tail of the prompt alone
+        turn = [*LONG, *answer, *prompt(20, 91)]
+        said, (whole,) = computed(models["gemma"], turn)
+        with Engine(models["gemma"], sidecar.address, **{**own, "connector": REMEMBERING}) as engine:
+            assert engine.ask(turn) == (said, [448])
+            check_held(engine.held[0], whole)
         assert leases_of(sidecar) == (0, 0)
 
 
