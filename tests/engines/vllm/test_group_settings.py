@@ -34,6 +34,8 @@ def test_a_longer_chunk_is_refused() -> None:
     for given, longest in ((256, 128), (144, 128)):
         with pytest.raises(InvalidRequest, match=rf"chunk_tokens {given}: .* at most {longest}, .*--disable-hybrid"):
             chunk_tokens_of(of(128), 16, ConnectorSettings(chunk_tokens=given))
+    with pytest.raises(InvalidRequest, match="or set --disable-sliding-window"):
+        chunk_tokens_of(of(128)[1:], 16, ConnectorSettings(chunk_tokens=256))
     with pytest.raises(InvalidRequest, match="chunk_tokens 100 must be a multiple of vLLM's block of 16"):
         chunk_tokens_of(of(128), 16, ConnectorSettings(chunk_tokens=100))
     with pytest.raises(InvalidRequest, match=r"chunk_tokens 64: .* at most 32, in blocks of 64"):

@@ -20,7 +20,6 @@ CHUNK_TOKENS = 256
 """The size of a chunk where no setting says another one, and every window is at least as long."""
 NULL_BLOCK = 0
 """The block that stands in a windowed group's table where there is none."""
-ONE_TABLE = "or set --disable-hybrid-kv-cache-manager"
 
 
 @dataclass(frozen=True)
@@ -75,9 +74,15 @@ def chunk_tokens_of(groups: Sequence[LayerGroup], block_tokens: int, settings: C
         raise InvalidRequest(
             f"{settings.WHERE}: chunk_tokens {given or block_tokens}: vLLM frees blocks that have left a window, and "
             f"keeps {longest} tokens in whole blocks, so that not all of such a chunk is there once it is computed: "
-            f"set chunk_tokens to at most {longest}, in blocks of {block_tokens}, {ONE_TABLE}"
+            f"set chunk_tokens to at most {longest}, in blocks of {block_tokens}, {_one_table(groups)}"
         )
     return count
+
+
+def _one_table(groups: Sequence[LayerGroup]) -> str:
+    """Return how to have one table that keeps all blocks. vLLM makes one only where some layer has no window."""
+    flag = "--disable-sliding-window" if all(each.window for each in groups) else "--disable-hybrid-kv-cache-manager"
+    return f"or set {flag}"
 
 
 def check_groups(groups: Sequence[LayerGroup], settings: ConnectorSettings, *, has_draft: bool) -> None:
@@ -94,5 +99,5 @@ def check_groups(groups: Sequence[LayerGroup], settings: ConnectorSettings, *, h
     if wrong:
         raise InvalidRequest(
             f"the layers of this model have {len(groups)} block tables, or windows, which cannot be combined with "
-            f"{'; '.join(wrong)}; {ONE_TABLE}"
+            f"{'; '.join(wrong)}; {_one_table(groups)}"
         )
