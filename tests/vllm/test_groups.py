@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,27 @@ def test_groups_are_vllms_own(configured: VllmConfig, layout: Any) -> None:
     assert sorted(layer for each in found[False].groups for layer in each.layers) == list(range(12))
     settings = ConnectorSettings(chunk_tokens=64)
     assert spec_of(configured, found[True], settings) == spec_of(configured, found[False], settings)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_layers_of_several_shapes_have_one_name(configured: VllmConfig, layout: Any, heads: int) -> None:
+    """Full layers with wider heads (Gemma 4), or with other numbers of them, too (MiMo-V2): of these vLLM tells each
+    one's own window, with one table and with several, whose blocks may differ in size."""
+    wide = replace(FULL, num_kv_heads=heads, head_size=64, head_size_v=64)
+    found = []
+    for is_one in (True, False):
+        made = copy.copy(configured)
+        made.scheduler_config = copy.copy(configured.scheduler_config)
+        made.scheduler_config.disable_hybrid_kv_cache_manager = is_one
+        made.cache_config = copy.copy(configured.cache_config)
+        made.cache_config.kv_cache_layout = layout
+        groups = get_kv_cache_groups(made, {name: (wide, SLIDING)[n % 2] for n, name in enumerate(NAMES)})
+        geometry = geometry_of(made, KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=groups))
+        assert geometry.is_one_table == is_one
+        found.append(spec_of(configured, geometry, ConnectorSettings(chunk_tokens=64)))
+    assert found[0] == found[1]
+    assert [each.window for each in found[0].layers[:2]] == [0, 64]
 
 
 @pytest.mark.parametrize("method", ["request_finished", "request_finished_all_groups"])

@@ -108,10 +108,11 @@ def _grouped(given: Sequence[CacheGroup]) -> tuple[list[str], dict[str, LayerCac
 
 
 def _named_alike(layers: tuple[LayerSpec, ...], groups: Sequence[LayerGroup]) -> tuple[LayerSpec, ...]:
-    """Return layers as vLLM tells them where they have one table: with the window that some of them have. So engines
-    share their chunks whether they have one table or several."""
+    """Return layers as vLLM tells them where they have one table, so that engines share their chunks whether they have
+    one table or several: where layers differ in nothing but their windows, all of them with the window of some."""
     windows = {each.window for each in layers if each.window}
-    if len(groups) == 1 or len(windows) != 1:
+    shapes = {replace(each, kind=LayerKind.FULL, window=0) for each in layers}
+    if len(groups) == 1 or len(windows) != 1 or len(shapes) != 1:
         return layers
     return tuple(replace(each, kind=LayerKind.SLIDING_WINDOW, window=next(iter(windows))) for each in layers)
 
