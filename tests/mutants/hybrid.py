@@ -179,10 +179,18 @@ MUTANTS = [
     Mutant(
         "windows-of-some-layers-in-the-name",
         GEOMETRY,
-        "    if len(groups) == 1 or len(windows) != 1:\n",
+        "    if len(groups) == 1 or len(windows) != 1 or len(shapes) != 1:\n",
         "    if True:\n",
         "engines with one table and with several share nothing",
         (f"{T_FITS}::test_layers_are_named_alike_with_one_table_and_with_several",),
+    ),
+    Mutant(
+        "windows-of-layers-of-another-shape",
+        GEOMETRY,
+        " or len(shapes) != 1:\n",
+        ":\n",
+        "engines of a model with wider full layers share nothing, with one table and with several",
+        (f"{T_FITS}::test_layers_of_several_shapes_have_their_own_windows",),
     ),
     Mutant(
         "kinds-of-caches-that-nobody-knows",

@@ -70,6 +70,15 @@ def test_what_needs_one_table_is_refused(setting: dict[str, Any], said: str) -> 
     check_groups(of(128), ConnectorSettings(), has_draft=False)
 
 
+def test_what_helps_where_every_layer_has_a_window_is_said() -> None:
+    """vLLM frees the blocks of such a model without its hybrid allocator, too."""
+    alone = (LayerGroup(0, (0, 1), 16, 128),)
+    with pytest.raises(InvalidRequest, match="or set --disable-sliding-window"):
+        check_groups(alone, ConnectorSettings(load="layerwise"), has_draft=False)
+    with pytest.raises(InvalidRequest, match="at most 128, in blocks of 16, or set --disable-sliding-window"):
+        chunk_tokens_of(alone, 16, ConnectorSettings(chunk_tokens=256))
+
+
 def test_drafts_and_hashes_of_blocks_of_other_sizes_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="a draft with a cache of its own"):
         check_groups(of(128), ConnectorSettings(), has_draft=True)
@@ -101,6 +110,28 @@ def test_layers_are_named_alike_with_one_table_and_with_several(tmp_path: Path) 
     ]  # fmt: skip
     alone = geometry_of(config, SimpleNamespace(kv_cache_groups=parts[:1]))
     assert not alone.is_one_table, "blocks are given up in it"
+
+
+def test_layers_of_several_shapes_have_their_own_windows(tmp_path: Path) -> None:
+    """As vLLM tells them where they have one table: it makes one of layers only where all else is alike."""
+    config, _ = vllm_engine(tmp_path)
+    wide, windowed, unified = FullAttentionSpec(size=16), SlidingWindowSpec(), FullAttentionSpec()
+    unified.sliding_window = 64  # type: ignore[attr-defined]  # as vLLM's own has it
+    names = [f"model.layers.{number}" for number in range(4)]
+    parts = [
+        SimpleNamespace(kv_cache_spec=spec, layer_names=each)
+        for spec, each in ((wide, names[::2]), (windowed, names[1::2]))
+    ]
+    whole = SimpleNamespace(
+        block_size=16, kv_cache_specs={name: (wide, unified)[n % 2] for n, name in enumerate(names)}
+    )
+    several = geometry_of(config, SimpleNamespace(kv_cache_groups=parts))
+    one = geometry_of(
+        config, SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=whole, layer_names=names)])
+    )
+    assert (several.is_one_table, one.is_one_table) == (False, True)
+    assert several.layers == one.layers
+    assert [each.window for each in one.layers] == [0, 64, 0, 64]
 
 
 def test_blocks_of_several_sizes_end_together(tmp_path: Path) -> None:

@@ -81,7 +81,11 @@ def chunk_tokens_of(groups: Sequence[LayerGroup], block_tokens: int, settings: C
 
 def _one_table(groups: Sequence[LayerGroup]) -> str:
     """Return how to have one table that keeps all blocks. vLLM makes one only where some layer has no window."""
-    flag = "--disable-sliding-window" if all(each.window for each in groups) else "--disable-hybrid-kv-cache-manager"
+    flag = (
+        "--disable-sliding-window (the longest context is the window then)"
+        if all(each.window for each in groups)
+        else "--disable-hybrid-kv-cache-manager"
+    )
     return f"or set {flag}"
 
 
