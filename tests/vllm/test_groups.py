@@ -12,15 +12,17 @@ from kvstore_client.engines.vllm import KVStoreConnector
 from kvstore_client.engines.vllm.geometry import KNOWN, geometry_of
 from kvstore_client.engines.vllm.identity import spec_of
 from kvstore_client.engines.vllm.settings import ConnectorSettings
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.request import Request
 
 from kvstore.errors import InvalidRequest
+from tests.vllm.engine import CONNECTOR
 from tests.vllm.test_interface import FULL, NAMES, NOWHERE, SLIDING, caches, changed, configured
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -92,6 +94,22 @@ def test_a_request_that_has_ended_is_forgotten(configured: VllmConfig, method: s
     assert getattr(made, method)(asked, [1, 2] if method == "request_finished" else ([1, 2],)) == (False, None)
     assert not made._scheduler._tracked
     made.shutdown()
+
+
+@pytest.mark.parametrize("name", ["KVStoreConnector", "BreakingConnector"])
+def test_a_multiconnector_reads_what_workers_moved(configured: VllmConfig, name: str) -> None:
+    """It has the names of its connectors alone, and ends the engine at one that it does not know."""
+    module = "kvstore_client.engines.vllm" if name == "KVStoreConnector" else "tests.vllm.breaking"
+    one = {**CONNECTOR, "kv_connector": name, "kv_connector_module_path": module}
+    many = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": [one]}
+    )
+    assert KVConnectorFactory.supports_hma_config(many)  # vLLM asks this at the start
+    told = MultiConnector.build_kv_connector_stats({name: {"loads": 2}})
+    assert told is not None
+    assert told.aggregate(MultiConnector.build_kv_connector_stats({name: {"loads": 3}})).reduce() == {
+        name: {"loads": 5}
+    }
 
 
 def test_vllm_leaves_its_hybrid_allocator_on(configured: VllmConfig) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from kvstore_ops.sidecar import Sidecar
 
-from tests.vllm.engine import Engine
+from tests.vllm.engine import CONNECTOR, Engine
 from tests.vllm.test_drafts import wait_kept
 from tests.vllm.test_end_to_end import CHUNK, FORKED, LONG, NEEDS_AVX512, PROMPTS, leases_of, prompt
 
@@ -202,3 +202,20 @@ def test_more_requests_fit_than_with_one_table(models: dict[str, Path]) -> None:
             (said,) = re.findall(r"KV cache size: ([\d,]+) tokens", engine.log())
             found.append(int(said.replace(",", "")))
     assert found[0] > 1.5 * found[1]
+
+
+@pytest.mark.parametrize("is_one_process", [True, False])
+def test_in_a_multiconnector(models: dict[str, Path], is_one_process: bool) -> None:
+    """It passes on what its connectors tell, also of what they moved."""
+    said, _ = computed(models["gemma"], LONG)
+    many = {"kv_connector": "MultiConnector", "kv_connector_module_path": None}
+    with Sidecar("--capacity", "64 MiB") as sidecar:
+        one = {**CONNECTOR, "kv_connector_extra_config": {"address": sidecar.address, **CHUNK}}
+        own: dict[str, Any] = {"extra": {"connectors": [one]}, "connector": many, "enable_prefix_caching": False}
+        for hits in (0, 288):
+            with Engine(models["gemma"], sidecar.address, is_one_process=is_one_process, **own) as engine:
+                assert engine.ask(LONG) == (said, [hits])
+                wait_kept(sidecar, 0 if hits else 5)
+                engine.ask(LONG[:20])
+                assert engine.counted["vllm:kvstore_load_tokens"] == hits
+        assert leases_of(sidecar) == (0, 0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -55,6 +57,10 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is no
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not there where types are checked
     """Loads prompts from a kvstore sidecar and keeps them there. Raises InvalidRequest for settings that it cannot
     serve."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _register(cls)
 
     def __init__(self, vllm_config: Any, role: object, kv_cache_config: CacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -254,6 +260,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
+
+
+def _register(connector: type[KVStoreConnector]) -> None:
+    """Tell vLLM a connector's name, which its module path does not: a MultiConnector has of those whose statistics it
+    passes on the names alone, and ends the engine at one that is not registered."""
+    with suppress(ValueError):  # it is registered
+        KVConnectorFactory.register_connector(connector.__name__, connector.__module__, connector.__name__)
+
+
+_register(KVStoreConnector)
 
 
 def _check_policy(transfer: Any) -> None:
