@@ -232,4 +232,20 @@ MUTANTS = [
         "nobody sees in vLLM's metrics that prompts are not kept",
         (f"{T_MOVED}::test_a_share_that_gives_way_is_dropped",),
     ),
+    Mutant(
+        "saves-without-a-sidecar-uncounted",
+        SAVES,
+        "            if not wanted and not writer.failure:\n",
+        "            if not wanted:\n",
+        "nobody sees in vLLM's metrics that prompts are not kept while the sidecar is away",
+        (f"{T_MOVED}::test_what_is_not_kept_of_several_tables_is_dropped",),
+    ),
+    Mutant(
+        "pieces-counted-again-and-again",
+        SAVES,
+        "        return save.new\n",
+        "        return int(save.tokens.size)\n",
+        "a prompt of many pieces counts as many more tokens than it has",
+        (f"{T_MOVED}::test_a_prompt_that_is_kept_in_pieces_is_counted_once",),
+    ),
 ]

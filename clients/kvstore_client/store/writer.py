@@ -91,7 +91,7 @@ class StoreWriter:
     """A store in flight. Nothing of it is visible before ``commit``; leaving the ``with`` block without one, or
     dropping it, aborts.
 
-    The sidecar's failures never raise here: later bytes are dropped, and the receipt says why. For one thread.
+    The sidecar's failures never raise: later bytes are dropped; ``failure`` and the receipt say why. For one thread.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class StoreWriter:
         self._committer = context.committer
         self._settle = settle
         self._timeout_s = context.timeout_s
-        self._failure = failure
+        self.failure = failure
         self._piles: dict[StripRange, Pile] = {}
         self._done: set[StripRange] = set()
         self._cuts: dict[tuple[int, int], set[StripRange]] = {}
@@ -187,7 +187,7 @@ class StoreWriter:
             return
         work: list[PutTokens] = []
         for chunk in range(token_start // step, -(-stop // step)):
-            if self._failure or not self._wants(chunk, part):
+            if self.failure or not self._wants(chunk, part):
                 continue
             layout = reservation.layout(chunk, part)
             strips = StripRange(reservation.entry(chunk, part), slab_of(layout), head_start, head_stop)
@@ -238,7 +238,7 @@ class StoreWriter:
             if run is not None or not self._sent:
                 break
             self._settled(self._sent.pop(0))
-            if self._failure:
+            if self.failure:
                 return None
         if run is None:
             self._fail(
@@ -287,7 +287,7 @@ class StoreWriter:
 
     def _send(self) -> None:
         piles = self._take_whole()
-        if piles and not self._failure:
+        if piles and not self.failure:
             try:
                 self._fill(piles)
             except InvalidRequest as error:  # nothing was read: the store has ended
@@ -322,7 +322,7 @@ class StoreWriter:
         return True
 
     def _fail(self, reason: str) -> None:
-        self._failure = self._failure or reason
+        self.failure = self.failure or reason
 
     def _call(self, request: pb.StoreRequest, timeout_s: float | None = None) -> pb.StoreResponse:
         assert self._session is not None
@@ -338,7 +338,7 @@ class StoreWriter:
             raise InvalidRequest("this store was committed or aborted")
         self._has_ended = True
         if self._session is None or self._is_elsewhere:
-            return Receipt.nothing(self._failure)
+            return Receipt.nothing(self.failure)
         beside = commit_beside(self._committer, self._commit, self._abort, waits=self._waits)
         return Receipt(beside, self._settle)
 
@@ -351,7 +351,7 @@ class StoreWriter:
         if self._waits:
             for sent in self._sent:
                 self._settled(sent)
-        if not self._failure:
+        if not self.failure:
             reservation = self._reservation
             step = pb.Commit(
                 reservation_id=reservation.reservation_id, shard=self._shard, supersedes=reservation.supersedes()
@@ -367,7 +367,7 @@ class StoreWriter:
             except KVStoreError as error:
                 self._fail(error.message)
         self._abort()
-        return Durability.NONE, 0, self._failure
+        return Durability.NONE, 0, self.failure
 
     def abort(self) -> None:
         """Drop the store, for every shard. Idempotent, also after ``commit``. Waits for the sidecar's answer."""

@@ -131,6 +131,42 @@ def test_a_prompt_that_is_kept_already_is_not_dropped(sidecar: Sidecar) -> None:
         engine.close()
 
 
+def test_a_prompt_that_is_kept_in_pieces_is_counted_once(engine: Engine) -> None:
+    asked, blocks = request("a", tokens_of(64, 905)), blocks_of(64)
+    assert engine.admit(asked, blocks) == 0
+    engine.fill(blocks, 905)
+    for start in range(0, 64, 16):
+        new = blocks[start // BLOCK : start // BLOCK + 4]
+        (save,) = engine.compute(asked, new, start, 16, is_new=start == 0).saves
+        wait_stored(engine.clients[0], save)
+    saved(engine, 4)
+    assert told(engine) == {"saves": 4, "save_tokens": 64}
+
+
+@pytest.mark.parametrize(
+    ("wants", "counted"),
+    [
+        ({"wanted_token_count": 0, "wanted_token_start": 40, "failure": ""}, {}),
+        ({"wanted_token_count": 0, "wanted_token_start": 40, "failure": "no sidecar answers"}, {"dropped_saves": 1}),
+        ({"wanted_token_count": 40, "wanted_token_start": 0, "failure": ""}, {"dropped_saves": 1}),
+    ],
+    ids=["it has all", "it is not there", "it lacks what is before"],
+)
+def test_what_is_not_kept_of_several_tables_is_dropped(wants: dict[str, Any], counted: dict[str, int]) -> None:
+    """But not where the sidecar has it."""
+    writer = MagicMock(**wants)
+    writer.__exit__.return_value = False
+    client: Any = SimpleNamespace(start_store=lambda *_, **__: writer)
+    groups = tuple(LayerGroup(index, (index,), BLOCK) for index in range(2))
+    pages: Any = SimpleNamespace(groups=groups, rank=0, computed=lambda: lambda: None)
+    moved = Moved()
+    saves = Saves(client, pages, CallPause(ManualClock()), moved)
+    saves.begin(Save(SPEC, tokens_of(40), (), [blocks_of(24)] * 2, start=16))
+    saves.close()
+    assert moved.take() == counted
+    assert not writer.put_layer.called
+
+
 def test_of_very_many_loads_the_times_of_the_first_are_kept() -> None:
     moved = Moved()
     for _ in range(LOADS_MAX + 5):

@@ -3,6 +3,8 @@
 A save reads its blocks until its copy has ended, even after vLLM has freed them: vLLM is not asked to keep them. The
 scheduler says with each step which blocks the step may write, and before it writes anything ``give_way`` ends the saves
 that still read one of them. Almost always there are none: of its free blocks vLLM gives out first what was freed first.
+Not without its prefix cache: then it gives out first what was freed last, so that the next piece of a prompt may take
+what has just left a window, and waits until that is copied.
 """
 
 from __future__ import annotations
@@ -132,7 +134,7 @@ class Saves:
 
     def _copied(self, pending: _Pending, computed: Callable[[], None]) -> int | None:
         """Copy a save's pages. Returns the number of tokens that the sidecar was given: 0 where it wants none, None
-        where the save was given up."""
+        where nothing is kept."""
         if self._patience.is_spent:
             return None
         if pending.save.ticket or len(self._pages.groups) > 1 or pending.save.start:
@@ -140,7 +142,8 @@ class Saves:
         return self._at_once(pending.save, computed) if pending.may_read() else None
 
     def _at_once(self, save: Save, computed: Callable[[], None]) -> int | None:
-        """Copy all layers by one put. Returns when nothing reads the pages."""
+        """Copy all layers by one put. Returns when nothing reads the pages. The sidecar does not say here which tokens
+        it had already: those of the request's earlier saves are not counted again."""
         computed()
         paged = Paged(self._pages.views, save.slots(0, self._pages.groups[0]), LAYOUT)
         with self._patience.watch(COPY_S_MAX) as watched:
@@ -148,7 +151,7 @@ class Saves:
             if receipt.is_done and not receipt.stored_token_count:
                 watched.more_s = 0.0  # nothing was copied: this was waiting for the sidecar
                 return None
-        return int(save.tokens.size)
+        return save.new
 
     def _by_layers(self, pending: _Pending, computed: Callable[[], None]) -> int | None:
         """Copy this rank's share, layer by layer: groups have blocks of their own. Leaving the writer without a commit
@@ -158,8 +161,10 @@ class Saves:
             writer = self._begun(save)
         with writer, self._patience.watch(COPY_S_MAX):
             wanted = writer.wanted_token_count
+            if not wanted and not writer.failure:
+                return 0
             if not wanted or writer.wanted_token_start < save.start:
-                return 0  # the sidecar keeps no chunk without those before it, whose blocks are gone
+                return None  # the sidecar keeps no chunk without those before it, whose blocks are gone
             if not pending.may_read():
                 return None
             computed()

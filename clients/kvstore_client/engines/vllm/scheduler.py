@@ -206,7 +206,7 @@ class SchedulerSide:
             _log.warning("kvstore: %s; this request is not kept", error.message)
             tracked.is_doubtful = True
             return None
-        tracked.kept = until
+        new, tracked.kept = until - tracked.kept, until
         first, blocks = self._there(tracked, until, output)
         if first >= until:
             return None
@@ -214,7 +214,7 @@ class SchedulerSide:
             return None
         if not self._behind.are_of(request, blocks[0]):
             return None
-        save = Save(tracked.spec, self._naming.prompt(request, until), extras, blocks, start=first)
+        save = Save(tracked.spec, self._naming.prompt(request, until), extras, blocks, start=first, new=new)
         return save if self._ranks == 1 else self._shared(save)
 
     def _there(self, tracked: TrackedRequest, until: int, output: ScheduledStep) -> tuple[int, list[list[int]]]:

@@ -43,7 +43,8 @@ class Load:
 class Save:
     """Keep a request's leading tokens, which this step completes, named by themselves or by vLLM's hashes.
     ``block_ids``: by group of layers, from the token ``start`` on; the chunks before it are stored already, or by
-    another save. ``ticket``: the store that several ranks join; empty for one rank."""
+    another save. ``ticket``: the store that several ranks join; empty for one rank. ``new``: how many of its tokens,
+    the last ones, no save or load of the request had before."""
 
     spec: ModelSpec
     tokens: Tokens | PageHashes
@@ -51,6 +52,7 @@ class Save:
     block_ids: list[list[int]]
     ticket: bytes = b""
     start: int = 0
+    new: int = 0
 
     def slots(self, place: int, group: LayerGroup) -> NDArray[np.int64]:
         """Return the slots of the tokens from ``start`` on, in the group at that place."""
