@@ -351,8 +351,8 @@ MUTANTS = [
     Mutant(
         "blocks-loaded-into-unsaid",
         SCHEDULER,
-        "            self._written += blocks[start // size :]\n",
-        "            pass\n",
+        "                self._written += block_ids[index][had // size :]\n",
+        "                pass\n",
         "a load writes blocks that a save still reads",
         (f"{T_SAVES}::test_the_scheduler_names_the_blocks_that_a_step_may_write",),
     ),

@@ -179,7 +179,7 @@ def test_more_saves_than_may_wait_are_dropped(held: tuple[Engine, Held], monkeyp
     engine, client = held
     monkeypatch.setattr(room, "PENDING_MAX", 2)
     for number in range(4):
-        computed(engine, f"a{number}", 310 + number, blocks_of(42))
+        computed(engine, f"a{number}", 310 + number, blocks_of(42, 11 * number))
     client.go.set()
     engine.worker._saves.end()
     found = [engine.clients[0].lookup(SPEC, tokens_of(42, 310 + number)) for number in range(4)]
@@ -209,6 +209,17 @@ def test_ranks_are_told_when_one_of_them_gives_up() -> None:
     saves.begin(Save(SPEC, tokens_of(40), (), [blocks_of(40)], b"ticket"), is_wanted=False)
     saves.close()
     assert said == ["left"]
+
+
+def test_blocks_that_another_connector_loads_into_are_named(engine: Engine) -> None:
+    """In a MultiConnector, which calls all of them: the other's load begins in this step, which computes nothing of the
+    request."""
+    side, theirs = engine.scheduler, request("theirs", tokens_of(42, 322))
+    side.new_request(theirs)
+    assert matched(side, theirs, 8) == (0, False)
+    side.allocated(theirs, ([9, 8, 7, 6],), 0)
+    assert side.step(scheduled("x", [], 0, 0)).written == [7, 6]
+    assert side.step(scheduled("x", [], 0, 0)).written == []
 
 
 def test_the_scheduler_names_the_blocks_that_a_step_may_write(engine: Engine) -> None:

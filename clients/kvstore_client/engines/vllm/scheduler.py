@@ -63,12 +63,15 @@ class SchedulerSide:
         self._loads: list[Load] = []
         self._settled: list[int] = []
         self._written: list[int] = []
+        self._had: dict[str, int] = {}
+        """The tokens of which vLLM had blocks when it last asked for a request that it has not admitted since."""
 
     # ------------------------------------------------------------ before a request runs
 
     def matched(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
         """Return the number of tokens beyond ``computed`` to load, in whole blocks, and True when they load while other
         requests run. At least one token of the prompt is left to compute. None: ask again at the next step."""
+        self._had[str(request.request_id)] = computed
         if computed and self._does_save:
             self._doubt_mixed(request)
         useful = self._whole(int(request.num_tokens) - 1)
@@ -123,6 +126,12 @@ class SchedulerSide:
     def allocated(self, request: EngineRequest, block_ids: Sequence[list[int]], external: int) -> None:
         """Note that vLLM gave the request its blocks, ``external`` tokens of which are to be loaded."""
         name = str(request.request_id)
+        had = self._had.pop(name, None)
+        if (
+            had is not None
+        ):  # also where another connector of a MultiConnector loads into them, before any step has them
+            for index, size in self._tables:
+                self._written += block_ids[index][had // size :]
         found = self._lookups.take(name)
         if found is None:
             return
@@ -139,8 +148,6 @@ class SchedulerSide:
         start, count = found.computed, found.match.prefix_token_count
         load = Load(name, found.match.ticket, count, self._of_groups(block_ids), start, start + external)
         self._loads.append(self._planner.handed(load, found.decision))
-        for blocks, (_, size) in zip(load.block_ids, self._tables, strict=True):
-            self._written += blocks[start // size :]
         self._undrafted.loaded(load.written(0, self._groups[0]))
         self._behind.computed(request, load.block_ids[0], load.start, load.stop)
 
@@ -296,6 +303,7 @@ class SchedulerSide:
     def finished(self, request_id: str) -> None:
         self._planner.forget(request_id)
         self._tracked.pop(request_id, None)
+        self._had.pop(request_id, None)
         self._unnamed.discard(request_id)
         self._lookups.end(request_id)
 
