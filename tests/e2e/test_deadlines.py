@@ -188,6 +188,7 @@ def writer_calls() -> dict[str, Case]:
     return {
         "ticket": of(plain("ticket")),
         "wanted_token_count": of(plain("wanted_token_count")),
+        "wanted_token_start": of(plain("wanted_token_start")),
         "put_layer": of(lambda w: lambda: w.put_layer(1, CACHE[1])),
         "put_hidden": of(lambda w: lambda: w.put_hidden(0, np.zeros((COUNT, 32), np.uint16))),
         "commit": of(lambda w: lambda: w.commit().wait()),

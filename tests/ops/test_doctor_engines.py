@@ -187,8 +187,8 @@ def test_rounds_go_through_the_bucket_and_redis_and_leave_nothing(
         own = {
             "ARENA__CAPACITY_BYTES": "16 MiB", "TIERS__NVME__DIRECTORY": str(tmp_path / "device"),
             "TIERS__NVME__CAPACITY_BYTES": "32 MiB", "TIERS__REDIS__URL": redis.url, "TIERS__REDIS__WRITE": "never",
-            "TIERS__REDIS__LOOKUP_S_MAX": "1 s", "TIERS__S3__BUCKET": s3.bucket, "TIERS__S3__ENDPOINT_URL": s3.url,
-            "TIERS__S3__ADDRESSING": "path", "TIERS__S3__PREFIX": PREFIX, "TIERS__S3__LOOKUP_S_MAX": "1 s",
+            "TIERS__REDIS__LOOKUP_S_MAX": "10 s", "TIERS__S3__BUCKET": s3.bucket, "TIERS__S3__ENDPOINT_URL": s3.url,
+            "TIERS__S3__ADDRESSING": "path", "TIERS__S3__PREFIX": PREFIX, "TIERS__S3__LOOKUP_S_MAX": "10 s",
             "TIERS__S3__WRITE": "never", "POLICY__SCRUB_BYTES_PER_S": "0", "POLICY__CANARY_INTERVAL_S": "0",
         }  # fmt: skip
         for name, value in own.items():

@@ -127,9 +127,7 @@ class SchedulerSide:
         """Note that vLLM gave the request its blocks, ``external`` tokens of which are to be loaded."""
         name = str(request.request_id)
         had = self._had.pop(name, None)
-        if (
-            had is not None
-        ):  # also where another connector of a MultiConnector loads into them, before any step has them
+        if had is not None:  # another connector of a MultiConnector may load into them before a step names them
             for index, size in self._tables:
                 self._written += block_ids[index][had // size :]
         found = self._lookups.take(name)
