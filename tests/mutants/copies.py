@@ -80,7 +80,7 @@ MUTANTS = [
     Mutant(
         "sources-beyond-their-region",
         FUSED,
-        "    if offset + run.stride * (count - 1) + layout.total_bytes > region.size:\n",
+        "    if memory.size < run.stride * (count - 1) + layout.total_bytes:\n",
         "    if False:\n",
         "what lies behind the sidecar's memory is read, or the process dies of it",
         ("tests/e2e/test_targets.py::test_a_chunk_that_its_region_does_not_hold_is_not_read",),

@@ -187,24 +187,34 @@ class Planes(NamedTuple):
             tell_graphs(told)
 
 
-def _source_blocks(run: MappedRun, layers: tuple[int, ...], heads: range) -> list[Blocks] | None:
-    """Return K, and V, of these chunks as blocks [heads, chunks, tokens, dim], one for each layer. None as
-    ``copies_of`` says, and where they would reach beyond the memory."""
-    first, count = run.chunks[0], len(run.chunks)
-    layout = first.layout
-    geometry = plane_geometry(layout, layers)
+def _placed(run: MappedRun, layers: tuple[int, ...]) -> tuple[PlaneGeometry, Bytes] | None:
+    """Return where planes lie in each chunk, and the memory from the first chunk's begin to the last one's end, as far
+    as its region has it. None where slabs or chunks lie irregularly."""
+    first = run.chunks[0]
+    geometry = plane_geometry(first.layout, layers)
     if geometry is None or first.home is None:
         return None
     region, _, offset = first.home
-    if offset + run.stride * (count - 1) + layout.total_bytes > region.size:
+    return geometry, region[offset : offset + run.stride * (len(run.chunks) - 1) + first.layout.total_bytes]
+
+
+def _source_blocks(run: MappedRun, layers: tuple[int, ...], heads: range) -> list[Blocks] | None:
+    """Return K, and V, of these chunks as blocks [heads, chunks, tokens, dim], one for each layer. None as
+    ``copies_of`` says, and where they would reach beyond the memory."""
+    placed = _placed(run, layers)
+    if placed is None:
         return None
-    size, tokens, found = layout.item_size, layout.token_count, []
-    at = address_of(region) + offset + (geometry.begin + heads.start * geometry.strip_step) * size
+    geometry, memory = placed
+    layout, count, found = run.chunks[0].layout, len(run.chunks), []
+    if memory.size < run.stride * (count - 1) + layout.total_bytes:
+        return None
+    size, tokens = layout.item_size, layout.token_count
+    at = address_of(memory) + (geometry.begin + heads.start * geometry.strip_step) * size
     step = geometry.layer_step * size
     for dim in geometry.dims:
         addresses = range(at, at + len(layers) * step, step) if step else [at] * len(layers)
         steps = (geometry.strip_step * size, run.stride, dim * size, size)
-        found.append(Blocks(addresses, (len(heads), count, tokens, dim), steps, region))
+        found.append(Blocks(addresses, (len(heads), count, tokens, dim), steps, memory))
         at += tokens * dim * size
     return found
 
@@ -213,13 +223,11 @@ def _sources_of(
     run: MappedRun, layers: tuple[int, ...], heads: range
 ) -> list[NDArray[np.generic]] | None:  # fmt: skip
     """Return K, and V, of these chunks as [layers, heads, chunks, tokens, dim]: views. None as ``copies_of`` says."""
-    first, count = run.chunks[0], len(run.chunks)
-    layout = first.layout
-    geometry = plane_geometry(layout, layers)
-    if geometry is None or first.home is None:
+    placed = _placed(run, layers)
+    if placed is None:
         return None
-    region, _, offset = first.home
-    memory = region[offset : offset + run.stride * (count - 1) + layout.total_bytes]
+    geometry, memory = placed
+    layout, count = run.chunks[0].layout, len(run.chunks)
     return strip_arrays(memory, layout, geometry, len(layers), heads, count, run.stride, 0)
 
 
@@ -258,13 +266,11 @@ def paged_sources(
 ) -> list[NDArray[np.generic]] | None:  # fmt: skip
     """Return K, and V, of these chunks as [layers, chunks, pages, page_tokens, heads, dim]. Views, within the run's
     memory. None where slabs or chunks lie irregularly."""
-    first, count = run.chunks[0], len(run.chunks)
-    layout = first.layout
-    geometry = plane_geometry(layout, layers)
-    if geometry is None or first.home is None:
+    placed = _placed(run, layers)
+    if placed is None:
         return None
-    region, _, offset = first.home
-    memory = region[offset : offset + run.stride * (count - 1) + layout.total_bytes]
+    geometry, memory = placed
+    layout, count = run.chunks[0].layout, len(run.chunks)
     return page_views(memory, layout, geometry, len(layers), heads, count, run.stride, 0, page_tokens)
 
 

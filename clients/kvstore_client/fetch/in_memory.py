@@ -1,4 +1,4 @@
-"""Where the planes of a dense cache lie in memory, for copies by compiled code."""
+"""Tells where the planes of a dense cache lie in memory, for copies by compiled code."""
 
 from __future__ import annotations
 

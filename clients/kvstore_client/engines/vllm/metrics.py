@@ -16,7 +16,7 @@ BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 
 
 @dataclass
 class MovedStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """What workers moved in an interval: ``data`` is as ``Moved.take`` returns it."""
+    """Carries what workers moved in an interval: ``data`` is as ``Moved.take`` returns it."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -32,7 +32,7 @@ class MovedStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not there w
 
 
 class MovedMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
-    """The same as metrics, by engine."""
+    """Adds the same to Prometheus metrics, by engine."""
 
     def __init__(self, config: Any, kinds: Any, label_names: list[str], label_values: dict[int, list[object]]) -> None:
         super().__init__(config, kinds, label_names, label_values)

@@ -1,4 +1,4 @@
-"""What one worker has moved between the sidecar and its pages since it was last asked. Any thread may add to it."""
+"""Counts what one worker moves between the sidecar and its pages, until it is asked. Any thread may add to it."""
 
 from __future__ import annotations
 

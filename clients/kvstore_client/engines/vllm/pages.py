@@ -59,7 +59,7 @@ class PagesOfModel:
         self.groups = tuple(groups) or (LayerGroup(0, tuple(range(len(tensors))), block_tokens),)
         for group in self.groups:
             for page_tokens in {int(tensors[layer].shape[2]) for layer in group.layers}:
-                if group.block_tokens % page_tokens:
+                if not page_tokens or group.block_tokens % page_tokens:
                     raise InvalidRequest(
                         f"pages of {page_tokens} tokens do not divide vLLM's blocks of {group.block_tokens}"
                     )

@@ -64,7 +64,7 @@ class WorkerSide:
         self._is_one_table = is_one_table
         self._clock = SystemClock()
         self.moved = Moved()
-        """What this worker has moved."""
+        """Counts what this worker moves."""
         self._saves = Saves(client, pages, CallPause(self._clock), self.moved, call_s_max=call_s_max)
         self._is_waiting = is_waiting
         self._can_give_way = False
