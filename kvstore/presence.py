@@ -184,7 +184,11 @@ def find(words: Words, tags: Words) -> Found | None:
 def find_few(words: Words, tags: Iterable[int]) -> FoundFew | None:
     """Look up as ``find`` does, tag by tag. Cost: about 1 us per tag, which for a few is less than numpy's steps."""
     view, mask = words.data, slot_count_of(words) - 1
-    news = [_probe(view, tag, (tag >> _TAG_SHIFT & mask) + HEADER_WORDS) for tag in tags]
+    news: list[int] = []
+    for tag in tags:
+        begin = (tag >> _TAG_SHIFT & mask) + HEADER_WORDS
+        word = view[begin]
+        news.append(word & NEWS_MASK if word & TAG_MASK == tag else _probe(view, tag, begin))
     is_whole = _is_whole(words)
     return None if is_whole is None else FoundFew(news, is_whole)
 

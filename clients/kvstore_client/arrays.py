@@ -32,7 +32,7 @@ def torch_module() -> Any:
 
 
 def is_tensor(value: object) -> bool:
-    torch = torch_module()
+    torch: Any = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 

@@ -120,6 +120,9 @@ class Connection:
 
     def ready(self, spec: ModelSpec) -> tuple[ClientSession, bytes]:
         """Return a session that has the model registered, and the model's fingerprint."""
+        at_hand = self.at_hand(spec)
+        if at_hand is not None:
+            return at_hand
         session = self.session()
         name = self._name_of(spec)
         if name not in session.models:

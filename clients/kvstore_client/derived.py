@@ -75,6 +75,11 @@ def _known() -> list[tuple[int, _Mark]]:
     return [(number, mark) for number in list(_marks) if (mark := _marks.get(number)) is not None]
 
 
+def has_marks() -> bool:
+    """Return True when any memory is marked."""
+    return bool(_marks)
+
+
 def now() -> int:
     """Return a number below those of all later marks."""
     return next(_numbers)

@@ -117,7 +117,7 @@ class Batch:
 def batch_of(pairs: Iterable[tuple[Blocks, Blocks]], item_bytes: int) -> Batch | None:
     """Return copies of sources to the targets at their places: ``pairs`` of (targets, sources) of one shape, which meet
     nowhere. None where there is no compiled code, or rows are too short or too irregular for it."""
-    if not is_compiled():
+    if _copy() is None:
         return None
     both = list(pairs)
     slice_count = byte_count = 0
@@ -136,11 +136,12 @@ def batch_of(pairs: Iterable[tuple[Blocks, Blocks]], item_bytes: int) -> Batch |
         byte_count += count * prod(targets.shape) * item_bytes
     at_once = max(1, slice_count * TAKEN_BYTES // max(1, byte_count))
     words[1:HEADER_WORDS] = array("q", (slice_count, at_once, byte_count >= STREAM_BYTES, len(both)))
-    for end in (end for pair in both for end in pair):
-        if isinstance(end.addresses, np.ndarray):
-            words.frombytes(np.ascontiguousarray(end.addresses, np.int64).view(np.uint8).data)
-        else:
-            words.extend(end.addresses)
+    for pair in both:
+        for end in pair:
+            if isinstance(end.addresses, np.ndarray):
+                words.frombytes(np.ascontiguousarray(end.addresses, np.int64).view(np.uint8).data)
+            else:
+                words.extend(end.addresses)
     return Batch(words, slice_count, byte_count, both)
 
 

@@ -68,7 +68,7 @@ class ChunkLayout:
     def strip_count(self) -> int:
         return len(self.strip_offsets)
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         return self.header_bytes + self.body_bytes
 

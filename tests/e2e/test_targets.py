@@ -20,7 +20,7 @@ from kvstore_client.overlap import Span, overlapping
 from kvstore_client.planes.shared_memory.chunk import MappedRun
 from kvstore_client.prompt import Prompt
 from kvstore_client.store.tensors import Tensors
-from kvstore_copies import is_compiled
+from kvstore_copies import address_of, is_compiled
 
 from kvstore.chunk import layout_of
 from kvstore.errors import InvalidRequest
@@ -112,7 +112,7 @@ def test_views_do_not_reach_beyond_their_plane() -> None:
     """A chunk that lay behind the tokens that were asked for would be written over the next plane of its storage."""
     layout = layout_of(SPEC, CacheKind.KV, SPEC.chunk_tokens, None)
     home = (np.zeros(layout.total_bytes, np.uint8), 0, 0)
-    chunk: Any = SimpleNamespace(token_start=16, layout=layout, home=home)
+    chunk: Any = SimpleNamespace(token_start=16, layout=layout, home=home, address=address_of(home[0]))
     run = MappedRun([chunk], 0)
     sides = [[tensor((SHAPE[0], 32, SHAPE[2]), SPEC.cache_dtype) for _ in range(LAYERS)] for _ in "KV"]
     heads = range(SHAPE[0])
@@ -128,7 +128,8 @@ def test_a_chunk_that_its_region_does_not_hold_is_not_read() -> None:
     for size, is_there in ((2 * layout.total_bytes, True), (2 * layout.total_bytes - 1, False)):
         home = (np.zeros(size, np.uint8), 0, 0)
         chunks: list[Any] = [
-            SimpleNamespace(token_start=start, layout=layout, home=home) for start in (0, SPEC.chunk_tokens)
+            SimpleNamespace(token_start=start, layout=layout, home=home, address=address_of(home[0]) + place)
+            for start, place in ((0, 0), (SPEC.chunk_tokens, layout.total_bytes))
         ]
         run = MappedRun(chunks, layout.total_bytes)
         found = fused._in_a_batch(Planes(sides), [run], SPEC.slab_layers, range(SHAPE[0]))

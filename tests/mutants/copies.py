@@ -80,7 +80,7 @@ MUTANTS = [
     Mutant(
         "sources-beyond-their-region",
         FUSED,
-        "    if memory.size < run.stride * (count - 1) + layout.total_bytes:\n",
+        "    if region.size < offset + run.stride * (count - 1) + layout.total_bytes:\n",
         "    if False:\n",
         "what lies behind the sidecar's memory is read, or the process dies of it",
         ("tests/e2e/test_targets.py::test_a_chunk_that_its_region_does_not_hold_is_not_read",),
@@ -88,8 +88,8 @@ MUTANTS = [
     Mutant(
         "a-fetch-that-no-graph-sees",
         FUSED,
-        "        if told:\n",
-        "        if not told:\n",
+        "        if self.halves or not is_tensor(self.sides[0][0]):\n",
+        "        if True:\n",
         "a gradient is computed from bytes that a fetch wrote over its own",
         (f"{T_PLAIN}::test_a_graph_that_needs_a_tensor_learns_of_a_fetch_into_it",),
     ),

@@ -8,7 +8,7 @@ from kvstore.errors import DeadlineExceeded, Internal
 from kvstore.spec import Exactness, MissReason, Tier
 from kvstore_client.arrays import Tensor
 from kvstore_client.context import Context
-from kvstore_client.derived import LayeredKV, mark_derived, now, written_anew
+from kvstore_client.derived import LayeredKV, has_marks, mark_derived, now, written_anew
 from kvstore_client.fetch.target import Places
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Prefix, Target
@@ -38,22 +38,14 @@ def copy_all(prefix: Prefix, target: Target, context: Context) -> int:
     """Copy every requested layer. Returns the number of good tokens; memory beyond them is garbage. Raises the error of
     a failed copy. Raises Internal where a copy may still be writing to the caller's tensors: as a miss, the caller
     would compute into them meanwhile."""
+    bad: set[int] = set()
+    began = before(prefix, target)
     try:
-        return _copied(prefix, target, context)
+        prefix.copy_all(target, context.copier, context.faults, bad, context.timeout_s)
     except DeadlineExceeded as error:
         if not target.is_callers:
             raise
         raise Internal(f"{error.message}: one may still write to into: put nothing there any more") from error
-
-
-def _copied(prefix: Prefix, target: Target, context: Context) -> int:
-    bad: set[int] = set()
-    began = before(prefix, target)
-    prefix.copy_all(target, context.copier, context.faults, bad, context.timeout_s)
-    return _settled(prefix, target, bad, began)
-
-
-def _settled(prefix: Prefix, target: Target, bad: set[int], began: int) -> int:
     if bad:
         _log.error("a chunk failed its checksum: treated as a miss", extra={"chunk_count": len(bad)})
     good = prefix.settle(bad)
@@ -72,7 +64,7 @@ def before(prefix: Prefix, target: Target) -> int:
 def after(prefix: Prefix, target: Target, token_count: int, began: int) -> None:
     """Unmark the memory of the fetched tokens, if the prefix is exact. Memory marked since ``began`` stays marked: a
     derived cache was merged into it meanwhile."""
-    if prefix.exactness is Exactness.EXACT:
+    if prefix.exactness is Exactness.EXACT and has_marks():
         written_anew(*target.places(token_count), since=began)
 
 
@@ -85,5 +77,5 @@ def gathered(wanted: Wanted, prefix: Prefix, given: Places, context: Context) ->
     result.tier = prefix.tier if good else Tier.NONE
     result.reason = prefix.reason
     result.byte_count = wanted.byte_count(good)
-    result.hidden = {layer: target.rows(layer, good) for layer in wanted.hidden_layers}
+    result.hidden = {layer: target.rows(layer, good) for layer in wanted.hidden_layers} if wanted.hidden_layers else {}
     return result

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from sys import maxsize
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from kvstore_copies import Batch, Blocks, address_of, batch_of, is_compiled
+from kvstore_copies import Batch, Blocks, batch_of, is_compiled
 from numpy.typing import NDArray
 
 from kvstore.chunk import STRIP_ALIGNMENT, ChunkLayout
@@ -69,8 +69,10 @@ def copies_of(
     tokens, all of one dtype. None where copies must be made layer by layer: where slabs or chunks lie irregularly;
     where a chunk ends behind ``token_count``, as a confused sidecar may say; and where there is neither compiled code
     nor torch. No bounds are checked behind this: the copies would reach beyond their plane."""
-    if any(run.chunks[-1].token_start + run.chunks[-1].layout.token_count > token_count for run in runs):
-        return None
+    for run in runs:
+        last = run.chunks[-1]
+        if last.token_start + last.layout.token_count > token_count:
+            return None
     if is_compiled() and (fused := _in_a_batch(planes, runs, layers, heads)) is not None:
         return fused
     return plainly(_in_pairs, planes, runs, layers, heads)
@@ -105,7 +107,8 @@ def in_calls(batch: Batch) -> Fused:
 
 def _calls_of(batch: Batch, faults: FaultPoints, count: int) -> Iterator[Callable[[], None]]:
     """Yield the calls that make all copies."""
-    return (partial(_call, call, faults) for call in batch.calls(count))
+    for call in batch.calls(count):
+        yield partial(_call, call, faults)
 
 
 def _call(call: Callable[[], None], faults: FaultPoints) -> None:
@@ -182,9 +185,9 @@ class Planes(NamedTuple):
 
     def are_written(self) -> None:
         """Tell torch that others than torch write the caller's tensors."""
-        told = [] if self.halves else [plane for side in self.sides if is_tensor(side[0]) for plane in side]
-        if told:
-            tell_graphs(told)
+        if self.halves or not is_tensor(self.sides[0][0]):
+            return
+        tell_graphs(list(chain.from_iterable(self.sides)))
 
 
 def _placed(run: MappedRun, layers: tuple[int, ...]) -> tuple[PlaneGeometry, Bytes] | None:
@@ -201,20 +204,21 @@ def _placed(run: MappedRun, layers: tuple[int, ...]) -> tuple[PlaneGeometry, Byt
 def _source_blocks(run: MappedRun, layers: tuple[int, ...], heads: range) -> list[Blocks] | None:
     """Return K, and V, of these chunks as blocks [heads, chunks, tokens, dim], one for each layer. None as
     ``copies_of`` says, and where they would reach beyond the memory."""
-    placed = _placed(run, layers)
-    if placed is None:
+    first, count, found = run.chunks[0], len(run.chunks), []
+    layout = first.layout
+    geometry = plane_geometry(layout, layers)
+    if geometry is None or first.home is None:
         return None
-    geometry, memory = placed
-    layout, count, found = run.chunks[0].layout, len(run.chunks), []
-    if memory.size < run.stride * (count - 1) + layout.total_bytes:
+    region, _, offset = first.home
+    if region.size < offset + run.stride * (count - 1) + layout.total_bytes:
         return None
-    size, tokens = layout.item_size, layout.token_count
-    at = address_of(memory) + (geometry.begin + heads.start * geometry.strip_step) * size
+    size, tokens, head_count, layer_count = layout.item_size, layout.token_count, len(heads), len(layers)
+    at = first.address + (geometry.begin + heads.start * geometry.strip_step) * size
     step = geometry.layer_step * size
     for dim in geometry.dims:
-        addresses = range(at, at + len(layers) * step, step) if step else [at] * len(layers)
+        addresses = range(at, at + layer_count * step, step) if step else [at] * layer_count
         steps = (geometry.strip_step * size, run.stride, dim * size, size)
-        found.append(Blocks(addresses, (len(heads), count, tokens, dim), steps, memory))
+        found.append(Blocks(addresses, (head_count, count, tokens, dim), steps, region))
         at += tokens * dim * size
     return found
 

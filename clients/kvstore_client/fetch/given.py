@@ -6,7 +6,8 @@ than the bytes of a small fetch. Where that does not prove them right, each is l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
 from operator import attrgetter, sub
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from kvstore_client.arrays import Layer, Tensor, dtype_of, is_tensor, settle_dev
 from kvstore_client.fetch.fused import Planes
 from kvstore_client.fetch.in_memory import placed_at
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.halves import checked_layers, plane_shapes
+from kvstore_client.halves import checked_layers
 from kvstore_client.overlap import ByteGeometry, check_targets
 
 _shape, _dtype, _is_cpu = map(attrgetter, ("shape", "dtype", "is_cpu"))
@@ -46,7 +47,7 @@ def given_planes(wanted: Wanted, into: Sequence[Layer] | None) -> Given | None:
     wrong."""
     if into is None:
         return None
-    if not isinstance(into, Sequence) or len(into) != len(wanted.layers):
+    if (type(into) is not list and not isinstance(into, Sequence)) or len(into) != len(wanted.layers):
         found = len(into) if isinstance(into, Sequence) else type(into).__name__
         entry = "E" if wanted.spec.keeps_e else "(K, V)"
         raise InvalidRequest(f"into must be one {entry} per layer, {len(wanted.layers)} of them, not {found}")
@@ -66,24 +67,24 @@ def _each(wanted: Wanted, into: Sequence[Layer]) -> Given:
 def _alike(wanted: Wanted, into: Sequence[Layer]) -> Given | None:
     """Return the planes where all K, and all V, are plain CPU tensors of the right shape and dtype and of one stride,
     and no two of them meet. None where this does not tell that they are right."""
-    torch = torch_module()
-    if torch is None or wanted.spec.keeps_e or len(wanted.kept) != 1:
+    torch, kept = torch_module(), wanted.kept_by_all
+    if torch is None or kept is None:
         return None
     if not set(map(type, into)) <= {tuple, list} or set(map(len, into)) != {2}:
         return None
     sides = list(zip(*into, strict=True))
-    flat, firsts = [*sides[0], *sides[1]], (sides[0][0], sides[1][0])
-    if set(map(type, flat)) != {torch.Tensor} or {each.dtype for each in firsts} != {dtype_of(wanted.spec.cache_dtype)}:
+    flat, k, v = [*sides[0], *sides[1]], sides[0][0], sides[1][0]
+    dtype = dtype_of(wanted.spec.cache_dtype)
+    if set(map(type, flat)) != {torch.Tensor} or k.dtype != dtype or v.dtype != dtype:
         return None
     starts = alike_addresses(flat, len(sides)) or _starts(sides)
     placed = placed_at(sides, flat, starts)
     if not placed or any(map(torch.Tensor.is_neg, flat)):
         return None  # conjugates have complex items
-    shapes: list[Sequence[int]] = [each.shape for each in firsts]
-    room = shapes[0][1] if len(shapes[0]) > 1 else 0
-    if shapes != plane_shapes(wanted.spec, wanted.layers[0], room, wanted.head_count) or not _are_apart(firsts, starts):
+    distance, in_order = _distance(kept, k.shape, v.shape, k.stride(), v.stride(), k.element_size()), sorted(starts)
+    if distance is None or min(map(sub, in_order[1:], in_order)) < distance:
         return None
-    return Given(into, [room] * len(into), True, Planes(sides, placed=placed))
+    return Given(into, [k.shape[1]] * len(into), True, Planes(sides, placed=placed))
 
 
 def _starts(sides: Sequence[Sequence[Tensor]]) -> list[int]:
@@ -103,12 +104,17 @@ def _starts(sides: Sequence[Sequence[Tensor]]) -> list[int]:
     return starts if all(starts) else []
 
 
-def _are_apart(firsts: Sequence[Tensor], starts: Iterable[int]) -> bool:
-    """Return True when no tensor has items that share memory, and each begins at least as many bytes behind the one
-    before as the larger of K and V takes. ``firsts``: one K, and one V, which the others of their side are like;
-    ``starts``: where all of them begin."""
-    k, v = (ByteGeometry.of(each.shape, each.stride(), each.element_size()) for each in firsts)
-    if k.repeats or v.repeats:
-        return False
-    in_order = sorted(starts)
-    return bool(min(map(sub, in_order[1:], in_order)) >= max(k.byte_count, v.byte_count))
+@lru_cache(maxsize=256)
+def _distance(
+    kept: tuple[int, tuple[int, ...]], k_shape: Sequence[int], v_shape: Sequence[int], k_steps: tuple[int, ...],
+    v_steps: tuple[int, ...], item_size: int,
+) -> int | None:  # fmt: skip
+    """Return how many bytes behind the one before each tensor must begin, so that no two of them meet: those of the
+    larger of K and V. None where these do not have the shapes of what a layer keeps (``kept``: heads, and the dims of K
+    and V), or have items that share memory. Cached: the planes of a model are alike."""
+    heads, (k_dim, v_dim) = kept
+    room = k_shape[1] if len(k_shape) > 1 else 0
+    k, v = ByteGeometry.of(k_shape, k_steps, item_size), ByteGeometry.of(v_shape, v_steps, item_size)
+    if (k_shape, v_shape) != ((heads, room, k_dim), (heads, room, v_dim)) or k.repeats or v.repeats:
+        return None
+    return max(k.byte_count, v.byte_count)

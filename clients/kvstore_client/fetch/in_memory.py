@@ -63,18 +63,18 @@ def placed_at(
 ) -> list[PlacedPlanes]:
     """Return the same of plain tensors. ``flat``: all of them; ``addresses``: where each of these begins, empty where
     that is not known. Raises RuntimeError or NotImplementedError where one has no memory of its own."""
-    if not addresses or any(side[0].dim() != 3 for side in sides):
+    if not addresses:
         return []
-    strides, size = [side[0].stride() for side in sides], flat[0].element_size()
-    kind = torch_module()
+    kind, size = torch_module(), flat[0].element_size()
     storages = list(map(kind.Tensor.untyped_storage, flat))
     ends = map(add, map(kind.UntypedStorage.data_ptr, storages), map(kind.UntypedStorage.nbytes, storages))
-    rooms, count, found = list(map(sub, ends, addresses)), len(sides[0]), []
-    for number, (head, token, item) in enumerate(strides):
-        part = slice(number * count, (number + 1) * count)
-        found.append(
-            PlacedPlanes(addresses[part], (head * size, token * size, item * size), size, min(rooms[part]), storages)
-        )
+    rooms, start, found = list(map(sub, ends, addresses)), 0, []
+    for side in sides:
+        steps, part = side[0].stride(), slice(start, start := start + len(side))
+        if len(steps) != 3:
+            return []
+        strides = (steps[0] * size, steps[1] * size, steps[2] * size)
+        found.append(PlacedPlanes(addresses[part], strides, size, min(rooms[part]), storages))
     return found
 
 

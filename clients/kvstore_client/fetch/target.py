@@ -53,7 +53,7 @@ class DenseTarget:
         gpu = None if given is None or given.alike else common_gpu(chain.from_iterable(given.layers))
         self._gpu = None if gpu is None else GpuPlanes(gpu, self._raw)
         self.hidden = owned_rows(wanted, token_count)
-        self._raw_hidden = {layer: raw(plane) for layer, plane in self.hidden.items()}
+        self._raw_hidden = {layer: raw(plane) for layer, plane in self.hidden.items()} if self.hidden else {}
 
     def layer(self, position: int, token_count: int) -> Layer:
         """Return a requested layer in the caller's form: its own tensors, or the first ``token_count`` tokens of
@@ -192,10 +192,12 @@ class DenseTarget:
 def device_of(into: Into) -> str:
     """Return the device of a destination, as torch names it: that of all its tensors; empty where these differ."""
     entries = into.layers if isinstance(into, Paged) else into
-    flat = (plane for each in entries or () for plane in (each if isinstance(each, tuple | list) else (each,)))
-    first: Tensor = next(flat, None)
+    first: Tensor = entries[0] if entries else None
+    if isinstance(first, tuple | list):
+        first = first[0] if first else None
     if not is_tensor(first) or first.is_cpu:  # the usual case, in which no more is asked
         return "cpu"
+    flat = (plane for each in entries or () for plane in (each if isinstance(each, tuple | list) else (each,)))
     return str(first.device) if all(plane.device == first.device for plane in flat) else ""
 
 

@@ -40,7 +40,7 @@ class Wanted:
     ) -> Wanted:  # fmt: skip
         """Return the checked part. Raises InvalidRequest for layers, heads or hidden layers that the spec does not
         have."""
-        hidden = _numbers("hidden_layers", hidden_layers)
+        hidden = _numbers("hidden_layers", hidden_layers) if type(hidden_layers) is not tuple or hidden_layers else ()
         if layers is None and heads is None and not hidden:
             return _all_of(spec, bool(verify))
         chosen = spec.slab_layers if layers is None else _numbers("layers", layers)
@@ -78,6 +78,14 @@ class Wanted:
         if self.spec.are_layers_alike:
             return {self.spec.kept(0): len(self.layers)}
         return dict(Counter(map(self.spec.kept, self.layers)))
+
+    @cached_property
+    def kept_by_all(self) -> tuple[int, tuple[int, ...]] | None:
+        """The heads wanted of each layer, and the dims of its K and V. None where layers differ, and for E."""
+        if self.spec.keeps_e or len(self.kept) != 1:
+            return None
+        heads, dims = next(iter(self.kept))
+        return (heads if self.head_stop is None else self.head_stop - self.head_start), dims
 
     @cached_property
     def _token_bytes(self) -> int:

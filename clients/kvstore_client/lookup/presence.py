@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby, pairwise, takewhile
+from itertools import groupby, pairwise, repeat, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +55,8 @@ FEW = 12
 _BUT_TAILS_NUMBER, _COLD_NUMBER = NEWS_MASK - TAILS, pack_news(ChunkState.MISS, reason=MissReason.COLD)
 _STATE, _BUT_TAILS, _COLD = np.uint64(STATE_MASK), np.uint64(_BUT_TAILS_NUMBER), np.uint64(_COLD_NUMBER)
 _log = logging.getLogger("kvstore.client")
+_kept_tag = lru_cache(maxsize=4096)(tag_of)
+"""Kept, because a prompt that was looked up is fetched next, and prompts share their first chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +119,8 @@ class Presence:
         self._words: Words | None = None
         self._token_count_max = self._tail_tokens_max = 0
         self._counts: Counter[str] = Counter()
-        self._used: dict[tuple[str, int, int, str], tuple[int, int]] = {}
-        """Per chain, the number of its fetches, and the tokens that they brought."""
+        self._used: dict[tuple[ChainName, bytes], tuple[int, int]] = {}
+        """Per chain up to a digest, the number of its fetches, and the tokens that they brought."""
         self._told_s = self._asked_s = -math.inf
         self._is_closed = False
 
@@ -171,16 +173,13 @@ class Presence:
             self._words = None
         self.ask()
 
-    def _found_few(self, chain: Chain) -> FoundFew | None:
-        """Return as ``find`` does, for the root and a few chunks."""
-        return self._found_each(chain.salt, (ROOT_DIGEST, *chain.digests))
-
     def _found_each(self, salt: int, digests: Iterable[bytes]) -> FoundFew | None:
+        """Return as ``find`` does, for a few chunks."""
         words = self._words
         if words is None:
             self.ask()
             return None
-        found = find_few(words, [tag_of(salt, each) for each in digests])
+        found = find_few(words, map(_kept_tag, repeat(salt), digests))
         if found is not None and self._is_in_use():
             return found
         self._forget(words)
@@ -188,7 +187,7 @@ class Presence:
 
     def _look_up(self, chain: Chain) -> LookupAnswer | None:
         if len(chain.digests) <= FEW:
-            few = self._found_few(chain)
+            few = self._found_each(chain.salt, (ROOT_DIGEST, *chain.digests))
             if few is None or not (few.is_whole or all(few.news[1:])):
                 return None
             answer, is_whole = answer_of_few(tuple(few.news)), few.is_whole
@@ -206,8 +205,10 @@ class Presence:
     def look_up(self, chains: Sequence[Chain]) -> list[LookupAnswer] | None:
         """Return the answer for each chain. None when only a call can tell. A caller that then needs no call ``count``s
         it."""
-        token_count = sum(max(1, (len(each.digests) - 1) * each.chunk_tokens) for each in chains)
-        if self.is_there and token_count > self._token_count_max:
+        token_count = 0
+        for chain in chains:
+            token_count += max(1, (len(chain.digests) - 1) * chain.chunk_tokens)
+        if self._words is not None and token_count > self._token_count_max:
             return None  # the call's error names the limit
         answers = []
         for chain in chains:
@@ -276,10 +277,9 @@ class Presence:
 
     def use(self, name: ChainName, last: bytes, token_count: int) -> None:
         """Note that the chain up to this digest, of so many tokens, was fetched. The next report tells the sidecar."""
-        used = name.fingerprint.hex(), name.exactness, name.provenance, last.hex()
         with self._counting:
-            fetch_count, before = self._used.pop(used, (0, 0))
-            self._used[used] = min(fetch_count + 1, COUNTED_MAX), min(before + token_count, TOKENS_MAX)
+            fetch_count, before = self._used.pop((name, last), (0, 0))
+            self._used[name, last] = min(fetch_count + 1, COUNTED_MAX), min(before + token_count, TOKENS_MAX)
             if len(self._used) > USED_MAX:  # the sidecar took no packets for a while
                 del self._used[next(iter(self._used))]
 
@@ -298,8 +298,8 @@ class Presence:
             self._told_s = self._clock.monotonic()
             most = {"fetch_bytes": FETCHED_BYTES_MAX}
             told = {name: min(count, most.get(name, COUNTED_MAX)) for name, count in self._counts.items()}
-            amounts = tuple(self._used.values())
-            if told and self._send(LookedUp(**told, used=tuple(self._used), used_amounts=amounts)):
+            used = tuple((name.fingerprint.hex(), *name[1:], last.hex()) for name, last in self._used)
+            if told and self._send(LookedUp(**told, used=used, used_amounts=tuple(self._used.values()))):
                 self._counts -= Counter(told)
                 self._used.clear()
 

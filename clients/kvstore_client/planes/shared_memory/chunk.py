@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
+
+from kvstore_copies import address_of
 
 from kvstore.chunk import ChunkHeader, ChunkLayout, strip_seeds, verify_slab
 from kvstore.errors import DataLoss
@@ -29,6 +31,11 @@ class Chunk:
     """True while its store is in flight: its checksums are not known yet."""
     near: Chunk | None = None
     """The copy of it in the sidecar's pool on the device that the bytes go to; its ``extents`` are that device's."""
+
+    @cached_property
+    def address(self) -> int:
+        """The address of its first byte."""
+        return address_of(self.extents[0])
 
     def slab(self, index: int) -> Bytes:
         """Return the bytes of one slab."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import xxhash
+from xxhash import xxh3_64_intdigest
 
 from kvstore_client.lookup.presence import ChainName
 from kvstore_client.planes.shared_memory.chunk import Chunk
@@ -17,15 +17,17 @@ used chunks go first."""
 
 
 class Known(NamedTuple):
-    """A chunk, and the hash of its header's bytes when they were read."""
+    """A chunk, its header's bytes, and their hash when they were read."""
 
     chunk: Chunk
-    header: int
+    header: memoryview
+    hash: int
 
-    @property
-    def is_as_it_was(self) -> bool:
-        """True when the header is unchanged: memory that went bad there is not taken for the chunk."""
-        return _hash_of_header(self.chunk) == self.header
+    @staticmethod
+    def of(chunk: Chunk) -> Known:
+        """Return a chunk with what its header has now."""
+        header = chunk.extents[0][: chunk.layout.header_bytes].data
+        return Known(chunk, header, xxh3_64_intdigest(header))
 
 
 class KnownChunks:
@@ -41,8 +43,7 @@ class KnownChunks:
     def note(self, name: ChainName, digests: Sequence[bytes], chunks: Sequence[Chunk], chunk_tokens: int) -> None:
         """Remember the chunks that a fetch read; they are whole and committed."""
         seen = {
-            (name, digests[chunk.token_start // chunk_tokens]): Known(chunk, _hash_of_header(chunk))
-            for chunk in chunks[:CHUNK_COUNT_MAX]
+            (name, digests[chunk.token_start // chunk_tokens]): Known.of(chunk) for chunk in chunks[:CHUNK_COUNT_MAX]
         }
         with self._changing:
             if self._is_over:  # the session ended under the fetch: nobody would let go of its memory
@@ -62,19 +63,21 @@ class KnownChunks:
     def of(self, name: ChainName, digests: Sequence[bytes], chunk_tokens: int) -> list[Chunk] | None:
         """Return all of these chunks. None when one of them is unknown, changed, or at another place in its prompt: an
         engine's own hashes may name the same chunk at another start."""
-        found: list[Known] = []
+        found: dict[tuple[ChainName, bytes], Known] = {}
+        chunks: list[Chunk] = []
         for number, digest in enumerate(digests):
             known = self._known.get((name, digest))
             if known is None or known.chunk.token_start != number * chunk_tokens:
                 return None
-            found.append(known)
-        if not all(known.is_as_it_was for known in found):
-            return None
+            if xxh3_64_intdigest(known.header) != known.hash:  # memory that went bad there is not the chunk's
+                return None
+            found[name, digest] = known
+            chunks.append(known.chunk)
         with self._changing:
-            for digest, known in zip(digests, found, strict=True):
-                if self._known.pop((name, digest), None) is not None:
-                    self._known[name, digest] = known
-        return [known.chunk for known in found]
+            for key, known in found.items():
+                if self._known.pop(key, None) is not None:
+                    self._known[key] = known
+        return chunks
 
     def clear(self) -> None:
         """Drop all chunks: the session ends, and its memory goes with the last known chunk."""
@@ -82,7 +85,3 @@ class KnownChunks:
             self._is_over = True
             self._known.clear()
             self._header_bytes = 0
-
-
-def _hash_of_header(chunk: Chunk) -> int:
-    return xxhash.xxh3_64_intdigest(chunk.extents[0][: chunk.layout.header_bytes].data)

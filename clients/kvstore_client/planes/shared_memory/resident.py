@@ -45,12 +45,13 @@ class ResidentPrefix:
         cache = self.runs(0)
         fused = None if self.wanted.hidden_layers else target.fused(cache)
         byte_count = self.wanted.byte_count(self.token_count)
+        if fused is not None and not fused.by_torch:
+            for call in fused.pieces(faults, max(1, byte_count // CALL_BYTES)):
+                call()
+            return
         if fused is not None:
-            if fused.by_torch:
-                count = min(PIECES_MAX, max(2, byte_count // PIECE_BYTES))
-            else:
-                count = max(1, byte_count // CALL_BYTES)
-            copier.share(_run, fused.pieces(faults, count), byte_count, timeout_s, by_torch=fused.by_torch)
+            count = min(PIECES_MAX, max(2, byte_count // PIECE_BYTES))
+            copier.share(_run, fused.pieces(faults, count), byte_count, timeout_s)
             return
         work = [partial(target.copy_layer, each, cache, bad, faults) for each in range(len(self.wanted.layers))]
         for part, layer in enumerate(self.wanted.hidden_layers, start=1):
@@ -60,11 +61,11 @@ class ResidentPrefix:
     def settle(self, bad: set[int]) -> int:
         """Return the number of leading tokens whose copies are good: generations unchanged, no bad checksum (``bad``:
         ids of chunks). Sets ``reason`` when that is not all of them."""
-        good = self._stop
+        good, pool = self._stop, self._pool
         fence()  # the copies' loads come before the generations'
         for chunk in self.chunks:
             current = self._is_current(chunk.slot, chunk.generation)
-            current = current and self._is_near_current(chunk)
+            current = current and (pool is None or chunk.near is None or pool.is_current(chunk.near))
             if chunk.token_start < good and not (current and id(chunk) not in bad):
                 good = chunk.token_start
                 self.reason = MissReason.CORRUPT if current else MissReason.STALE
@@ -74,9 +75,6 @@ class ResidentPrefix:
         """Return True when all bytes read from a chunk before the last ``fence`` were the chunk's. A slot that does not
         exist has no chunk."""
         return slot < len(self._generations) and bool(self._generations[slot] == generation)
-
-    def _is_near_current(self, chunk: Chunk) -> bool:
-        return self._pool is None or chunk.near is None or self._pool.is_current(chunk.near)
 
 
 def _run(copy: Callable[[], None]) -> None:
