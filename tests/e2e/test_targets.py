@@ -108,6 +108,16 @@ def test_a_plane_that_reaches_over_another_one_is_found() -> None:
         given_planes(WANTED, into)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_planes_that_all_have_items_in_one_place_are_refused(axis: int) -> None:
+    """Each has one head, or one token, that stands for all."""
+    shape = list(SHAPE)
+    shape[axis] = 1
+    into = [tuple(tensor((*shape,), SPEC.cache_dtype).expand(SHAPE) for _ in "KV") for _ in range(LAYERS)]
+    with pytest.raises(InvalidRequest, match="share memory"):
+        given_planes(WANTED, into)
+
+
 def test_views_do_not_reach_beyond_their_plane() -> None:
     """A chunk that lay behind the tokens that were asked for would be written over the next plane of its storage."""
     layout = layout_of(SPEC, CacheKind.KV, SPEC.chunk_tokens, None)

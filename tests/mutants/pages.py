@@ -75,7 +75,7 @@ MUTANTS = [
         " or k.repeats or v.repeats:",
         ":",
         "a fetch into a plane whose items share memory keeps the last ones",
-        ("tests/e2e/test_targets.py", "tests/e2e/test_doors.py"),
+        ("tests/e2e/test_targets.py::test_planes_that_all_have_items_in_one_place_are_refused",),
     ),
     Mutant(
         "pages-that-no-graph-sees",
