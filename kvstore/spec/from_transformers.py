@@ -24,6 +24,11 @@ def spec_from_transformers(
     Raises InvalidRequest for a family this release does not know."""
     if config.model_type not in FAMILIES:
         raise InvalidRequest(f"model_type {config.model_type!r} has no spec yet; known: {', '.join(FAMILIES)}")
+    if not getattr(config, "is_causal", True):  # transformers then takes the mask away, of a decoder, too
+        raise InvalidRequest(
+            "config.is_causal is False: every token sees all others, so that K and V of a prompt's beginning depend on "
+            "its end and no other prompt shares them. Set it to True, or call the model itself"
+        )
     dtype = dtype or _dtype_of(config, weights)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = rope_of(config, head_dim)

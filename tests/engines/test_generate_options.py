@@ -234,6 +234,23 @@ def test_a_rotation_that_depends_on_the_prompts_length_is_left_to_transformers(c
         assert found.report.receipt is None
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3"])
+def test_a_model_that_sees_what_comes_later_has_no_spec_and_is_left_to_transformers(
+    client: Client, family: str
+) -> None:  # fmt: skip
+    """With config.is_causal False the masks of transformers hide nothing: a prefill in steps is another model's."""
+    model = model_of(family, 4)
+    cached = CachedModel(model, client, chunk_tokens=STEP)
+    model.config.is_causal = False
+    for weights in (model, "unverified:sees-all"):
+        with pytest.raises(InvalidRequest, match="is_causal"):
+            ModelSpec.from_transformers(model.config, weights)
+    expected = model.generate(IDS, max_new_tokens=8, do_sample=False)
+    found = cached.generate(IDS, max_new_tokens=8, do_sample=False)
+    assert "is_causal" in found.report.bypassed
+    assert torch.equal(found.sequences, expected)
+
+
 def test_another_models_spec_is_refused_by_both_digests(client: Client) -> None:
     other = model_of("llama", 5)
     spec = ModelSpec.from_transformers(MODEL.config, MODEL, STEP)

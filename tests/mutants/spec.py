@@ -99,6 +99,16 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "decoders-that-see-what-comes-later",
+        "kvstore/spec/from_transformers.py",
+        '    if not getattr(config, "is_causal", True):',
+        "    if False:",
+        "a prompt's beginning is served to prompts that go on otherwise, though it was computed with all of the first",
+        (
+            "tests/engines/test_generate_options.py::test_a_model_that_sees_what_comes_later_has_no_spec_and_is_left_to_transformers",
+        ),
+    ),
+    Mutant(
         "tensors-without-their-shape",
         "kvstore/spec/weights.py",
         '        head = f"{name}\\0{state[name].dtype}\\0{tuple(state[name].shape)}\\0"\n',
