@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,22 @@ def test_quality_is_agreement_with_the_full_prefill(reuse: str) -> None:
     group = Recompute(1, 1) if reuse != "position" else Recompute(0, 0)
     again = OwnSubject(RUNNER, None if reuse == "position" else SIBLING, reuse, asked(4), 5)
     assert subject.measure(group, EVERY, done.append) == again.measure(group, EVERY, done.append)
+
+
+def test_penalties_of_the_models_generation_take_nothing_from_its_own_prefill() -> None:
+    """Many chat models come with a repetition penalty: by it no setting would ever keep an answer."""
+    plain = OwnSubject(RUNNER, None, "position", asked(4), 5)
+    model = copy.deepcopy(MODEL)
+    model.generation_config.repetition_penalty = 1.5
+    model.generation_config.suppress_tokens = plain._asked[0].answer[:1].tolist()
+    subject = OwnSubject(TransformersRunner(model), None, "position", asked(4), 5)
+    assert [each.answer.tolist() for each in subject._asked] == [each.answer.tolist() for each in plain._asked]
+    assert subject.measure(Recompute(0, 0, 1.0), EVERY, lambda _: None).by_context == (1.0,) * 4
+    first = subject._asked[0].answer[:2].tolist()
+    for ends in (first[1], [first[1], 0]):
+        model.generation_config.eos_token_id = ends
+        stopped = OwnSubject(TransformersRunner(model), None, "position", asked(2), 5)._asked[0].answer.tolist()
+        assert stopped == first[: first.index(first[1]) + 1], "an answer ends as the model's own does"
 
 
 def test_documents_behind_a_preamble_are_profiled_as_they_are_used() -> None:

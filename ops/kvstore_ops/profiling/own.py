@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from kvstore_client.engines.transformers_model import CausalModel
 from kvstore_client.engines.transformers_runner import TransformersRunner
 from kvstore_client.gate.drift import misled
 from kvstore_client.recompute import GivenKV, Recomputed, Run, check_sender, recompute
+from transformers import DynamicCache
 
 from kvstore.errors import InvalidRequest
 from kvstore.planning import Calibration, Recompute
@@ -127,12 +129,7 @@ class OwnSubject:
     @torch.inference_mode()
     def _answered(self, prompt: Prompt, answer_tokens: int) -> _Asked:
         known = torch.from_numpy(prompt.tokens.astype("int64"))
-        ids = known[None].to(self._runner.device)
-        whole = self._runner.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=answer_tokens, do_sample=False, num_beams=1,
-            pad_token_id=0,
-        )  # fmt: skip
-        answer = whole[0, len(known) :].cpu()
+        answer = answered_plainly(self._runner.model, known, answer_tokens)
         logits, _ = said(self._runner, known, answer, [], Recompute.full(self.receiver.layer_count))
         return _Asked(prompt, known, answer, logits)
 
@@ -148,6 +145,20 @@ class OwnSubject:
             source = self._caches.of((index, number), tokens, layer, len(before))
             is_exact = self.sender is None and piece.start == len(before)
             yield Run(piece.start, len(piece), source, len(before), self.sender, is_exact)
+
+
+def answered_plainly(model: CausalModel, tokens: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the most probable tokens, one after the other: at most ``count``, up to the first that ends an answer,
+    int64. A model's generation config may have penalties, of which the logits that are compared later know nothing:
+    by ``generate`` an answer would not even agree with its own prefill."""
+    last = getattr(model.generation_config, "eos_token_id", None)
+    ends = () if last is None else last if isinstance(last, list | tuple) else (last,)
+    given, cache, found = tokens[None].to(model.device), DynamicCache(config=model.config), list[int]()
+    while len(found) < count and (not found or found[-1] not in ends):
+        logits = model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        found.append(int(logits[0, -1].argmax()))
+        given = given.new_tensor([found[-1:]])
+    return torch.tensor(found)
 
 
 def _origin_of(prompts: list[Prompt], reuse: str) -> Origin:
