@@ -250,6 +250,20 @@ def test_a_thread_that_ends_leaves_the_forward_passes_of_others_alone() -> None:
             assert torch.equal(model(ids).logits, expected)
 
 
+def test_an_interrupt_while_hooks_are_made_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would keep the planes of that prompt as long as the model lives, and look at every later pass."""
+    model = family_of("llama-biased-mha", 6)
+    runner = TransformersRunner(model, spec=ModelSpec.from_transformers(model.config, model, STEP, keeps_e=True))
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model.model.layers[2], "register_forward_pre_hook", interrupted)
+    with pytest.raises(KeyboardInterrupt), PromptE(runner, STEP).captured(DynamicCache()):
+        raise AssertionError("not all hooks are there")
+    assert not any(layer._forward_pre_hooks for layer in model.model.layers)
+
+
 def test_a_limit_that_no_answer_reaches_takes_no_memory(client: Client) -> None:
     model, ids = model_of(torch.float32), prompt(STEP + 3, 91)
 

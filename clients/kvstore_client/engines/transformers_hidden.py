@@ -38,11 +38,11 @@ class PromptE:
         """Capture what enters the layers in forward passes over ``cache``, and over no other: other threads may use the
         model at the same time."""
         blocks = self._runner.model.base_model.layers
-        hooks = [
-            block.register_forward_pre_hook(_observing(partial(self._capture, cache, layer)), with_kwargs=True)
-            for layer, block in enumerate(blocks)
-        ]
+        hooks = []
         try:
+            for layer, block in enumerate(blocks):  # an interrupt in between leaves no hook, which keeps the planes
+                hook = _observing(partial(self._capture, cache, layer))
+                hooks.append(block.register_forward_pre_hook(hook, with_kwargs=True))
             yield
         finally:
             for hook in hooks:
