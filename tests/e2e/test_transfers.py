@@ -271,3 +271,17 @@ def test_a_transfer_that_failed_goes_with_the_last_who_waited() -> None:
         assert waited()() is None
     finally:
         gc.enable()
+
+
+def test_a_transfer_whose_making_is_interrupted_goes_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    monkeypatch.setattr("kvstore_client.fetch.transfer.Bringing", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Transfer(1, [0])
+    gc.collect()
+    assert not told

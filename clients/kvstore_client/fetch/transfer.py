@@ -149,8 +149,11 @@ class Transfer:
         return self.is_done
 
     def __del__(self) -> None:
-        self._bringing.is_cancelled = True
-        stream = self._bringing.stream
+        bringing = vars(self).get("_bringing")
+        if bringing is None:  # an interrupt came while it was made
+            return
+        bringing.is_cancelled = True
+        stream = bringing.stream
         if stream is not None:
             stream.abandon()
 
