@@ -15,6 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvstore import __version__
+from kvstore.config import DEFAULT_TENANT
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore_ops.commands import Commands
 from kvstore_ops.options import (
@@ -122,7 +123,10 @@ def status(
     door = door_of(address, tenant, tls)
     with door.open() as client:
         stats = client.stats()
-    others = {} if tenant else tenants.ask(tenants.beside(door))
+    is_default = not tenant and stats.tenant == DEFAULT_TENANT
+    others = tenants.ask(tenants.beside(door)) if is_default else {}
+    if is_default and (problem := tenants.unseen(door)):
+        print(f"kvstore: {problem}", file=sys.stderr)
     if as_json:
         found = {name: {"problem": each} if isinstance(each, str) else as_fields(each) for name, each in others.items()}
         print(json.dumps({**as_fields(stats), "tenants": found}, indent=2))

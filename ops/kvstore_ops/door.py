@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,9 @@ class Door:
             )
         door = Door(f"{UNIX}{self.socket.parent / name / self.socket.name}")
         if self.socket.exists() and door.is_absent():
-            raise InvalidRequest(f"--tenant {name}: there is no such tenant. There are: {', '.join(self._tenants())}")
+            others = self.tenants_beside()
+            known = ", ".join([DEFAULT_TENANT, *others] if others is not None else ["this user may not read which"])
+            raise InvalidRequest(f"--tenant {name}: there is no such tenant. There are: {known}")
         return door
 
     def is_absent(self) -> bool:
@@ -51,11 +54,13 @@ class Door:
             return True
         return False
 
-    def _tenants(self) -> list[str]:
-        """Return the names of all tenants whose sockets this user sees beside the default tenant's."""
+    def tenants_beside(self) -> list[str] | None:
+        """Return the names of the tenants whose sockets lie beside the default tenant's; None where this user may not
+        read the directory, as where tenants have users of their own."""
         assert self.socket is not None
-        others = sorted(each.parent.name for each in self.socket.parent.glob(f"*/{self.socket.name}"))
-        return [DEFAULT_TENANT, *others]
+        if not os.access(self.socket.parent, os.R_OK):
+            return None
+        return sorted(each.parent.name for each in self.socket.parent.glob(f"*/{self.socket.name}"))
 
     def open(self) -> Client:
         """Connect a client. Raises as ``connect`` does."""

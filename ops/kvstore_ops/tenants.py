@@ -12,11 +12,18 @@ from kvstore_ops.operators.harmless import REASON_CHARACTERS_MAX, cell
 
 
 def beside(door: Door) -> dict[str, Door]:
-    """Return the other tenants' doors by name, given the default tenant's ``door``; empty for a TCP address."""
-    if door.socket is None:
-        return {}
-    names = sorted(each.parent.name for each in door.socket.parent.glob(f"*/{door.socket.name}"))
-    return {name: door.of_tenant(name) for name in names}
+    """Return the other tenants' doors by name, given the default tenant's ``door``; empty for a TCP address, and where
+    this user cannot see them."""
+    names = None if door.socket is None else door.tenants_beside()
+    return {name: door.of_tenant(name) for name in names or ()}
+
+
+def unseen(door: Door) -> str:
+    """Return why the tenants beside the default tenant's ``door`` cannot be told; empty where they can, or none are
+    reached that way."""
+    if door.socket is None or door.tenants_beside() is not None:
+        return ""
+    return f"other tenants may be there: this user may not read {door.socket.parent}, the server's user may"
 
 
 def ask(doors: dict[str, Door]) -> dict[str, admin_pb2.StatsResponse | str]:

@@ -212,6 +212,27 @@ def test_all_tenants_are_drained_or_the_one_that_is_named() -> None:
         assert store(4) is Durability.LOCAL
 
 
+def test_the_socket_of_one_tenant_drains_no_other_and_says_so() -> None:
+    with tenants_sidecar("--capacity", "16 MiB", nvme="64 MiB") as own:
+        door = own.directory / "run" / "a" / "kvstore.sock"
+        done = run("drain", "--service", "--yes", "--socket", str(door))
+        assert (done.code, "as far as this tenant goes" in done.err) == (0, True), done
+
+
+def test_tenants_that_cannot_be_seen_are_not_called_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tenants have users of their own, only the server's may read the directory of all sockets."""
+    with tenants_sidecar("--capacity", "16 MiB", nvme="64 MiB") as own:
+        socket = own.socket_address.removeprefix("unix://")
+        monkeypatch.setattr("os.access", lambda _path, _mode: False)
+        done = run("drain", "--service", "--yes", "--socket", socket)
+        assert (done.code, "can be stopped" in done.err) == (10, False), done
+        assert "other tenants may be there" in done.err
+        told = run("status", "--json", "--socket", socket)
+        assert (told.json["tenants"], "other tenants may be there" in told.err) == ({}, True)
+        found = run("tiers", "--tenant", "nobody", "--socket", socket)
+        assert (found.code, "this user may not read which" in found.err) == (2, True), found
+
+
 @pytest.mark.parametrize("refuses", [True, False])
 def test_a_service_that_goes_on_taking_stores_is_not_called_drained(
     refuses: bool, capsys: pytest.CaptureFixture[str]

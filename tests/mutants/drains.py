@@ -33,6 +33,22 @@ MUTANTS = (
         (f"{T_DRAINS}::test_a_service_that_goes_on_taking_stores_is_not_called_drained",),
     ),
     Mutant(
+        "one-tenants-socket-speaks-for-all",
+        "ops/kvstore_ops/operators/draining.py",
+        "        return str(client.stats().tenant) == DEFAULT_TENANT\n",
+        "        return True\n",
+        "a service that takes stores of other tenants is said to be safe to stop",
+        (f"{T_DRAINS}::test_the_socket_of_one_tenant_drains_no_other_and_says_so",),
+    ),
+    Mutant(
+        "unseen-tenants-are-called-drained",
+        "ops/kvstore_ops/operators/draining.py",
+        "    if is_all and (problem := tenants.unseen(door)):\n",
+        "    if False and (problem := tenants.unseen(door)):\n",
+        "a service whose other tenants cannot be seen is said to be safe to stop",
+        (f"{T_DRAINS}::test_tenants_that_cannot_be_seen_are_not_called_drained",),
+    ),
+    Mutant(
         "a-stop-that-loses-chunks-is-called-safe",
         "kvstore/controller/operators/drains.py",
         "self._parts.catalog.is_visible(row) and not self._survives(row):\n",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import typer
 
+from kvstore.config import DEFAULT_TENANT
 from kvstore.v1alpha import admin_pb2
 from kvstore_ops import tenants
 from kvstore_ops.door import Door
@@ -16,11 +17,11 @@ Change = Callable[..., admin_pb2.ChangeResponse]
 
 
 def drain_service(door: Door, request: admin_pb2.ChangeRequest, change: Change, *, is_whole: bool) -> None:
-    """Drain the service of the tenant behind ``door``, and by a socket of all other tenants too where it ``is_whole``,
-    and say whether it can be stopped. ``change`` asks before the first. Raises typer.Exit where a stop would lose
-    something, or a tenant still stores."""
-    doors = {"": door, **(tenants.beside(door) if is_whole else {})}
-    is_all = is_whole and door.socket is not None
+    """Drain the service of the tenant behind ``door``, and by the default tenant's socket of all other tenants too
+    where it ``is_whole``, and say whether it can be stopped. ``change`` asks before the first. Raises typer.Exit where
+    a stop would lose something, or a tenant still stores, or other tenants cannot be seen."""
+    is_all = is_whole and _is_of_default(door)
+    doors = {"": door, **(tenants.beside(door) if is_all else {})}
     code = 0
     confirmed: dict[str, bool] = {}
     for name, each in doors.items():
@@ -43,8 +44,19 @@ def drain_service(door: Door, request: admin_pb2.ChangeRequest, change: Change, 
                 err=True,
             )
             code = code or NOT_ALL
+    if is_all and (problem := tenants.unseen(door)):
+        typer.echo(f"kvstore: this was the default tenant alone; {problem}", err=True)
+        code = code or (0 if request.dry_run else NOT_ALL)
     if code:
         raise typer.Exit(code)
     if not (request.dry_run or request.drain.end):
         limits = "" if is_all else "as far as this tenant goes, "
         typer.echo(f"{limits}the service can be stopped: it takes no stores, and a stop loses nothing", err=True)
+
+
+def _is_of_default(door: Door) -> bool:
+    """True for the default tenant's socket: the others' lie beside it. One of theirs serves its own tenant alone."""
+    if door.socket is None:
+        return False
+    with door.open() as client:
+        return str(client.stats().tenant) == DEFAULT_TENANT
