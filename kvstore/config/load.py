@@ -242,6 +242,8 @@ def load(
             raise InvalidRequest(f"{variable} is no setting: its parts have two underscores between them: {meant}")
         if variable.startswith(PREFIX):
             section, _, name = variable[len(PREFIX) :].lower().replace("__", ".").rpartition(".")
+            if not section:
+                raise InvalidRequest(f"{variable} is no setting: it has a section and a name: {PREFIX}SECTION__NAME")
             sources.put(section, name, text, variable)
     for flag, value in flags.items():
         if value is not None:

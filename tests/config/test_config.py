@@ -103,7 +103,7 @@ def test_units() -> None:
     [
         ("ARENA__CAPACITY", "1", ["arena.capacity", "did you mean 'capacity_bytes'"]),
         ("ARENAS__CAPACITY_BYTES", "1", ["[arenas]", "did you mean 'arena'"]),
-        ("", "1", ["unknown section"]),
+        ("", "1", ["is no setting", "SECTION__NAME"]),
         ("ARENA__CAPACITY_BYTES", "1 parsec", ["arena.capacity_bytes", "64 GiB"]),
         ("ARENA__CAPACITY_BYTES", "8191", ["arena.capacity_bytes", "8 KiB"]),
         ("ARENA__PREFAULT", "maybe", ["arena.prefault", "true or false"]),
