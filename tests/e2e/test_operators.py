@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -16,7 +17,7 @@ from kvstore_ops import options
 from kvstore_ops.operators import calls
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.errors import ERRORS, DeadlineExceeded, Internal, InvalidRequest, PermissionDenied
+from kvstore.errors import ERRORS, DeadlineExceeded, Internal, InvalidRequest, PermissionDenied, Unavailable
 from kvstore.keys import chain_digests
 from kvstore.spec import Durability
 from kvstore.v1 import remote_pb2 as rpb
@@ -282,6 +283,21 @@ def test_a_sidecar_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch
             finally:
                 os.kill(own.pid, signal.SIGCONT)
         assert run("tiers", "--socket", socket).code == 0
+
+
+def test_a_command_whose_sidecar_ends_meanwhile_says_what_that_means() -> None:
+    with Sidecar("--capacity", "8 MiB") as own, connect(own.address) as client:
+        change = calls.Operator(client).change(admin_pb2.ChangeRequest(evict=admin_pb2.Evict()))
+        os.kill(own.pid, signal.SIGSTOP)
+        try:
+            with ThreadPoolExecutor() as pool:
+                ended = pool.submit(list, change)
+                time.sleep(0.2)
+                client.close()  # as the session ends when the sidecar does
+                with pytest.raises(Unavailable, match=r"what was done is done.* Run it again"):
+                    ended.result(10)
+        finally:
+            os.kill(own.pid, signal.SIGCONT)
 
 
 def test_a_sidecar_of_another_release_is_named_as_that(

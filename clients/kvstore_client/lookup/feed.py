@@ -22,13 +22,15 @@ class Feed:
     """Reads a stream on a thread of its own, one message for each ``ask``: messages not asked for stay with the
     sidecar. The thread does not keep the feed alive: a feed that is dropped ends its stream."""
 
-    def __init__(self, stream: Incoming, translated: Callable[[grpc.RpcError], KVStoreError]) -> None:
+    def __init__(self, stream: Incoming, translated: Callable[[grpc.RpcError], KVStoreError], gone: str = GONE) -> None:
+        """``gone``: what a reader is told whose stream ended before its time."""
         self._stream = stream
+        self._gone = gone
         self._is_closed = False
         self._asked: _Asked = SimpleQueue()
         asked = self._asked
         try:
-            start_thread(lambda: _read(stream, asked, translated), "kvstore-feed")
+            start_thread(lambda: _read(stream, asked, translated, gone), "kvstore-feed")
         except BaseException:
             stream.end_soon()
             raise
@@ -38,7 +40,7 @@ class Feed:
         future: Future[pb.WatchResponse] = Future()
         self._asked.put(future)
         if self._is_closed:
-            _fail(future, Unavailable(GONE))  # the thread has ended
+            _fail(future, Unavailable(self._gone))  # the thread has ended
         return future
 
     def close(self) -> None:
@@ -53,7 +55,9 @@ class Feed:
         self._stream.cancel_soon()
 
 
-def _read(stream: Incoming, asked: _Asked, translated: Callable[[grpc.RpcError], KVStoreError]) -> None:
+def _read(
+    stream: Incoming, asked: _Asked, translated: Callable[[grpc.RpcError], KVStoreError], gone: str
+) -> None:  # fmt: skip
     error: KVStoreError | None = None
     while (future := asked.get()) is not None:
         message: Any = None
@@ -62,11 +66,11 @@ def _read(stream: Incoming, asked: _Asked, translated: Callable[[grpc.RpcError],
                 message = stream.read()
             except grpc.RpcError as failure:
                 was_ended_here = failure.code() is grpc.StatusCode.CANCELLED
-                error = Unavailable(GONE) if was_ended_here else translated(failure)
+                error = Unavailable(gone) if was_ended_here else translated(failure)
             except ValueError:
-                error = Unavailable(GONE)
+                error = Unavailable(gone)
             if message is None:
-                error = error or Unavailable(GONE)
+                error = error or Unavailable(gone)
         if error is None:
             future.set_result(message)
         else:

@@ -17,6 +17,10 @@ from kvstore.v1alpha import admin_pb2
 from kvstore_ops.locate import model_named
 
 UNKNOWN_METHOD = "Method not found!"
+ENDED = (
+    "the sidecar ended, or was stopped, before the command was through: what was done is done, the rest is as it was. "
+    "Run it again once the sidecar answers"
+)
 ANSWER_S_MAX = 20.0
 """Longest wait for a reply, or for the next message of a stream."""
 
@@ -103,7 +107,7 @@ class Operator:
             call = getattr(session.admin, method)(request, metadata=session.metadata)
         except ValueError as error:
             raise Unavailable("the sidecar is gone: its log says why; kvstore serve starts it again") from error
-        feed = Feed(Incoming(call), translated)
+        feed = Feed(Incoming(call), translated, ENDED)
         try:
             while True:
                 try:
