@@ -112,6 +112,25 @@ def test_a_move_to_a_tier_that_does_not_answer_is_one_line_and_changes_nothing(
     assert stored.hit_count == 3 * STEP
 
 
+def test_a_chunk_that_is_damaged_where_it_leaves_is_not_blamed_on_the_tier_that_lacks_it(
+    sidecar: Sidecar, client: Client, say: Any
+) -> None:
+    stored = Stored(client, 2)
+    assert say("evict", "--model", stored.name, "--tier", "memory", "--yes").code == 0
+    body = random_cache(stored.spec, len(stored.tokens), stored.number)[0][0][:, STEP:].tobytes()[:64]
+    for path in sidecar.directory.rglob("region-*.kvs"):
+        at = path.read_bytes().find(body)
+        if at >= 0:
+            with path.open("r+b") as file:
+                file.seek(at)
+                file.write(bytes([body[0] ^ 1]))
+    done = say("move", "--model", stored.name, "--to", "s3", "--yes", "--json")
+    assert done.code == 10
+    assert done.json["outcomes"]["failed"]["chunk_count"] == 1
+    assert "failed its check" in done.json["problem"], done.json["problem"]
+    assert stored.hit_count == STEP
+
+
 def test_one_tier_is_flushed_and_the_others_keep_theirs(client: Client, say: Any) -> None:
     stored = Stored(client, 2)
     assert say("evict", "--all", "--tier", "nvme").code == 9

@@ -40,6 +40,8 @@ DURABLE = "no longer durable"
 FREED, BY_A_PIN = "given up by faster tiers", "held by a pin"
 STAYS = "has nowhere slower to go"
 NOT_TRIED = "not tried"
+LATE = "it did not take all in time"
+LEFT = "some left the node before they were written: their last copy failed its check, as the log says, or was evicted"
 IN_MEMORY, BROUGHT, NO_ROOM, NO_SOURCE = "in memory already", "brought into memory", "no room", "no tier answers"
 PINNED, UNPINNED = "pinned", "unpinned"
 
@@ -234,7 +236,8 @@ class Changes:
             return
         if not dry_run and not relocation.is_there(step):
             tally.add(Transit.FAILED, byte_count)
-            tally.problem = f"{step.to.target.name}: {step.to.reason or 'it did not take all in time'}"
+            is_here = self._is_it(step.row, step.identity)
+            tally.problem = f"{step.to.target.name}: {step.to.reason or (LATE if is_here else LEFT)}"
             return
         tally.add(step.way, byte_count)
         loses = step.frees and relocation.loses_durability(step, leaving)
