@@ -38,7 +38,7 @@ from kvstore.server.trust import Rings
 from kvstore.server.web.facts import Overview
 from kvstore.server.web.site import Site, start_web
 from kvstore.server.world import World
-from kvstore.telemetry import NO_TRACING, Tracing, configure_logging, log_as
+from kvstore.telemetry import NO_TRACING, Tracing, configure_logging, drop_output, log_as
 from kvstore.units import format_bytes
 
 MOVERS_MIN, MOVERS_MAX = 2, 8
@@ -243,7 +243,11 @@ def _announce(tenants: list[Tenant], page: str, remote: str) -> None:
         tiers += f", remote {remote}"
     if others:
         tiers += f", tenants {' '.join(tenant.name for tenant in others)}"
-    print(f"kvstore {__version__} ready on unix://{path} (pid {os.getpid()}, {tiers}, {page})", flush=True)
+    try:
+        print(f"kvstore {__version__} ready on unix://{path} (pid {os.getpid()}, {tiers}, {page})", flush=True)
+    except OSError as error:  # its reader has gone, or its disk is full: no reason not to serve
+        _log.warning("standard output cannot be written", extra={"reason": str(error)})
+        drop_output()
     for tenant in tenants:
         with log_as(tenant.said):
             _log.info("ready", extra={"socket": str(tenant.sockets.grpc), "pid": os.getpid(), "metrics": page})

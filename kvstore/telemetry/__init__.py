@@ -2,7 +2,7 @@
 catalog and policies do not."""
 
 from kvstore.telemetry.counters import Counters
-from kvstore.telemetry.logs import configure_logging, log_as, log_on_as, set_log_level
+from kvstore.telemetry.logs import configure_logging, drop_output, log_as, log_on_as, set_log_level
 from kvstore.telemetry.tracing import NO_TRACING, TRACE_HEADERS, TraceSpan, Tracing
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "TraceSpan",
     "Tracing",
     "configure_logging",
+    "drop_output",
     "log_as",
     "log_on_as",
     "set_log_level",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,14 @@ from datetime import UTC, datetime
 
 _tenant = ContextVar("tenant", default="")
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def drop_output() -> None:
+    """Have what is still written to standard output go nowhere, once its reader has gone or its disk is full: a flush
+    at the end would fail again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(nowhere, sys.__stdout__.fileno() if sys.__stdout__ else 1)
+    os.close(nowhere)
 
 
 @contextmanager

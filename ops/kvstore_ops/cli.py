@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pkgutil
 import sys
@@ -17,8 +18,10 @@ from rich.text import Text
 from kvstore import __version__
 from kvstore.config import DEFAULT_TENANT
 from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.telemetry.logs import drop_output
 from kvstore_ops.commands import Commands
 from kvstore_ops.options import (
+    OUTPUT_LOST,
     AddressOption,
     ConfigOption,
     JsonOption,
@@ -28,6 +31,9 @@ from kvstore_ops.options import (
     load_settings,
     of_option,
 )
+
+NO_OUTPUT = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE}
+"""Errors of a write that say that its file takes no more."""
 
 app = typer.Typer(
     cls=Commands,
@@ -347,9 +353,20 @@ def command() -> Any:  # typer's type of it is private
 def main() -> None:
     """The console entry point."""
     try:
-        command()()
+        try:
+            command()()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where its failure can still be told in a line
     except KVStoreError as error:
         sys.exit(failed(error))
+    except OSError as error:
+        if error.errno not in NO_OUTPUT or error.filename is not None:
+            raise
+        drop_output()
+        if error.errno != errno.EPIPE:  # who closes a pipe early wants no more
+            print(f"kvstore: the output cannot be written: {error.strerror}", file=sys.stderr)
+        sys.exit(OUTPUT_LOST)
 
 
 if __name__ == "__main__":

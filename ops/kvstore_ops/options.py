@@ -41,7 +41,7 @@ TlsOption = Annotated[
     str, typer.Option("--tls", help="For HOST:PORT elsewhere: 'system', CA.pem, or CA.pem,CERTIFICATE.pem,KEY.pem.")
 ]
 
-NOT_FOUND, NOT_CONFIRMED, NOT_ALL, UNWELL = 3, 9, 10, 11
+NOT_FOUND, NOT_CONFIRMED, NOT_ALL, UNWELL, OUTPUT_LOST = 3, 9, 10, 11, 12
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes after SIGINT and SIGTERM, as shells have them."""
 EXIT_CODES: dict[type[KVStoreError], int] = {

@@ -25,6 +25,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.keys import fingerprint
 from tests.conftest import ROOT, WARM
 from tests.ops.command import run
+from tests.server.raw import eventually
 from tests.specs import random_cache, small_spec, tokens_of
 
 FIELDS = {"name", "value", "unit", "limit", "ratio", "target", "met", "runs", "spread", "conditions"}
@@ -190,3 +191,33 @@ def test_a_benchmark_beside_somebody_else_says_what_it_needs_or_runs(name: str, 
         assert all(each in done.stderr for each in wanted)
         pytest.skip(f"{' and '.join(wanted)} name no environment of another product's")
     assert set(json.loads(done.stdout.splitlines()[-1])) == FIELDS, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("version",), ("config",), ("config", "--json"), ("bench", "list")])
+def test_output_that_cannot_be_written_is_one_line(arguments: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "kvstore_ops.cli", *arguments]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100.0, cwd=ROOT, check=False
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (12, "kvstore: the output cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("place", ["full", "closed"])
+def test_a_sidecar_serves_though_nobody_can_be_told_that_it_does(place: str, tmp_path: Path) -> None:
+    if place == "full":
+        out = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, out = os.pipe()
+        os.close(reader)
+    places = ("--state-directory", str(tmp_path), "--socket-directory", str(tmp_path / "run"))
+    command = [sys.executable, "-m", "kvstore_ops.cli", "serve", *places, "--capacity", "8 MiB", "--nvme", "0"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=out, stderr=log, cwd=ROOT)
+    os.close(out)
+    try:
+        eventually(lambda: run("tiers", "--socket", str(tmp_path / "run" / "kvstore.sock")).code == 0, 30.0)
+        assert "standard output cannot be written" in (tmp_path / "log").read_text()
+    finally:
+        process.terminate()
+    assert process.wait(20) == 0, (tmp_path / "log").read_text()
