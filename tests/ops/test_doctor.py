@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import socket
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import redis
+from kvstore_client import connect
 from kvstore_ops.doctor.device import look_at_device
 from kvstore_ops.doctor.engines import look_at_redis, look_at_tiers, redis_tells
 from kvstore_ops.doctor.finding import Finding, Health, render_findings
@@ -105,6 +107,17 @@ def test_no_sidecar_is_said_and_the_rest_is_looked_at(surroundings: dict[str, st
     assert "kvstore serve" in found["sidecar"]["remedy"]
     assert found["device writes"]["said"]
     assert run("doctor", "--socket", "/nonexistent/kvstore.sock").code == 11
+
+
+def test_a_sidecar_without_a_free_session_is_not_said_to_be_down() -> None:
+    one = {**os.environ, "KVSTORE__LIMITS__SESSION_COUNT_MAX": "1"}
+    with Sidecar("--capacity", "8 MiB", environment=one) as full, connect(full.address) as client:
+        client.connect_now()
+        done = run("doctor", "--socket", full.address.removeprefix("unix://"), "--json")
+    (found,) = [each for each in done.json if each["subject"] == "sidecar"]
+    assert (done.code, found["health"]) == (11, "bad")
+    assert "limits.session_count_max" in found["said"]
+    assert "kvstore serve" not in found["remedy"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvstore import __version__
 from kvstore.config import LoadedSettings
-from kvstore.errors import KVStoreError, PermissionDenied
+from kvstore.errors import Exhausted, KVStoreError, PermissionDenied
 from kvstore_ops.doctor.bucket import look_at_bucket
 from kvstore_ops.doctor.device import look_at_device
 from kvstore_ops.doctor.engines import look_at_redis, look_at_tiers
@@ -74,6 +74,11 @@ def _looks(loaded: LoadedSettings, door: Door, *, with_shared: bool) -> Iterator
                 yield from Round(client, least, remove).looks(with_shared=with_shared)
             except PermissionDenied as error:
                 yield Finding("round", Health.UNSEEN, error.message)
+    except Exhausted as error:
+        yield Finding(
+            "sidecar", Health.BAD, error.message, "further engines are refused, too, and compute everything themselves",
+            "end clients that are not needed; or raise the limit and start the sidecar again: a reload needs a session",
+        )  # fmt: skip
     except KVStoreError as error:
         yield Finding(
             "sidecar", Health.BAD, error.message, "engines compute everything themselves",
