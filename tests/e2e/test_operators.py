@@ -322,7 +322,8 @@ def test_a_sidecar_of_another_release_is_named_as_that(
 
 def test_every_exit_code_has_its_line() -> None:
     page = (ROOT / "docs" / "operations.md").read_text()
-    codes = {*options.EXIT_CODES.values(), options.NOT_FOUND, options.NOT_CONFIRMED, options.NOT_ALL, options.UNWELL}
+    own = {options.NOT_FOUND, options.NOT_CONFIRMED, options.NOT_ALL, options.UNWELL, options.OUTPUT_LOST}
+    codes = {*options.EXIT_CODES.values(), *own}
     assert {int(each) for each in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)} == codes | {0, 1}
     assert {kind for kind in ERRORS if kind not in options.EXIT_CODES} == {Internal}
 
