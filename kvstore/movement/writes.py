@@ -271,7 +271,7 @@ class Writes:
             return
         if await self._readbacks.bring(row, is_urgent=self._is_demanded(row)):
             await self._write_from_memory(row)
-        else:
+        elif self._catalog.table.is_resident(row):  # else its last copy is lost: the row is another's next
             self.parked.put(row, NO_ROOM)
 
     async def _write_from_memory(self, row: int) -> None:

@@ -129,6 +129,9 @@ def test_a_chunk_that_is_damaged_where_it_leaves_is_not_blamed_on_the_tier_that_
     assert done.json["outcomes"]["failed"]["chunk_count"] == 1
     assert "failed its check" in done.json["problem"], done.json["problem"]
     assert stored.hit_count == STEP
+    assert Stored(client, 2).hit_count == 2 * STEP  # one of these has the row of the chunk that is lost
+    done = say("drain")
+    assert done.code == 0, done  # and is not taken for one that S3 refused
 
 
 def test_one_tier_is_flushed_and_the_others_keep_theirs(client: Client, say: Any) -> None:

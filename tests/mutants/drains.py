@@ -33,6 +33,14 @@ MUTANTS = (
         (f"{T_DRAINS}::test_a_service_that_goes_on_taking_stores_is_not_called_drained",),
     ),
     Mutant(
+        "a-lost-chunk-leaves-its-row-parked",
+        "kvstore/movement/writes.py",
+        "        elif self._catalog.table.is_resident(row):  # else its last copy is lost: the row is another's next\n",
+        "        else:\n",
+        "another chunk is sent to a tier that is not to have it, and a drain calls it refused",
+        (f"{T_DRAINS}::test_a_chunk_that_is_damaged_where_it_leaves_is_not_blamed_on_the_tier_that_lacks_it",),
+    ),
+    Mutant(
         "one-tenants-socket-speaks-for-all",
         "ops/kvstore_ops/operators/draining.py",
         "        return str(client.stats().tenant) == DEFAULT_TENANT\n",
