@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,9 @@ def triton_here() -> Iterator[None]:
     try:
         import triton.runtime.interpreter as interpreter
 
-        interpreter._convert_float = _converted
+        if interpreter._convert_float is not _converted:
+            interpreter._convert_float = _converted
+            interpreter._patch_lang = _patched_once(interpreter._patch_lang)
         yield
     finally:
         _own.update(_modules())
@@ -63,6 +65,22 @@ def _converted(values: np.ndarray, source: Any, target: Any, rounding: object) -
     return wide.to(_DTYPES[target.name]).view(_BITS[target.primitive_bitwidth]).numpy().view(
         f"u{target.primitive_bitwidth // 8}"
     )  # fmt: skip
+
+
+def _patched_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return what puts the interpreter's operations into Triton's language for the first function of each module, and
+    leaves them there: these modules are the interpreter's alone. ``patch`` does so for each launch, and for each call
+    of one function by another, and looks through all of the language each time."""
+    seen: dict[int, Any] = {}
+
+    def patched(function: Any) -> SimpleNamespace:
+        own = function.__globals__
+        if id(own) not in seen:
+            seen[id(own)] = own
+            patch(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    return patched
 
 
 def _modules() -> dict[str, ModuleType]:
