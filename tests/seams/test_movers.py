@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,21 @@ import pytest
 from tests.descriptors import open_files
 from tests.seams.mover_jobs import WAIT_S, until
 from tests.seams.mover_scenarios import SCENARIOS
+from tests.warm import Warm
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Warm]:
+    """Half a second of each scenario would be imports."""
+    found = Warm("tests.seams.mover_scenarios")
+    yield found
+    found.close()
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)
-def test_movers(scenario: Any, tmp_path: Path) -> None:
+def test_movers(warm: Warm, scenario: Any, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.seams.mover_scenarios", scenario.__name__, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = warm.run(command, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
