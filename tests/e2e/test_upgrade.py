@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore import __version__
-from tests.conftest import ROOT
+from tests.conftest import CLIENTS, ROOT, WARM
 from tests.ops.command import run
+from tests.warm import Warm
 
 OLDER = "c6432dd"
 ROOMS = ("kvstore", "clients", "ops")
@@ -53,9 +55,20 @@ with connect(address) as client:
 """
 
 
+class Older(NamedTuple):
+    """The tree of the older release, and what starts clients of it."""
+
+    home: Path
+    clients: Warm
+
+
+def path_of(home: Path) -> dict[str, str]:
+    """Return what has Python find a release in this tree."""
+    return {"PYTHONPATH": os.pathsep.join(map(str, (home, home / "clients", home / "ops")))}
+
+
 @pytest.fixture(scope="module")
-def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tree of the older release."""
+def older(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Older]:
     place = tmp_path_factory.mktemp("older")
     asked = ["git", "-C", str(ROOT), "archive", OLDER, *ROOMS]
     try:
@@ -63,24 +76,26 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
     except (OSError, subprocess.CalledProcessError):
         pytest.skip(f"commit {OLDER} is not here: this is no clone with the whole history")
     subprocess.run(["tar", "-x", "-C", str(place)], input=packed, check=True, timeout=60)
-    return place
+    own = Warm("kvstore_client", "kvstore_ops", directory=place, environment={**os.environ, **path_of(place)})
+    yield Older(place, own)
+    own.close()
 
 
 class Releases:
     """A sidecar whose release changes between a stop and a start, and clients of either."""
 
-    def __init__(self, older: Path, plane: str) -> None:
-        self._homes = {"older": older, "this": ROOT}
+    def __init__(self, older: Older, plane: str) -> None:
+        self._homes = {"older": older.home, "this": ROOT}
+        self._clients = {"older": older.clients, "this": CLIENTS}
         self.sidecar = Sidecar("--capacity", "16 MiB", nvme="32 MiB", plane=plane)
 
     def _environment(self, release: str) -> dict[str, str]:
-        home = self._homes[release]
-        return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (home, home / "clients", home / "ops")))}
+        return {**os.environ, **(path_of(self._homes[release]) if release == "older" else {})}
 
     def start(self, release: str) -> None:
-        home = self._homes[release]
+        home, popen = self._homes[release], subprocess.Popen if release == "older" else WARM.popen
 
-        class There(subprocess.Popen[str]):
+        class There(popen):  # type: ignore[misc, valid-type]
             def __init__(self, *arguments: Any, **options: Any) -> None:
                 super().__init__(*arguments, cwd=home, **options)
 
@@ -89,15 +104,14 @@ class Releases:
 
     def client(self, release: str, word: str, *seeds: int) -> str:
         command = [sys.executable, "-c", CLIENT, self.sidecar.address, word, ",".join(map(str, seeds))]
-        done = subprocess.run(
-            command, cwd=self._homes[release], env=self._environment(release), capture_output=True, text=True,
-            timeout=100, check=False,
-        )  # fmt: skip
+        done = self._clients[release].run(
+            command, timeout=100, cwd=self._homes[release], env=self._environment(release)
+        )
         assert done.returncode == 0, (release, word, done.stderr)
         return done.stdout
 
 
-def test_what_an_older_release_wrote_stays_and_it_reads_what_this_one_wrote(older: Path, plane: str) -> None:
+def test_what_an_older_release_wrote_stays_and_it_reads_what_this_one_wrote(older: Older, plane: str) -> None:
     releases = Releases(older, plane)
     sidecar = releases.sidecar
     try:
@@ -119,7 +133,7 @@ def test_what_an_older_release_wrote_stays_and_it_reads_what_this_one_wrote(olde
         sidecar.stop()
 
 
-def test_a_client_of_this_release_works_with_an_older_sidecar(older: Path, plane: str) -> None:
+def test_a_client_of_this_release_works_with_an_older_sidecar(older: Older, plane: str) -> None:
     """Engines may be upgraded before their node is: stores, fetches by a call, and fetches without one. A
     call that the sidecar does not know is an error that names both."""
     releases = Releases(older, plane)
