@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,11 +42,17 @@ def small() -> Iterator[Sidecar]:
         yield running
 
 
-@pytest.fixture
-def client(small: Sidecar) -> Iterator[Client]:
-    with connect(small.address, timeout_s=5.0) as connected:
+@contextmanager
+def connected_to(sidecar: Sidecar) -> Iterator[Client]:
+    with connect(sidecar.address, timeout_s=5.0) as connected:
         connected.lookup(SPEC, tokens_of(16, 1))
         eventually(lambda: connected.connect_now().presence.is_there)
+        yield connected
+
+
+@pytest.fixture
+def client(small: Sidecar) -> Iterator[Client]:
+    with connected_to(small) as connected:
         yield connected
 
 
@@ -279,8 +286,13 @@ def test_what_is_stored_again_elsewhere_is_found_there(small: Sidecar, client: C
         assert same(found, cache)
 
 
-def test_what_is_used_without_a_call_stays(small: Sidecar, client: Client) -> None:
+def test_what_is_used_without_a_call_stays() -> None:
     """Of two that were stored one is used, and then there is no room for both."""
+    with Sidecar("--capacity", "2 MiB") as tiny, connected_to(tiny) as client:
+        _a_use_without_a_call_counts(tiny, client)
+
+
+def _a_use_without_a_call_counts(small: Sidecar, client: Client) -> None:
     (used, cache), (unused, _) = stored(client, 9), stored(client, 10)
     before = client.stats().counters
     client.fetch(SPEC, used)
