@@ -17,7 +17,7 @@ from kvstore_ops.sidecar import Sidecar
 from kvstore.errors import Exhausted, PermissionDenied, Unavailable
 from kvstore.keys import ROOT_DIGEST, chain_digests, fingerprint
 from kvstore.spec import Durability, MissReason
-from tests.conftest import ROOT
+from tests.conftest import ROOT, WARM
 from tests.server.raw import eventually
 from tests.specs import random_cache, small_spec, tokens_of
 
@@ -153,7 +153,7 @@ def test_the_command_prints_events_as_they_come(sidecar: Sidecar) -> None:
     socket = sidecar.socket_address.removeprefix("unix://")
     command = [sys.executable, "-m", "kvstore_ops.cli", "watch", "--socket", socket, "--json", "--count", "2"]
     with connect(sidecar.address) as client:
-        watching = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        watching = WARM.popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         try:
             eventually(lambda: client.stats().sessions.watcher_count == 1, 30.0)
             digests = store(client, 32, 4711)
