@@ -17,6 +17,7 @@ from kvstore_ops.sidecar import Sidecar
 from kvstore.errors import DataLoss, Unavailable
 from kvstore.spec import Durability, LayerSpec, MissReason, ModelSpec
 from tests.conftest import CLIENTS
+from tests.server.raw import eventually
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
 CHUNKS = 8
@@ -35,10 +36,7 @@ def large_cache(seed: int, chunks: int = CHUNKS) -> tuple[Any, list[Any]]:
 
 def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     """Wait for something another process does."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
+    eventually(condition, seconds)
 
 
 class Pause:
