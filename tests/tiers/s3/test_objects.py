@@ -22,7 +22,7 @@ from tests.contracts.shared.stands import found, write
 from tests.specs import small_spec
 from tests.tiers.s3.objects import bytes_of, gets, newer, put_bytes, there, with_header
 
-ALTERATIONS = 10_000 if os.environ.get("KVSTORE_TEST_SCALE") == "full" else 500
+ALTERATIONS = 10_000 if os.environ.get("KVSTORE_TEST_SCALE") == "full" else 250
 
 AT_ONCE = 8
 
