@@ -118,6 +118,15 @@ def test_planes_that_all_have_items_in_one_place_are_refused(axis: int) -> None:
         given_planes(WANTED, into)
 
 
+@pytest.mark.parametrize("axis", [0, 2])
+def test_planes_of_another_model_that_are_all_alike_are_refused(axis: int) -> None:
+    shape = list(SHAPE)
+    shape[axis] += 1
+    into = [tuple(tensor((*shape,), SPEC.cache_dtype) for _ in "KV") for _ in range(LAYERS)]
+    with pytest.raises(InvalidRequest, match="shape"):
+        given_planes(WANTED, into)
+
+
 def test_views_do_not_reach_beyond_their_plane() -> None:
     """A chunk that lay behind the tokens that were asked for would be written over the next plane of its storage."""
     layout = layout_of(SPEC, CacheKind.KV, SPEC.chunk_tokens, None)

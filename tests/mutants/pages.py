@@ -67,7 +67,7 @@ MUTANTS = [
         "(k_shape, v_shape) != ((heads, room, k_dim), (heads, room, v_dim)) or k.repeats",
         "k.repeats",
         "planes of another model are fetched into, as far as their bytes reach",
-        ("tests/e2e/test_targets.py", "tests/e2e/test_doors.py"),
+        ("tests/e2e/test_targets.py::test_planes_of_another_model_that_are_all_alike_are_refused",),
     ),
     Mutant(
         "alike-and-repeated",
