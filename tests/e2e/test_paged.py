@@ -108,6 +108,11 @@ def test_a_graph_that_needs_pages_learns_of_a_fetch_into_them(
         graph.backward()
 
 
+def test_the_values_of_an_engines_dict_are_fetched_into(client: Client) -> None:
+    pages: Any = dict(enumerate(engine_pages(LAYOUTS[0], 6, 16, 2, 8, pairs=False, tensor=True))).values()
+    assert client.fetch(SPEC, tokens_of(COUNT), into=Paged(pages, np.arange(COUNT), LAYOUTS[0])).token_count == COUNT
+
+
 def test_pages_made_in_inference_mode_are_fetched_into(client: Client) -> None:
     """They have no graph that could be told."""
     with torch.inference_mode():

@@ -192,7 +192,7 @@ class DenseTarget:
 def device_of(into: Into) -> str:
     """Return the device of a destination, as torch names it: that of all its tensors; empty where these differ."""
     entries = into.layers if isinstance(into, Paged) else into
-    first: Tensor = entries[0] if entries else None
+    first: Tensor = next(iter(entries), None) if entries else None  # an engine's dict of caches has values, no first
     if isinstance(first, tuple | list):
         first = first[0] if first else None
     if not is_tensor(first) or first.is_cpu:  # the usual case, in which no more is asked
