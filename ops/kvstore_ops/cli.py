@@ -352,21 +352,24 @@ def command() -> Any:  # typer's type of it is private
 
 def main() -> None:
     """The console entry point."""
+    code: str | int | None = 0
     try:
         try:
             command()()
-        finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()  # here, where its failure can still be told in a line
-    except KVStoreError as error:
-        sys.exit(failed(error))
+        except SystemExit as ended:
+            code = ended.code
+        except KVStoreError as error:
+            code = failed(error)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where its failure can still be told in a line
     except OSError as error:
         if error.errno not in NO_OUTPUT or error.filename is not None:
             raise
         drop_output()
         if error.errno != errno.EPIPE:  # who closes a pipe early wants no more
             print(f"kvstore: the output cannot be written: {error.strerror}", file=sys.stderr)
-        sys.exit(OUTPUT_LOST)
+        code = code or OUTPUT_LOST  # what went wrong before says more
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -190,7 +190,9 @@ def test_a_bucket_that_is_not_there_is_told_by_a_node_that_only_reads(server: S3
         assert reasons == {MissReason.UNAVAILABLE}
         stats, command = client.stats(), [sys.executable, "-m", "kvstore_ops.cli", "status", "--socket"]
         assert stats.tiers[0].state == "failing"
-        status = WARM.run([*command, node.socket_address], timeout=60).stdout
+        done = WARM.run([*command, node.socket_address], timeout=60)
+        assert done.returncode == 0, done.stderr
+        status = done.stdout
         words, log = ("NoSuchBucket", "create it", "tiers.s3.bucket"), (node.directory / "log").read_text()
         for said in (stats.tier_problem, stats.tiers[0].reason, " ".join(status.split()), log):
             assert all(word in said for word in words), said
@@ -263,7 +265,9 @@ def test_secrets_are_nowhere_to_be_read(nodes: Nodes, one: Client) -> None:
     if ENDPOINT in os.environ:
         pytest.skip("its secrets are not ours to know")
     command = [sys.executable, "-m", "kvstore_ops.cli", "config", "--json"]
-    shown = WARM.run(command, env=nodes.one.environment, timeout=60).stdout
+    done = WARM.run(command, env=nodes.one.environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout
     assert "tiers.s3.bucket" in shown
     for text in (shown, *((each.directory / "log").read_text() for each in (nodes.one, nodes.two))):
         assert all(secret not in text for secret in KEYS.values())

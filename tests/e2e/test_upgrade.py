@@ -95,6 +95,7 @@ class Releases:
     def start(self, release: str) -> None:
         home, popen = self._homes[release], subprocess.Popen if release == "older" else WARM.popen
 
+        # What a sidecar is started by is one of two classes, which no type checker follows to a base.
         class There(popen):  # type: ignore[misc, valid-type]
             def __init__(self, *arguments: Any, **options: Any) -> None:
                 super().__init__(*arguments, cwd=home, **options)

@@ -203,6 +203,32 @@ def test_output_that_cannot_be_written_is_one_line(arguments: tuple[str, ...]) -
     assert (done.returncode, done.stderr) == (12, "kvstore: the output cannot be written: No space left on device\n")
 
 
+FAILING = """
+from kvstore.errors import Unavailable
+from kvstore_ops import cli
+
+def failing():
+    print("some words")
+    raise Unavailable("the sidecar is gone")
+
+cli.command = lambda: failing
+cli.main()
+"""
+
+
+def test_a_command_that_failed_says_so_though_its_output_is_lost() -> None:
+    """Code 12 would say that what it was to do is done. Its words are still in the buffer when it fails."""
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", FAILING], stdout=full, stderr=subprocess.PIPE, text=True, timeout=100.0, cwd=ROOT,
+            env=buffered, check=False,
+        )  # fmt: skip
+    assert done.returncode == 4
+    assert "the sidecar is gone" in done.stderr
+    assert "the output cannot be written" in done.stderr
+
+
 @pytest.mark.parametrize("place", ["full", "closed"])
 def test_a_sidecar_serves_though_nobody_can_be_told_that_it_does(place: str, tmp_path: Path) -> None:
     if place == "full":

@@ -77,5 +77,5 @@ def gathered(wanted: Wanted, prefix: Prefix, given: Places, context: Context) ->
     result.tier = prefix.tier if good else Tier.NONE
     result.reason = prefix.reason
     result.byte_count = wanted.byte_count(good)
-    result.hidden = {layer: target.rows(layer, good) for layer in wanted.hidden_layers} if wanted.hidden_layers else {}
+    result.hidden = {layer: target.rows(layer, good) for layer in wanted.hidden_layers}
     return result

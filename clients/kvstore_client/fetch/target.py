@@ -53,7 +53,7 @@ class DenseTarget:
         gpu = None if given is None or given.alike else common_gpu(chain.from_iterable(given.layers))
         self._gpu = None if gpu is None else GpuPlanes(gpu, self._raw)
         self.hidden = owned_rows(wanted, token_count)
-        self._raw_hidden = {layer: raw(plane) for layer, plane in self.hidden.items()} if self.hidden else {}
+        self._raw_hidden = {layer: raw(plane) for layer, plane in self.hidden.items()}
 
     def layer(self, position: int, token_count: int) -> Layer:
         """Return a requested layer in the caller's form: its own tensors, or the first ``token_count`` tokens of
