@@ -177,7 +177,7 @@ def find(words: Words, tags: Words) -> Found | None:
     news = np.where(is_found, seen[rows, at] & np.uint64(NEWS_MASK), np.uint64(0))
     for row in np.flatnonzero(~is_found & seen.all(axis=1)).tolist():
         news[row] = _probe(words.data, int(tags[row]), int(begins[row]))
-    is_whole = _is_whole(words)
+    is_whole = _is_whole(words.data)
     return None if is_whole is None else Found(news, is_whole)
 
 
@@ -189,15 +189,15 @@ def find_few(words: Words, tags: Iterable[int]) -> FoundFew | None:
         begin = (tag >> _TAG_SHIFT & mask) + HEADER_WORDS
         word = view[begin]
         news.append(word & NEWS_MASK if word & TAG_MASK == tag else _probe(view, tag, begin))
-    is_whole = _is_whole(words)
+    is_whole = _is_whole(view)
     return None if is_whole is None else FoundFew(news, is_whole)
 
 
-def _is_whole(words: Words) -> bool | None:
+def _is_whole(words: memoryview) -> bool | None:
     """Return True when a chunk that the words read before did not show is certainly not stored; None when the table is
     retired: it may have been when they were read."""
     fence()
-    flags = int(words[0])
+    flags: int = words[0]
     return None if flags & RETIRED else not flags & PARTIAL
 
 

@@ -120,29 +120,52 @@ def batch_of(pairs: Iterable[tuple[Blocks, Blocks]], item_bytes: int) -> Batch |
     if _copy() is None:
         return None
     both = list(pairs)
-    slice_count = byte_count = 0
-    words, place = array("q", bytes(8 * HEADER_WORDS)), HEADER_WORDS + BLOCK_WORDS * len(both)
-    for targets, sources in both:
-        count = len(targets.addresses)
-        if targets.shape != sources.shape or count != len(sources.addresses):  # also under ``python -O``
-            raise AssertionError("copies have a target of one shape for each source")
-        rows = _rows(targets.shape, targets.steps, sources.steps, item_bytes)
-        if rows is None:
-            return None
-        sizes, target_steps, source_steps, row_bytes = rows
-        words.extend((place, place + count, slice_count, *sizes, *target_steps, *source_steps, row_bytes))
-        place += 2 * count
-        slice_count += count * sizes[0]
-        byte_count += count * prod(targets.shape) * item_bytes
-    at_once = max(1, slice_count * TAKEN_BYTES // max(1, byte_count))
-    words[1:HEADER_WORDS] = array("q", (slice_count, at_once, byte_count >= STREAM_BYTES, len(both)))
+    looks = tuple([(targets.shape, targets.steps, sources.shape, sources.steps) for targets, sources in both])
+    frame = _frame(looks, tuple([len(end.addresses) for pair in both for end in pair]), item_bytes)
+    if frame is None:
+        return None
+    words = frame.words[:]
     for pair in both:
         for end in pair:
             if isinstance(end.addresses, np.ndarray):
                 words.frombytes(np.ascontiguousarray(end.addresses, np.int64).view(np.uint8).data)
             else:
                 words.extend(end.addresses)
-    return Batch(words, slice_count, byte_count, both)
+    return Batch(words, frame.slice_count, frame.byte_count, both)
+
+
+class _Frame(NamedTuple):
+    """The words of a batch without its addresses, which follow them; its parts, and its bytes."""
+
+    words: array[int]
+    slice_count: int
+    byte_count: int
+
+
+@lru_cache(maxsize=256)
+def _frame(
+    looks: tuple[tuple[tuple[int, ...], ...], ...], counts: tuple[int, ...], item_bytes: int
+) -> _Frame | None:  # fmt: skip
+    """Return the frame of a batch. ``looks``: per pair the shape and steps of targets and sources; ``counts``: their
+    numbers. None as ``batch_of`` says. Cached: fetches of as many chunks have the same."""
+    slice_count = byte_count = 0
+    words, place = array("q", bytes(8 * HEADER_WORDS)), HEADER_WORDS + BLOCK_WORDS * len(looks)
+    for (shape, steps, source_shape, row_steps), count, source_count in zip(
+        looks, counts[::2], counts[1::2], strict=True
+    ):
+        if shape != source_shape or count != source_count:  # also under ``python -O``
+            raise AssertionError("copies have a target of one shape for each source")
+        rows = _rows(shape, steps, row_steps, item_bytes)
+        if rows is None:
+            return None
+        sizes, target_steps, source_steps, row_bytes = rows
+        words.extend((place, place + count, slice_count, *sizes, *target_steps, *source_steps, row_bytes))
+        place += 2 * count
+        slice_count += count * sizes[0]
+        byte_count += count * prod(shape) * item_bytes
+    at_once = max(1, slice_count * TAKEN_BYTES // max(1, byte_count))
+    words[1:HEADER_WORDS] = array("q", (slice_count, at_once, byte_count >= STREAM_BYTES, len(looks)))
+    return _Frame(words, slice_count, byte_count)
 
 
 _Rows = tuple[Sequence[int], Sequence[int], Sequence[int], int]

@@ -25,10 +25,30 @@ typedef struct {
     void *stream;
 } exchange;
 
-/* Write the addresses of a list's tensors, and return 1, if all have memory of the CPU and the dtype, shape and strides
- * of the first of their kind: ``of_a_kind`` follow one another. Else return 0, perhaps with an exception. The caller has
- * Python's lock, and nobody else has the list. */
-int kvstore_alike_2(const exchange *table, void *tensors, uint64_t count, uint64_t of_a_kind, int64_t *addresses)
+/* Return the smallest distance between two of these addresses, which are sorted here: mostly they are in order, or two
+ * lists in order, one after the other. */
+static int64_t nearest(int64_t *addresses, uint64_t count)
+{
+    int64_t distance = INT64_MAX;
+    for (uint64_t i = 1; i < count; i++) {
+        int64_t each = addresses[i];
+        uint64_t place = i;
+        for (; place && addresses[place - 1] > each; place--)
+            addresses[place] = addresses[place - 1];
+        addresses[place] = each;
+    }
+    for (uint64_t i = 1; i < count; i++)
+        if (addresses[i] - addresses[i - 1] < distance)
+            distance = addresses[i] - addresses[i - 1];
+    return distance;
+}
+
+/* Write the addresses of a list's tensors, and the smallest distance between two of them, and return 1, if all have
+ * memory of the CPU and the dtype, shape and strides of the first of their kind: ``of_a_kind`` follow one another. Else
+ * return 0, perhaps with an exception. ``addresses`` has room for twice as many: a second list is sorted there. The
+ * caller has Python's lock, and nobody else has the list. */
+int kvstore_alike_3(const exchange *table, void *tensors, uint64_t count, uint64_t of_a_kind, int64_t *addresses,
+                    int64_t *distance)
 {
     tensor first, each;
     int64_t shape[AXES_MAX], strides[AXES_MAX];
@@ -52,7 +72,8 @@ int kvstore_alike_2(const exchange *table, void *tensors, uint64_t count, uint64
             if (each.shape[axis] != shape[axis] || each.strides[axis] != strides[axis])
                 return 0;
         }
-        addresses[i] = (int64_t)((uintptr_t)each.data + each.byte_offset);
+        addresses[i] = addresses[count + i] = (int64_t)((uintptr_t)each.data + each.byte_offset);
     }
+    *distance = nearest(addresses + count, count);
     return 1;
 }

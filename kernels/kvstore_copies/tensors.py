@@ -11,25 +11,27 @@ from typing import Any
 from kvstore_copies.compiled import compiled_path
 
 ATTRIBUTE, CAPSULE = "__dlpack_c_exchange_api__", b"dlpack_exchange_api"
-Tell = Callable[[int, list[object], int, int, int], int]
+Tell = Callable[[int, list[object], int, int, int, int], int]
 
 
-def alike_addresses(tensors: Sequence[object], kinds: int = 1) -> array[int] | None:
-    """Return where tensors of one class begin, if all are in the CPU's memory, and have the dtype, shape and strides of
-    the first of their kind: there are ``kinds``, one after the other, and as many tensors of each. None where they are
-    not, one has no memory, or it cannot be told: without compiled code, and where the class has no
-    ``__dlpack_c_exchange_api__`` (torch has it from 2.10 on)."""
+def alike_addresses(tensors: Sequence[object], kinds: int = 1) -> tuple[array[int], int] | None:
+    """Return where tensors of one class begin, and the smallest distance in bytes between two of them, if all are in
+    the CPU's memory, and have the dtype, shape and strides of the first of their kind: there are ``kinds``, one after
+    the other, and as many tensors of each. None where they are not, one has no memory, or it cannot be told: without
+    compiled code, and where the class has no ``__dlpack_c_exchange_api__`` (torch has it from 2.10 on)."""
     kind: Any = type(tensors[0]) if tensors else None
     tell, table = _compiled(), _table_of(kind)
     if tell is None or not table:
         return None
     own = list(tensors)  # nobody else shortens it meanwhile
-    addresses = array("q", bytes(8 * len(own)))
+    count = len(own)
+    words = array("q", bytes(16 * count + 8))
+    place = words.buffer_info()[0]
     try:
-        is_alike = tell(table, own, len(own), len(own) // kinds, addresses.buffer_info()[0])
+        is_alike = tell(table, own, count, count // kinds, place, place + 16 * count)
     except (RuntimeError, TypeError, ValueError, BufferError):  # the class cannot tell of one of them
         return None
-    return addresses if is_alike else None
+    return (words[:count], words[-1]) if is_alike else None
 
 
 @cache
@@ -54,10 +56,10 @@ def _compiled() -> Tell | None:
     if path is None:
         return None
     try:
-        tell = getattr(ctypes.PyDLL(path), "kvstore_alike_2", None)  # None: of another release
+        tell = getattr(ctypes.PyDLL(path), "kvstore_alike_3", None)  # None: of another release
     except OSError:
         return None
     if tell is not None:
-        tell.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p]
+        tell.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.c_uint64, ctypes.c_uint64] + [ctypes.c_void_p] * 2
         tell.restype = ctypes.c_int
     return tell

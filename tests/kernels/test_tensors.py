@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ def test_addresses_are_told_where_all_are_like_the_first(looks: list[Any], chose
     found = alike_addresses(given)
     if all(kind(each) == kind(given[0]) for each in given) and all(each.data_ptr() for each in given):
         assert found is not None
-        assert list(found) == [each.data_ptr() for each in given]
+        assert list(found[0]) == [each.data_ptr() for each in given]
     else:
         assert found is None
 
@@ -49,11 +50,21 @@ def test_tensors_are_like_the_first_of_their_kind(k: Any, v: Any, count: int, od
     given = [*(made(k) for _ in range(count)), *(made(v) for _ in range(count))]
     have_memory = all(each.data_ptr() for each in given)
     found = alike_addresses(given, 2)
-    assert (None if found is None else list(found)) == ([each.data_ptr() for each in given] if have_memory else None)
+    assert (None if found is None else list(found[0])) == ([each.data_ptr() for each in given] if have_memory else None)
     place = odd % len(given)
     given[place] = made(v if place < count else k)
     if count > 1 and kind(made(k)) != kind(made(v)):
         assert alike_addresses(given, 2) is None
+
+
+@given(st.lists(st.integers(0, 300), min_size=2, max_size=40, unique=True))
+def test_the_smallest_distance_is_told_in_any_order(begins: list[int]) -> None:
+    """Each begins at its own byte of one buffer."""
+    whole = torch.zeros(400, dtype=torch.uint8)
+    found = alike_addresses([whole[begin : begin + 4] for begin in begins])
+    assert found is not None
+    assert list(found[0]) == [whole.data_ptr() + begin for begin in begins], "those to be told are in their order"
+    assert found[1] == min(after - before for before, after in pairwise(sorted(begins)))
 
 
 def freed() -> torch.Tensor:
@@ -167,7 +178,7 @@ def test_each_field_of_a_table_is_looked_at(monkeypatch: pytest.MonkeyPatch, nam
     table = Table(major=1, minor=9, dltensor_from_object=LOOK(look))
     monkeypatch.setattr(tensors, "_table_of", lambda _: ctypes.addressof(table))
     found = alike_addresses([0, 1, 2])
-    assert (None if found is None else list(found)) == ([1024, 2024, 3024] if is_told else None)
+    assert (None if found is None else list(found[0])) == ([1024, 2024, 3024] if is_told else None)
 
 
 def test_a_table_that_fails_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

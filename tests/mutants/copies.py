@@ -72,8 +72,8 @@ MUTANTS = [
     Mutant(
         "k-and-v-of-one-stride",
         "kernels/kvstore_copies/tensors.py",
-        "len(own) // kinds,",
-        "len(own),",
+        "count // kinds,",
+        "count,",
         "tensors of two kinds, each alike, are taken for unlike ones: a slower way than there is",
         ("tests/kernels/test_tensors.py::test_tensors_are_like_the_first_of_their_kind",),
     ),

@@ -184,8 +184,8 @@ MUTANTS = [
     Mutant(
         "flags-without-a-fence",
         PRESENCE,
-        "    fence()\n    flags = int(words[0])",
-        "    flags = int(words[0])",
+        "    fence()\n    flags: int = words[0]",
+        "    flags: int = words[0]",
         "on ARM a table is believed that was retired before its words were read",
         (f"{T_FENCE}::test_a_tables_flags_are_read_after_its_words",),
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from sys import maxsize
 from typing import NamedTuple, TypeVar
 
@@ -187,7 +187,7 @@ class Planes(NamedTuple):
         """Tell torch that others than torch write the caller's tensors."""
         if self.halves or not is_tensor(self.sides[0][0]):
             return
-        tell_graphs(list(chain.from_iterable(self.sides)))
+        tell_graphs([plane for side in self.sides for plane in side])
 
 
 def _placed(run: MappedRun, layers: tuple[int, ...]) -> tuple[PlaneGeometry, Bytes] | None:

@@ -77,31 +77,34 @@ def _alike(wanted: Wanted, into: Sequence[Layer]) -> Given | None:
     dtype = dtype_of(wanted.spec.cache_dtype)
     if set(map(type, flat)) != {torch.Tensor} or k.dtype != dtype or v.dtype != dtype:
         return None
-    starts = alike_addresses(flat, len(sides)) or _starts(sides)
-    placed = placed_at(sides, flat, starts)
-    if not placed or any(map(torch.Tensor.is_neg, flat)):
+    told = alike_addresses(flat, len(sides)) or _starts(sides)
+    if told is None or any(map(torch.Tensor.is_neg, flat)):
         return None  # conjugates have complex items
-    distance, in_order = _distance(kept, k.shape, v.shape, k.stride(), v.stride(), k.element_size()), sorted(starts)
-    if distance is None or min(map(sub, in_order[1:], in_order)) < distance:
+    distance = _distance(kept, k.shape, v.shape, k.stride(), v.stride(), k.element_size())
+    if distance is None or told[1] < distance:
+        return None
+    placed = placed_at(sides, flat, told[0])
+    if not placed:
         return None
     return Given(into, [k.shape[1]] * len(into), True, Planes(sides, placed=placed))
 
 
-def _starts(sides: Sequence[Sequence[Tensor]]) -> list[int]:
-    """Return what ``alike_addresses`` does, by torch alone. Empty for None."""
+def _starts(sides: Sequence[Sequence[Tensor]]) -> tuple[list[int], int] | None:
+    """Return what ``alike_addresses`` does, by torch alone."""
     starts: list[int] = []
     for planes in sides:
         first = planes[0]
         if not first.is_cpu:
-            return []
+            return None
         try:
             looks = [list(map(look, planes)) for look in (_shape, _dtype, _is_cpu, type(first).stride)]
             if any(look.count(look[0]) != len(planes) for look in looks):
-                return []
+                return None
             starts.extend(map(type(first).data_ptr, planes))
         except RuntimeError:  # one has no strides, or no memory of its own
-            return []
-    return starts if all(starts) else []
+            return None
+    in_order = sorted(starts)
+    return (starts, min(map(sub, in_order[1:], in_order))) if in_order[0] else None
 
 
 @lru_cache(maxsize=256)

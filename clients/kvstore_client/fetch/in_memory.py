@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import islice
 from operator import add, sub
 from typing import NamedTuple
 
@@ -45,7 +46,8 @@ def placed_planes(sides: Sequence[Sequence[Tensor]]) -> list[PlacedPlanes]:
         if not set(map(type, flat)) <= {torch.Tensor, torch.nn.Parameter}:
             return []
         try:
-            return placed_at(sides, flat, alike_addresses(flat, len(sides)) or _addresses(sides))
+            told = alike_addresses(flat, len(sides))
+            return placed_at(sides, flat, told[0] if told else _addresses(sides))
         except (RuntimeError, NotImplementedError):  # one has no memory of its own
             return []
     if any(is_tensor(plane) for plane in flat) or any(
@@ -68,13 +70,13 @@ def placed_at(
     kind, size = torch_module(), flat[0].element_size()
     storages = list(map(kind.Tensor.untyped_storage, flat))
     ends = map(add, map(kind.UntypedStorage.data_ptr, storages), map(kind.UntypedStorage.nbytes, storages))
-    rooms, start, found = list(map(sub, ends, addresses)), 0, []
+    rooms, start, found = map(sub, ends, addresses), 0, []
     for side in sides:
         steps, part = side[0].stride(), slice(start, start := start + len(side))
         if len(steps) != 3:
             return []
         strides = (steps[0] * size, steps[1] * size, steps[2] * size)
-        found.append(PlacedPlanes(addresses[part], strides, size, min(rooms[part]), storages))
+        found.append(PlacedPlanes(addresses[part], strides, size, min(islice(rooms, len(side))), storages))
     return found
 
 

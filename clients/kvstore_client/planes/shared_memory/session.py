@@ -58,7 +58,7 @@ class MappedSession(MappedMemory):
     def _note_use(self, name: ChainName, digests: Sequence[bytes], chunks: Sequence[Chunk]) -> None:
         """Report a fetch without a call, which brought these chunks."""
         if self.presence is not None:
-            byte_count = sum(chunk.layout.total_bytes for chunk in chunks)
+            byte_count = sum([chunk.layout.total_bytes for chunk in chunks])
             hits, misses = len(chunks), len(digests) - len(chunks)
             token_count = chunks[-1].token_start + chunks[-1].layout.token_count
             self.presence.use(name, digests[hits - 1], token_count)
