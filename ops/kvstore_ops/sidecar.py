@@ -155,7 +155,12 @@ class Sidecar:
             self._account = -1
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:  # an interrupt, too: else the process would go on alone
+            self.stop(kill=True)
+            self._place.cleanup()
+            raise
         return self
 
     def __exit__(

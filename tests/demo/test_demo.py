@@ -59,7 +59,10 @@ def test_a_node_that_did_not_get_it_from_redis_is_named() -> None:
 def test_what_the_device_did_not_do_is_said() -> None:
     assert "came from dram" in judged(WARM, replace(RESTARTED, tier="dram"))[1]
     assert "40,000,000 bytes were read" in judged(WARM, replace(RESTARTED, device_bytes=40_000_000))[1]
-    assert "not 3 times less" in judged(WARM, replace(RESTARTED, ttft_s=1.7))[1]
+    code, said = judged(WARM, replace(RESTARTED, ttft_s=1.7))
+    assert code == 0  # a busy machine is no fault
+    assert "1.70 s, cold after 5.00 s" in said
+    assert "when it is idle" in said
 
 
 def test_the_table_compares_with_the_fairer_cold(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ questions about them with readable answers. Needs ``make model``."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore.planning import Recompute
+from kvstore_ops.demo.progress import progress
 from kvstore_ops.pretrained import Absent, pretrained
 from kvstore_ops.pretrained.questions import Question, questions
 
@@ -43,8 +45,8 @@ def perform(client: Client, console: Console) -> list[Answered]:
     if isinstance(place, Absent):
         console.print(f"\nreal documents and questions are left out, the trained models answer alone: {place}")
         return []
-    with console.status("documents: loading a pretrained model"):
-        answered = [_asked(client, cached, *each) for cached, *each in _cast(client, place)]
+    with progress(console, f"documents: loading {place.name}") as tell:
+        answered = [_asked(client, *each) for each in _cast(client, place, tell)]
     table = Table("question", "a document says", "full prefill", "", "documents reused, 20 % mended", "")
     for each in answered:
         table.add_row(
@@ -58,19 +60,20 @@ def perform(client: Client, console: Console) -> list[Answered]:
     return answered
 
 
-def _cast(client: Client, place: Path) -> list[tuple[Any, Any, Question]]:
-    """Return (model, tokenizer, question) for each question, after computing and storing every document behind its
-    preamble."""
+def _cast(client: Client, place: Path, tell: Callable[[str], None]) -> Iterator[tuple[Any, Any, Question]]:
+    """Yield (model, tokenizer, question) for each question, after computing and storing its documents behind their
+    preamble. ``tell`` shows each step."""
     from kvstore_client.engines.transformers import CachedModel
 
     from kvstore_ops.profiling.own import local_model
 
     runner, tokenizer = local_model(place)
     cached = CachedModel(runner.model, client, spec=runner.spec)
-    asked = list(questions(tokenizer, COUNT, [DOCUMENTS], SEED))
-    for question in asked:
+    for number, question in enumerate(questions(tokenizer, COUNT, [DOCUMENTS], SEED), 1):
+        tell(f"documents of question {number} of {COUNT}: computing and storing each alone")
         cached.remember(question.documents, preamble=question.preamble)
-    return [(runner, tokenizer, question) for question in asked]
+        tell(f"question {number} of {COUNT}: answering after a full prefill, and over the reused documents")
+        yield runner, tokenizer, question
 
 
 def _asked(client: Client, runner: Any, tokenizer: Any, question: Question) -> Answered:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore.planning import Recompute
+from kvstore_ops.demo.progress import progress
 
 if TYPE_CHECKING:
     from kvstore_client.gate import Gate
@@ -157,7 +158,7 @@ def shipped_gate(directory: Path) -> Gate:
 def perform(client: Client, console: Console, count: int = COUNT) -> None:
     """Play both scenes, and print a table for each."""
     with tempfile.TemporaryDirectory() as directory:
-        with console.status("reuse: loading a small trained model and its sibling"):
+        with progress(console, "reuse: loading a small trained model and its sibling"):
             cast = Cast(client, Path(directory), count)
         _scenes(cast, console)
     console.print(
@@ -174,7 +175,7 @@ def _scenes(cast: Cast, console: Console) -> None:
         "sibling: a context that only another model has read, one fine-tuned to other answers": cast.sibling,
     }
     for title, scene in scenes.items():
-        with console.status(title), one_thread():
+        with progress(console, f"{title.partition(':')[0]}: answering prompts in three ways"), one_thread():
             rows = scene()
         table = Table("way", "right answers", "computed again", "time", "tokens reused")
         for row in rows:

@@ -46,9 +46,9 @@ class Outcome:
         return min(self.ttft_s, self.one_pass_s) if self.one_pass_s else self.ttft_s
 
 
-def say(stage: str) -> None:
+def say(step: str) -> None:
     """Print the progress as JSON for the stage."""
-    print(json.dumps({"stage": stage}), flush=True)
+    print(json.dumps({"step": step}), flush=True)
 
 
 def play(address: str, name: str) -> Outcome:
@@ -76,7 +76,7 @@ def play(address: str, name: str) -> Outcome:
         stored = report.wait_stored(60.0).name
         one_pass_s = 0.0
         if name == "cold":
-            say("the same in one pass, without kvstore")
+            say("computing the same in one pass, without kvstore")
             with torch.inference_mode():
                 started = time.perf_counter()
                 model(prompt, logits_to_keep=1)

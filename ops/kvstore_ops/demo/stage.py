@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import select
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvstore_client import connect
 from rich.console import Console
@@ -15,6 +19,7 @@ from rich.console import Console
 from kvstore.errors import Unavailable
 from kvstore_ops.demo import real, reuse
 from kvstore_ops.demo.nodes import settings_of, shared_redis, show_places, wait_shared
+from kvstore_ops.demo.progress import progress
 from kvstore_ops.demo.scene import CONTEXT_TOKENS, QUESTION_TOKENS, Outcome
 from kvstore_ops.demo.show import picture, table
 from kvstore_ops.demo.text import prompt_tokens
@@ -23,6 +28,8 @@ from kvstore_ops.sidecar import Sidecar
 PICTURE = Path("kvstore-demo.png")
 CAPACITY, NVME = "512 MiB", "1 GiB"
 SPEED_UP_MIN = 3.0
+SIGN_S = 5
+"""Seconds of a step after which the demo shows that it still runs."""
 ANOTHER_NODE = "node b"
 
 
@@ -32,23 +39,41 @@ def perform(address: str, name: str, console: Console) -> Outcome:
     outcome: Outcome | None = None
     with tempfile.TemporaryFile("w+", errors="replace") as log:  # a full pipe would block the engine process
         with (
-            console.status(f"{name}: starting an engine") as status,
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+            progress(console, f"{name}: starting an engine") as tell,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, bufsize=0) as process,
         ):
-            assert process.stdout is not None
-            for line in process.stdout:
-                message = json.loads(line)
-                if "stage" in message:
-                    status.update(f"{name}: {message['stage']}")
-                    if not console.is_terminal:
-                        console.print(f"  {name}: {message['stage']}")
-                else:
-                    outcome = Outcome(**message["outcome"])
+            try:
+                for message in _messages(process):
+                    if "step" in message:
+                        tell(f"{name}: {message['step']}")
+                    else:
+                        outcome = Outcome(**message["outcome"])
+            except BaseException:
+                process.kill()  # who leaves this context waits for the process
+                raise
         log.seek(0)
         words = log.read()
     if outcome is None:
         raise Unavailable(f"the {name} scene failed: {words[-800:]}")
     return outcome
+
+
+def _messages(process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield what a scene says. While it says nothing, yield its last step every SIGN_S seconds, with the time so
+    far."""
+    assert process.stdout is not None  # unbuffered: a line that has been read early would not wake select
+    step, waited_s = "starting an engine", 0
+    while True:
+        if not select.select([process.stdout], [], [], SIGN_S)[0]:
+            waited_s += SIGN_S
+            yield {"step": f"{step}: {waited_s} s so far"}
+            continue
+        line = process.stdout.readline()
+        if not line:
+            return
+        message = json.loads(line)
+        step, waited_s = message.get("step", step), 0
+        yield message
 
 
 def device_bytes(sidecar: Sidecar) -> tuple[int, str]:
@@ -70,9 +95,24 @@ def act(sidecar: Sidecar, name: str, console: Console) -> Outcome:
 
 
 def main() -> int:
-    """Run the demo. Return 0 when the later scenes reused the prompt and gave the same tokens; 1 otherwise."""
+    """Run the demo. Return 0 when the later scenes reused the prompt and gave the same tokens; 1 otherwise. SIGTERM
+    and a terminal that closes end it as an interrupt does: what it started ends, and its directories are removed."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has a process ignore SIGHUP
+            signal.signal(number, _end)
     console = Console()
-    console.print("kvstore demo: one prompt of 4,160 tokens, asked by engine processes in turn")
+    console.print(
+        f"kvstore demo: one prompt of {CONTEXT_TOKENS + QUESTION_TOKENS:,} tokens, asked by engine processes in turn. "
+        "It takes 2 to 3 minutes on two idle cores; Ctrl-C ends it and removes what it wrote."
+    )
+    return _play(console)
+
+
+def _end(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _play(console: Console) -> int:
     with shared_redis() as url, Sidecar("--capacity", CAPACITY, nvme=NVME, environment=settings_of("a", url)) as first:
         console.print(f"  sidecar: pid {first.pid}, {first.address}")
         with console.status("sidecar: pre-faulting its arena"):
@@ -131,7 +171,7 @@ def verdict(outcomes: list[Outcome], console: Console) -> int:
 
 
 def _judge_device(restarted: Outcome, cold: Outcome, console: Console) -> None:
-    """Print a warning when the device did not serve the restarted scene, or was too slow to be worth it."""
+    """Print a warning when the device did not serve the restarted scene, or was slow."""
     if restarted.tier != "nvme" or restarted.device_bytes < restarted.fetched_bytes:
         console.print(
             f"[red]restarted: {restarted.device_bytes:,} bytes were read from the device for a cache of "
@@ -139,6 +179,7 @@ def _judge_device(restarted: Outcome, cold: Outcome, console: Console) -> None:
         )
     if restarted.best_ttft_s * SPEED_UP_MIN > cold.best_ttft_s:
         console.print(
-            f"[red]restarted: the first token took {restarted.best_ttft_s:.2f} s, cold {cold.best_ttft_s:.2f} s: "
-            f"not {SPEED_UP_MIN:.0f} times less"
+            f"[yellow]restarted: right, but slow: the first token came after {restarted.best_ttft_s:.2f} s, cold after "
+            f"{cold.best_ttft_s:.2f} s, and at least {SPEED_UP_MIN:.0f} times faster was expected. Other work on this "
+            "machine's processors or disk delays the reads: run the demo again when it is idle."
         )
