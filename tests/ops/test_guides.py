@@ -45,7 +45,7 @@ SAID = {
     ],
     "sglang.md": [],
     "transformers.md": ["0 LOCAL", "512 NONE"],
-    "../README.md": ["LOCAL", "1000"],
+    "../README.md": ["LOCAL", "1000", "[8, 1000, 128] 1.0"],
 }
 
 
