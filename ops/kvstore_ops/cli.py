@@ -218,6 +218,7 @@ def bench(
     from kvstore_ops.bench.alone import import_costly, in_own_process
     from kvstore_ops.bench.card import has_gpu
     from kvstore_ops.bench.origin import origin
+    from kvstore_ops.bench.result import verdict_line
 
     known = _benchmarks()
     if name == "list":
@@ -235,6 +236,7 @@ def bench(
     for each in known if name == "all" else [name]:
         result = in_own_process(each, scale)
         results.append(result)
+        print(verdict_line(result))
         print(json.dumps(result), flush=True)
     if json_path:
         json_path.write_text(json.dumps({**told, "results": results}, indent=2) + "\n", encoding="utf-8")

@@ -167,7 +167,9 @@ def test_every_benchmark_runs_tiny(tiny: dict[str, dict[str, Any]], name: str) -
 def test_one_benchmark_ends_with_its_row() -> None:
     done = kvstore("bench", "lookup", "--tiny")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["name"] == "lookup"
+    verdict, row = done.stdout.splitlines()[-2:]
+    assert re.fullmatch(r"lookup: ratio .* keys/s >= 400 \(.*\); p50 of .* <= 1\.3 \(.*\): (met|NOT met)", verdict)
+    assert json.loads(row)["name"] == "lookup"
 
 
 def test_a_benchmark_of_vllm_says_how_to_get_it() -> None:

@@ -102,7 +102,8 @@ def joined(name: str, cases: Mapping[str, Result], judged: str) -> Result:
     worst = cases[judged]
     told = {case: {**_told(found), "target": found.target} for case, found in cases.items()}
     return Result(
-        name=name, value=worst.value, unit=worst.unit, limit=worst.limit, ratio=worst.ratio, target=worst.target,
+        name=name, value=worst.value, unit=worst.unit, limit=worst.limit, ratio=worst.ratio,
+        target="; ".join(f"{case}: {found.target}{'' if found.met else ', missed'}" for case, found in cases.items()),
         met=all(found.met for found in cases.values()), runs=worst.runs, spread=worst.spread,
         conditions={**worst.conditions, "judged_case": judged, "cases": told},
     )  # fmt: skip

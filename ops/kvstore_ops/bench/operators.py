@@ -22,7 +22,7 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.beside import Process, running
 from kvstore_ops.bench.page import KEYS, MODELS, P50_TARGET, P99_TARGET, calls_of, p99, spec_of, turn
-from kvstore_ops.bench.result import Result, quartiles, show
+from kvstore_ops.bench.result import Goal, Result, judged_by, quartiles, show
 from kvstore_ops.sidecar import Sidecar
 
 LISTINGS_PER_MINUTE = 10_000
@@ -133,7 +133,9 @@ def _result(scale: str, found: dict[str, Turns], elsewhere: Turns, per_minute: f
     }  # fmt: skip
     return Result(
         name="operators", value=worst * alone * 1e6, unit="us", limit=alone * 1e6, ratio=worst,
-        target=f"p50 <= {P50_TARGET}, p99 <= {P99_TARGET}", met=worst <= P50_TARGET and tail <= P99_TARGET,
+        **judged_by(
+            Goal("p50", worst, P50_TARGET, is_upper=True), Goal("p99", tail, P99_TARGET, is_upper=True)
+        ),
         runs=PAIRS[scale], spread=quartiles(found["listings"].ratios["fetch by a call", "p50"]),
         conditions={"scale": scale, "listings_per_minute": per_minute, "spans": span_count, **conditions},
     )  # fmt: skip

@@ -23,7 +23,7 @@ from kvstore.planning import Recompute
 from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.model_1b import prompts
 from kvstore_ops.bench.plan_cost import COST_S_MAX, RUNS, plan_cost_s
-from kvstore_ops.bench.result import Result, note, quartiles, show
+from kvstore_ops.bench.result import Goal, Result, judged_by, note, quartiles, show
 from kvstore_ops.fleet.papers import cacheblend_ratio
 from kvstore_ops.pretrained import MODEL_ID, Absent, pretrained
 
@@ -274,10 +274,12 @@ def judged(scale: str, bench: Bench, found: Sequence[Rows]) -> Result:
     ratios = next(each for each in found if each.rate == worst["bytes_per_s"])
     return Result(
         name="plan", value=worst["ours_s"], unit="s", limit=worst[f"{worst['best']}_s"], ratio=worst["over_best"],
-        target=f"<= {BEST_MAX} of the best, <= {PREFILL_MAX} of a prefill, foretold within {ERROR_MAX:.0%}, "
-        f"a plan in {COST_S_MAX * 1e3:.0f} ms",
-        met=worst["over_best"] <= BEST_MAX and highest <= PREFILL_MAX and error <= ERROR_MAX
-        and cost_s <= COST_S_MAX,
+        **judged_by(
+            Goal("over the best", worst["over_best"], BEST_MAX, is_upper=True),
+            Goal("over a prefill", highest, PREFILL_MAX, is_upper=True),
+            Goal("error of the forecast", error, ERROR_MAX, is_upper=True),
+            Goal("ms of a plan", cost_s * 1e3, COST_S_MAX * 1e3, is_upper=True),
+        ),
         runs=PAIRS[scale], spread=quartiles(ratios.ratios("ours", ratios.best)),
         conditions={
             "scale": scale, "model": model, "plan_s": cost_s,

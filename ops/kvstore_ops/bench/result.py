@@ -35,6 +35,36 @@ class Result:
         return {**rounded, "spread": [float(f"{each:.4g}") for each in self.spread]}
 
 
+@dataclass(frozen=True)
+class Goal:
+    """A figure and its target, which is a lower bound; with ``is_upper`` an upper one."""
+
+    name: str
+    figure: float
+    target: float
+    is_upper: bool = False
+
+    @property
+    def is_met(self) -> bool:
+        return self.figure <= self.target if self.is_upper else self.figure >= self.target
+
+    def __str__(self) -> str:
+        end = "" if self.is_met else ", missed"
+        return f"{self.name} {'<=' if self.is_upper else '>='} {self.target:.4g} ({self.figure:.4g}{end})"
+
+
+def judged_by(*goals: Goal) -> dict[str, Any]:
+    """Return ``target`` and ``met`` of a result that several figures decide. The target shows each figure behind its
+    bound, because ``ratio`` is only one of them."""
+    return {"target": "; ".join(map(str, goals)), "met": all(each.is_met for each in goals)}
+
+
+def verdict_line(result: dict[str, Any]) -> str:
+    """Return the line that says to people whether a result met its target."""
+    end = "" if result["target"] == "none" else f"; target {result['target']}: {'met' if result['met'] else 'NOT met'}"
+    return f"{result['name']}: ratio {result['ratio']:.4g}{end}"
+
+
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
     """Return the first and the third quartile."""
     if len(values) < 2:

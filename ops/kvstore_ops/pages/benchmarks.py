@@ -21,7 +21,8 @@ HEAD = """\
 
 `kvstore bench list` names the benchmarks; `kvstore bench NAME --quick` runs one in less than 45 s, without `--quick` in
 full, and `make bench` all that need no other product, quick. Each measures a figure and, in the same run, the limit
-that it is held against. The last line is JSON. `kvstore bench NAME --quick --json FILE` also writes it to a file, with
+that it is held against. The last line is JSON; the line before says whether the target was met, and has each figure
+that decides it behind its bound. `kvstore bench NAME --quick --json FILE` also writes it to a file, with
 commit, day and machine, and `python -m kvstore_ops.pages FILE` takes that in here.
 
 `vllm-cold` needs vLLM (`make setup-vllm`) and runs as `.venv-vllm/bin/kvstore bench vllm-cold`. `peers` runs beside
