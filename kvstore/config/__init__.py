@@ -5,7 +5,7 @@ an unreadable value stops the start and names where it came from. Every value re
 ``kvstore config`` prints.
 """
 
-from kvstore.config.limits import LimitSettings
+from kvstore.config.limits import OPERATOR_SESSION_COUNT, LimitSettings
 from kvstore.config.load import LoadedSettings, load
 from kvstore.config.redis import RedisAddress, RedisSettings
 from kvstore.config.s3 import S3Settings
@@ -22,6 +22,7 @@ from kvstore.config.tenants import DEFAULT_TENANT, TenantSettings
 __all__ = [
     "DEFAULT_TENANT",
     "LEVEL_SETTINGS",
+    "OPERATOR_SESSION_COUNT",
     "EventSettings",
     "LimitSettings",
     "LoadedSettings",

@@ -9,6 +9,8 @@ from kvstore.units import GIB, MIB
 
 IDLE_S_MAX = 24 * 86400.0
 """gRPC counts the milliseconds in 31 bits."""
+OPERATOR_SESSION_COUNT = 4
+"""Sessions beyond limits.session_count_max, for operators alone: the reload that raises that limit takes one itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +19,7 @@ class LimitSettings:
     refused, and the error names the limit."""
 
     session_count_max: int = 64
-    """Open sessions."""
+    """Open sessions. Beyond these, 4 are kept for operators' commands on this host."""
     connection_count_max: int = 128
     """Open connections to `kvstore.sock`; a further one is closed."""
     connection_idle_s_max: Duration = 300.0

@@ -2,7 +2,7 @@
 
 A leaf is frozen for the components that have it. Only a reload writes into a leaf, on the event loop's thread, between
 two steps of other tasks. So only settings that are read anew at every use can change. Other settings were used once, to
-build memory, sockets and tiers, or to compute the limit on open files.
+build memory, sockets and tiers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ LIVE = frozenset(
         *(
             f"limits.{name}"
             for name in (
-                "staging_bytes_max", "staging_bytes_total_max", "staging_count_max", "reservation_count_max",
-                "reservation_age_s_max", "leased_bytes_max", "lease_age_s_max", "lease_count_max", "ticket_age_s_max",
-                "ticket_count_max", "ticket_bytes_max", "stream_count_max", "watcher_count_max",
-                "watch_event_count_max", "pin_bytes_max",
+                "session_count_max", "staging_bytes_max", "staging_bytes_total_max", "staging_count_max",
+                "reservation_count_max", "reservation_age_s_max", "leased_bytes_max", "lease_age_s_max",
+                "lease_count_max", "ticket_age_s_max", "ticket_count_max", "ticket_bytes_max", "stream_count_max",
+                "watcher_count_max", "watch_event_count_max", "pin_bytes_max",
             )
         ),
     }

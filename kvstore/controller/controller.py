@@ -94,11 +94,12 @@ class Controller:
 
     # ------------------------------------------------------------ sessions
 
-    def open_session(self) -> Session:
-        """Open a session. Raises Unavailable while the service stops; Exhausted past limits.session_count_max."""
+    def open_session(self, *, is_operator: bool = False) -> Session:
+        """Open a session. Raises Unavailable while the service stops; Exhausted past limits.session_count_max, of which
+        an operator's session may be a few beyond."""
         if self._is_draining:
             raise Unavailable("the service is stopping")
-        session = self.sessions.open()
+        session = self.sessions.open(is_operator=is_operator)
         self.parts.counters.add("sessions_opened")
         return session
 

@@ -6,7 +6,7 @@ The hand-off is an AF_UNIX SOCK_SEQPACKET connection with one JSON object per pa
 connection is the session: when either end closes it, the session's leases, reservations and staging end. The peer's uid
 must be the tenant's, or the server's own.
 
-    > {"op": "hello", "version": 1}
+    > {"op": "hello", "version": 1}                               and "operator": true, of an operator's command
     < {"op": "welcome", "session": 7, "secret": "<64 hex>", "server_pid": 1, "generations_bytes": n,
        "regions": [[index, bytes], ...], "offers": ["presence"]}  + [generations, region, ...]
     > {"op": "regions", "have": 3}

@@ -43,6 +43,11 @@ def number(most: int = NUMBER_MAX, wire: str = "") -> Shape:
     return Shape(most, f"a whole number up to {most}", lambda value: _is_number(value, most), wire)
 
 
+def flag(wire: str) -> Shape:
+    """Return the shape of a yes or no."""
+    return Shape(1, "true or false", lambda value: isinstance(value, bool), wire)
+
+
 def text(most: int) -> Shape:
     return Shape(most, f"a text of at most {most} characters", lambda value: _is_text(value, most))
 
@@ -122,6 +127,8 @@ class Hello:
 
     op: ClassVar[str] = "hello"
     version: Version
+    is_operator: Annotated[bool, flag(wire="operator")] = False
+    """The session is an operator's command's: it may be one of the few that are kept for operators."""
 
 
 @dataclass(frozen=True, slots=True)

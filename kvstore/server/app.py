@@ -91,8 +91,8 @@ async def _run(
     background = WorkerThreads(1, "prefault", nice=MOVER_NICE)
     world = World(
         clock=clock, random=SystemRandom(), memory=SystemMemory(movers), disk=disk, faults=_faults(), workers=workers,
-        prefaulting=background, movers=movers, descriptor_limit=limit,
-        reloading=Reloading(loaded), tracing=_tracing(settings),
+        prefaulting=background, movers=movers, descriptor_limit=limit, tracing=_tracing(settings),
+        reloading=Reloading(loaded, partial(check_needs, limit=limit, of_tiers=tiers.needs)),
     )  # fmt: skip
     tenants = [Tenant(loaded.of_tenant(name), keys[name], rings[name], world, tiers) for name in settings.tenant_names]
     rings.follow()

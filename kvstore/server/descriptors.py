@@ -6,7 +6,7 @@ import resource
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from kvstore.config import DEFAULT_TENANT, Settings
+from kvstore.config import DEFAULT_TENANT, OPERATOR_SESSION_COUNT, Settings
 from kvstore.errors import InvalidRequest
 
 OWN_COUNT = 192
@@ -43,7 +43,8 @@ def needs(settings: Settings) -> list[Need]:
     regions = -(-arena.capacity_bytes // arena.region_bytes) + 2
     return [
         Need(regions, "arena.region_bytes", arena.region_bytes, "one for each region of the arena: raise it"),
-        Need(limits.session_count_max, "limits.session_count_max", limits.session_count_max, "one each: lower it"),
+        Need(limits.session_count_max + OPERATOR_SESSION_COUNT, "limits.session_count_max", limits.session_count_max,
+             "one each: lower it"),
         Need(limits.staging_count_total_max, "limits.staging_count_total_max", limits.staging_count_total_max,
              "one each: lower it"),
         Need(limits.connection_count_max + HELLO_COUNT_MAX, "limits.connection_count_max", limits.connection_count_max,

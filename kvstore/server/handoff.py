@@ -13,6 +13,7 @@ from dataclasses import asdict
 from itertools import repeat
 
 from kvstore.arena.region import Region
+from kvstore.config import OPERATOR_SESSION_COUNT, LimitSettings
 from kvstore.controller import Controller, Session, UsedChain
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, PermissionDenied, Unavailable
 from kvstore.handoff.messages import (
@@ -41,6 +42,7 @@ from kvstore.handoff.packets import PACKET_BYTES_MAX, NoPacket, decode_question
 from kvstore.handoff.passing import peer_uid
 from kvstore.presence import TAIL_TOKENS_MAX
 from kvstore.seams import Clock
+from kvstore.server.descriptors import HELLO_COUNT_MAX
 from kvstore.server.outbox import Outbox, Unread
 from kvstore.server.render import parse_query
 from kvstore.tiers.hbm import Pool
@@ -58,16 +60,15 @@ class Handoff:
     """Serves the hand-off socket. Nothing a peer does ends more than its own connection."""
 
     def __init__(
-        self, controller: Controller, clock: Clock, uids: Set[int], *, outbox: Outbox, connection_count_max: int,
+        self, controller: Controller, clock: Clock, uids: Set[int], *, outbox: Outbox, limits: LimitSettings,
         pool: Callable[[], Pool | None],
     ) -> None:  # fmt: skip
-        """``uids``: users whose processes are served. ``connection_count_max``: connections with and without a
-        session. ``pool``: returns the pool on a device, where there is one."""
+        """``uids``: users whose processes are served. ``pool``: returns the pool on a device, where there is one."""
         self._controller = controller
         self._clock = clock
         self._uids = uids
         self._outbox = outbox
-        self._connection_count_max = connection_count_max
+        self._limits = limits
         self._pool = pool
         self._connection_count = 0
 
@@ -95,6 +96,11 @@ class Handoff:
             self._connection_count += 1
             group.create_task(self._connection(connection))
 
+    @property
+    def _connection_count_max(self) -> int:
+        """The most connections, with and without a session."""
+        return self._limits.session_count_max + OPERATOR_SESSION_COUNT + HELLO_COUNT_MAX
+
     async def _connection(self, connection: socket.socket) -> None:
         try:
             await self._serve(connection)
@@ -107,8 +113,8 @@ class Handoff:
     async def _serve(self, connection: socket.socket) -> None:
         session: Session | None = None
         try:
-            await self._hello(connection)
-            session = self._controller.open_session()
+            hello = await self._hello(connection)
+            session = self._controller.open_session(is_operator=hello.is_operator)
             self._outbox.send(connection, *self._welcome(session, connection))
             _log.debug("session opened", extra={"session": session.session_id})  # each command of an operator has one
             await self._converse(connection, session)
@@ -161,8 +167,9 @@ class Handoff:
             _log.exception("session did not end cleanly", extra={"session": session.session_id})
         _log.debug("session ended", extra={"session": session.session_id})
 
-    async def _hello(self, connection: socket.socket) -> None:
-        """Wait for the peer's hello. Raises the error that refuses it: for its uid, its silence or its version."""
+    async def _hello(self, connection: socket.socket) -> Hello:
+        """Return the peer's hello, once it comes. Raises the error that refuses it: for its uid, its silence or its
+        version."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 packet = await asyncio.get_running_loop().sock_recv(connection, PACKET_BYTES_MAX)
@@ -176,6 +183,7 @@ class Handoff:
         question = decode_question(packet)
         if not isinstance(question, Hello):
             raise InvalidRequest(f"a hand-off begins with hello, version {PROTOCOL_VERSION}, not with {question.op}")
+        return question
 
     def _welcome(self, session: Session, connection: socket.socket) -> tuple[Answer, list[int]]:
         regions, generations = self._controller.regions()[:REGIONS_MAX], self._controller.generations()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from kvstore.config import LoadedSettings, Settings
@@ -26,8 +26,10 @@ class Reloading:
     """Reloads the settings of all tenants of the process. Runs on the event loop's thread; another thread reads the
     sources."""
 
-    def __init__(self, loaded: LoadedSettings) -> None:
+    def __init__(self, loaded: LoadedSettings, check: Callable[[Mapping[str, Settings]], None]) -> None:
+        """``check``: raises InvalidRequest naming the setting where this process cannot do with each tenant's tree."""
         self._in_effect = loaded
+        self._check = check
         self._followed: list[_Followed] = []
         self._heeding: list[Callable[[str], None]] = [set_log_level]
 
@@ -44,7 +46,7 @@ class Reloading:
         that differ from those in effect. Raises InvalidRequest naming the source and the setting, and then changes
         nothing."""
         before = self._in_effect
-        after = await asyncio.to_thread(before.again)
+        after = await asyncio.to_thread(self._read, before)
         changes = setting_changes(before, after)
         live = [change.name for change in changes if change.is_live]
         if dry_run or not live:
@@ -58,3 +60,8 @@ class Reloading:
         self._in_effect = replace(before, origins=origins)
         _log.info("settings were reloaded", extra={"changed": live})
         return changes
+
+    def _read(self, before: LoadedSettings) -> LoadedSettings:
+        after = before.again()
+        self._check({name: after.of_tenant(name) for name in after.settings.tenant_names})
+        return after

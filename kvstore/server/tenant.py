@@ -28,7 +28,6 @@ from kvstore.seams import EnvelopeRing, TenantKeys
 from kvstore.seams.jobs import in_time
 from kvstore.seams.scheduler import run_for, start_thread
 from kvstore.server.announcing import Announcer
-from kvstore.server.descriptors import HELLO_COUNT_MAX
 from kvstore.server.handoff import Handoff
 from kvstore.server.kept import kept_files, later_files
 from kvstore.server.operators import AdminService
@@ -138,9 +137,9 @@ class Tenant:
 
     def _handoff(self, uids: set[int]) -> Handoff:
         share = int(self._world.descriptor_limit * IN_FLIGHT_SHARE) // len(self.settings.tenant_names)
-        most = self.settings.limits.session_count_max + HELLO_COUNT_MAX
+        limits = self.settings.limits
         return Handoff(
-            self.controller, self._world.clock, uids, outbox=Outbox(share), connection_count_max=most, pool=self._pool
+            self.controller, self._world.clock, uids, outbox=Outbox(share), limits=limits, pool=self._pool
         )  # fmt: skip
 
     def _pool(self) -> Pool | None:

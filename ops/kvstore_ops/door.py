@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore_client import TLS, Client, connect
-from kvstore_client.planes.place import UNIX, default_address
+from kvstore_client.planes.place import UNIX, default_address, place_of
 
 from kvstore.config import DEFAULT_TENANT
 from kvstore.errors import InvalidRequest
@@ -63,8 +63,18 @@ class Door:
         return sorted(each.parent.name for each in self.socket.parent.glob(f"*/{self.socket.name}"))
 
     def open(self) -> Client:
-        """Connect a client. Raises as ``connect`` does."""
-        return connect(self.address, tls=self.tls)
+        """Connect an operator's client. Raises as ``connect`` does."""
+        client = Client(place_of(self.address, None, self.tls, is_operator=True))
+        try:
+            client.connect_now()
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    def check_engine(self) -> None:
+        """Connect as an engine does, and end it again. Raises as ``connect`` does."""
+        connect(self.address, tls=self.tls).close()
 
 
 def door_of(address: str | None, tenant: str = "", tls: str = "") -> Door:

@@ -47,6 +47,7 @@ from tests.server.raw import Raw
 SECRET = "0f" * 32
 QUESTION_PACKETS: list[tuple[Question, str]] = [
     (Hello(1), '{"op": "hello", "version": 1}'),
+    (Hello(1, is_operator=True), '{"op": "hello", "version": 1, "operator": true}'),
     (RegionsQuestion(3), '{"op": "regions", "have": 3}'),
     (RegionsQuestion(0), '{"op": "regions", "have": 0}'),
     (StagingQuestion(4096), '{"op": "staging", "bytes": 4096}'),
@@ -106,6 +107,11 @@ def test_an_earlier_server_offers_nothing_and_knows_of_no_tails() -> None:
     assert decode_answer(json.dumps(earlier).encode()) == replace(WELCOME, offers=())
     packet = b'{"op": "presence", "bytes": 4096, "token_count_max": 9}'
     assert decode_answer(packet) == PresenceAnswer(4096, 9, tail_tokens_max=0)
+
+
+def test_who_does_not_say_that_it_is_an_operator_in_the_right_words_is_none() -> None:
+    for said in ("", ', "operator": 1', ', "operator": "true"', ', "operator": null'):
+        assert decode_question(b'{"op": "hello", "version": 1%b}' % said.encode()) == Hello(1, is_operator=False)
 
 
 def test_what_a_later_release_says_besides_is_not_read() -> None:

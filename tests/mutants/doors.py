@@ -248,10 +248,26 @@ MUTANTS = [
     Mutant(
         "sessions-without-a-limit",
         SESSIONS,
-        "        if len(self._by_secret) >= self._limits.session_count_max:\n",
+        "        if len(self) >= self._limits.session_count_max + (OPERATOR_SESSION_COUNT if is_operator else 0):\n",
         "        if False:\n",
         "one tenant's sessions take all open files",
         (f"{T_SHARES}::test_sessions_of_one_tenant_leave_the_others_theirs",),
+    ),
+    Mutant(
+        "engines-take-the-operators-sessions",
+        SESSIONS,
+        "(OPERATOR_SESSION_COUNT if is_operator else 0):\n",
+        "OPERATOR_SESSION_COUNT:\n",
+        "a sidecar full of engines has no session left for the reload that would raise its limit",
+        ("tests/e2e/test_full_of_sessions.py::test_operators_see_it_and_a_reload_raises_the_limit",),
+    ),
+    Mutant(
+        "an-operators-sessions-without-a-limit",
+        SESSIONS,
+        "(OPERATOR_SESSION_COUNT if is_operator else 0):\n",
+        "(1 << 30 if is_operator else 0):\n",
+        "a client that calls itself an operator takes all open files",
+        ("tests/e2e/test_full_of_sessions.py::test_a_client_that_calls_itself_an_operator_gains_those_few_sessions",),
     ),
     Mutant(
         "staging-in-any-number-of-pieces",

@@ -14,6 +14,7 @@ from contextlib import suppress
 import pytest
 from kvstore_ops.sidecar import Sidecar
 
+from kvstore.config import OPERATOR_SESSION_COUNT
 from kvstore.server.descriptors import HELLO_COUNT_MAX
 from tests.server.raw import TIMEOUT_S, Handoff, Raw, eventually
 
@@ -150,7 +151,7 @@ def test_a_flood_of_silent_connections_does_not_end_the_service() -> None:
 def test_connections_past_the_limit_are_refused_until_one_goes() -> None:
     environment = {**os.environ, "KVSTORE__LIMITS__SESSION_COUNT_MAX": "4"}
     with Sidecar("--capacity", "16 MiB", environment=environment) as own, Raw(own) as session:
-        silent = [Handoff(own.directory) for _ in range(4 + HELLO_COUNT_MAX)]
+        silent = [Handoff(own.directory) for _ in range(4 + OPERATOR_SESSION_COUNT + HELLO_COUNT_MAX)]
         reply, _ = silent[-1].receive()
         assert (reply["status"], "limits.session_count_max" in reply["message"]) == ("RESOURCE_EXHAUSTED", True)
         assert session.stats().sessions.session_count == 1

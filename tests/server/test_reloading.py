@@ -199,7 +199,7 @@ def test_passwords_are_not_shown(tmp_path: Path) -> None:
 async def test_every_tenant_has_its_own_leaves_changed(tmp_path: Path) -> None:
     red = f'[tenants.red]\nsecret_file = "{tmp_path / "red"}"\ncapacity_bytes = "8 MiB"\n'
     first = loaded(tmp_path, red)
-    reloading = Reloading(first)
+    reloading = Reloading(first, lambda _: None)
     trees = {name: first.of_tenant(name) for name in first.settings.tenant_names}
     for name, tree in trees.items():
         reloading.follow(name, tree)

@@ -66,14 +66,16 @@ def _system_authorities() -> bytes | None:
 
 @dataclass(frozen=True)
 class LocalPlace:
-    """A sidecar of this host, by its socket."""
+    """A sidecar of this host, by its socket. ``is_operator``: for an operator's command, so that a session is had also
+    where engines have all of theirs."""
 
     path: Path
+    is_operator: bool = False
     plane = "local"
 
     def open(self, timeout_s: float) -> MappedSession:
         """Open a session. Raises Unavailable when nobody answers."""
-        session = MappedSession(self.path, timeout_s)
+        session = MappedSession(self.path, timeout_s, is_operator=self.is_operator)
         session.staging = StagingPool(session)
         return session
 
@@ -114,9 +116,10 @@ def default_address() -> str:
     return f"{UNIX}{Path(state) / 'kvstore' / 'run' / 'kvstore.sock'}"
 
 
-def place_of(address: str | None, token: str | None, tls: TLS | bool | None) -> Place:
-    """Return the place of an address; None: of ``default_address``. ``token``: by default $KVSTORE_TOKEN. Raises
-    InvalidRequest for an invalid address, and for a token that would travel unencrypted."""
+def place_of(address: str | None, token: str | None, tls: TLS | bool | None, *, is_operator: bool = False) -> Place:
+    """Return the place of an address; None: of ``default_address``. ``token``: by default $KVSTORE_TOKEN.
+    ``is_operator``: see ``LocalPlace``. Raises InvalidRequest for an invalid address, and for a token that would travel
+    unencrypted."""
     address = default_address() if address is None else address
     if address.startswith(UNIX):
         if token is not None or tls:
@@ -124,7 +127,7 @@ def place_of(address: str | None, token: str | None, tls: TLS | bool | None) -> 
         path = Path(address.removeprefix(UNIX))
         if not path.name:
             raise InvalidRequest(f"address {address!r}: use unix:///path/to/kvstore.sock, or HOST:PORT")
-        return LocalPlace(path)
+        return LocalPlace(path, is_operator)
     if "/" in address:
         raise InvalidRequest(f"address {address!r}: use unix:///path/to/kvstore.sock, or HOST:PORT")
     host, _ = split_address(address, "address")

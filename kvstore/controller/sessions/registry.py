@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvstore.arena import Staging
-from kvstore.config import LimitSettings
+from kvstore.config import OPERATOR_SESSION_COUNT, LimitSettings
 from kvstore.controller.sessions.session import Session
 from kvstore.errors import Exhausted, InvalidRequest, Unauthenticated
 from kvstore.seams import Memory, Random
@@ -29,9 +29,9 @@ class Sessions:
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._by_secret.values()))
 
-    def open(self) -> Session:
-        """Open a session. Raises Exhausted past limits.session_count_max."""
-        if len(self._by_secret) >= self._limits.session_count_max:
+    def open(self, *, is_operator: bool) -> Session:
+        """Open a session. Raises Exhausted past limits.session_count_max; an operator's, some later."""
+        if len(self) >= self._limits.session_count_max + (OPERATOR_SESSION_COUNT if is_operator else 0):
             raise Exhausted(f"{len(self)} sessions are open: raise limits.session_count_max")
         session = Session(next(self._ids), self._random.bytes(SECRET_BYTES))
         self._by_secret[session.secret] = session

@@ -63,6 +63,8 @@ def _looks(loaded: LoadedSettings, door: Door, *, with_shared: bool) -> Iterator
     yield from look_at_device(loaded.settings)
     yield from look_at_redis(loaded.settings)
     yield from look_at_bucket(loaded.settings.tiers.s3)
+    refused = list(_sessions(door))
+    yield from refused
     try:
         with door.open() as client:
             version = client.stats().version
@@ -74,16 +76,26 @@ def _looks(loaded: LoadedSettings, door: Door, *, with_shared: bool) -> Iterator
                 yield from Round(client, least, remove).looks(with_shared=with_shared)
             except PermissionDenied as error:
                 yield Finding("round", Health.UNSEEN, error.message)
-    except Exhausted as error:
-        yield Finding(
-            "sidecar", Health.BAD, error.message, "further engines are refused, too, and compute everything themselves",
-            "end clients that are not needed; or raise the limit and start the sidecar again: a reload needs a session",
-        )  # fmt: skip
     except KVStoreError as error:
+        if refused and isinstance(error, Exhausted):
+            return  # it is said: those that are kept for operators are taken, too
         yield Finding(
             "sidecar", Health.BAD, error.message, "engines compute everything themselves",
             "start it: kvstore serve; or say where it is: --address",
         )  # fmt: skip
+
+
+def _sessions(door: Door) -> Iterator[Finding]:
+    """Find that the sidecar takes no further engine. What else keeps one out is found by the operator's session."""
+    try:
+        door.check_engine()
+    except Exhausted as error:
+        yield Finding(
+            "sessions", Health.BAD, error.message, "further engines are refused, and compute everything themselves",
+            "end clients that are not needed; or raise the limit in the settings, and take it over: kvstore reload",
+        )  # fmt: skip
+    except KVStoreError:
+        return
 
 
 def _version(version: str) -> Finding:

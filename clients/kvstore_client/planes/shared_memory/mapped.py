@@ -75,7 +75,8 @@ class MappedMemory(ClientSession):
     Raises: Unavailable when nobody listens; PermissionDenied, Exhausted, InvalidRequest as the server says.
     """
 
-    def __init__(self, socket_path: Path, timeout_s: float) -> None:
+    def __init__(self, socket_path: Path, timeout_s: float, *, is_operator: bool = False) -> None:
+        """``is_operator``: the session is of an operator's command."""
         super().__init__()
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -89,7 +90,7 @@ class MappedMemory(ClientSession):
         """The sidecar's pool, by the device that was asked for; None where it lies on another one."""
         self._socket = self._connect(socket_path, timeout_s)
         try:
-            welcome, descriptors = self._welcome(socket_path)
+            welcome, descriptors = self._welcome(socket_path, Hello(PROTOCOL_VERSION, is_operator=is_operator))
             self.metadata = ((METADATA_SESSION, bytes.fromhex(welcome.secret)),)
             self.session_id = welcome.session_id
             self.server_pid = welcome.server_pid
@@ -134,9 +135,9 @@ class MappedMemory(ClientSession):
 
     # ------------------------------------------------------------ hand-off
 
-    def _welcome(self, socket_path: Path) -> tuple[Welcome, list[int]]:
+    def _welcome(self, socket_path: Path, hello: Hello) -> tuple[Welcome, list[int]]:
         try:
-            send(self._socket, Hello(PROTOCOL_VERSION))
+            send(self._socket, hello)
             return expected(Welcome, *receive(self._socket))
         except OSError as error:
             found = f"the sidecar on {socket_path} took the connection and opened no session"
