@@ -93,7 +93,7 @@ class Relocation:
             if each.to.target.is_local:
                 each.to.add(each.row, Priority.INTERACTIVE)
             elif table.is_resident(each.row):  # a demand makes a shared tier prove its word by a read
-                each.to.demand(each.row)
+                each.to.demand(each.row, is_once=True)
 
     async def wait(self, steps: Sequence[ChunkStep], timeout_s: float) -> bool:
         """Wait for the chunks that were asked for, at most ``timeout_s`` seconds. Returns True when all of them are

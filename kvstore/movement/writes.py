@@ -14,6 +14,7 @@ from kvstore.arena import Placement
 from kvstore.catalog import Catalog, MappedCopies, RowIdentity
 from kvstore.chunk import parse_header
 from kvstore.errors import DataLoss, DeadlineExceeded, KVStoreError, PermissionDenied, Unavailable
+from kvstore.movement.demands import Demands
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.parked import ParkedChunks
 from kvstore.movement.queue import MoveQueue, Priority, Waiting
@@ -75,10 +76,9 @@ class Writes:
         self._faults = faults
         self._counters = counters
         self._queue = MoveQueue(lambda row: int(catalog.worth(row)[0]))
-        self._demanded: dict[int, bytes] = {}
-        """Row -> digest of chunks that were asked to be there: for them the tier's mere word is not enough."""
-        self.parked = ParkedChunks(clock)
-        """Rows that were refused lately, by the tier or by memory, into which they would have to be read back."""
+        self._demands = Demands(catalog.table)
+        self.parked = ParkedChunks(clock, catalog.table)
+        """Chunks that were refused lately, by the tier or by memory, into which they would have to be read back."""
         self._left: dict[int, _Left] = {}
         self._due: list[tuple[float, int]] = []
         """A heap: the time at which each row that is left is looked for again."""
@@ -132,15 +132,16 @@ class Writes:
         if not self.target.has(row) and self.takes(row) and not self._queue.add(row, priority):
             self._lacks_some = True
 
-    def demand(self, row: int) -> None:
+    def demand(self, row: int, *, is_once: bool = False) -> None:
         """Queue a chunk that a request wants there: it goes at once, whatever the settings say, also if it was refused
-        just now."""
+        just now. ``is_once``: if the tier does not take it, it is tried again only where the settings want it there."""
         if self.takes(row) and not self.target.is_proven(row) and self._queue.add(row, Priority.INTERACTIVE):
-            if row in self._left and not self._is_demanded(row):
+            if row in self._left and row not in self._demands:
                 self._left[row].pause_s = SOON_S
                 self._queue.resume([row])
-            self._demanded[row] = self._catalog.table.digests[row]
-            self.parked.forget(row)
+            self._demands.add(row, is_once=is_once)
+            if not is_once:
+                self.parked.forget(row)
 
     def insist(self, rows: Iterable[int]) -> None:
         """Stop leaving these chunks to other nodes: the request that waits for them has little time left."""
@@ -184,7 +185,7 @@ class Writes:
             finally:
                 self._ended(row, is_left=is_left)
                 if row not in self._queue:
-                    self._demanded.pop(row, None)
+                    self._demands.forget(row)
                 if row not in self.parked and self._is_wanted(row):
                     self.add(row, self._class_of(row))  # the chunk was stored anew, or left memory, meanwhile
                 self._settled(row)
@@ -194,7 +195,7 @@ class Writes:
             self._left.pop(row, None)
             self._queue.done(row)
             return
-        self._queue.set_aside(row, Priority.INTERACTIVE if self._is_demanded(row) else self._class_of(row))
+        self._queue.set_aside(row, Priority.INTERACTIVE if row in self._demands else self._class_of(row))
         left = self._left[row]
         heappush(self._due, (self._clock.monotonic() + left.pause_s, row))
         left.pause_s = min(2 * left.pause_s, LATER_S)
@@ -205,19 +206,15 @@ class Writes:
         have left while it waited."""
         if not self._catalog.table.digests[row] or not self._lacks(row) or not self.takes(row):
             return False
-        return self._is_demanded(row) or (self._catalog.is_visible(row) and self._catalog.table.is_resident(row))
-
-    def _is_demanded(self, row: int) -> bool:
-        """Return True when the chunk in this row is demanded: the row may be another chunk's by now."""
-        return row in self._demanded and self._demanded[row] == self._catalog.table.digests[row]
+        return row in self._demands or (self._catalog.is_visible(row) and self._catalog.table.is_resident(row))
 
     def _lacks(self, row: int) -> bool:
-        return not (self.target.is_proven(row) if self._is_demanded(row) else self.target.has(row))
+        return not (self.target.is_proven(row) if row in self._demands else self.target.has(row))
 
     def _is_for(self, classes: Collection[Priority], row: int) -> bool:
         """Return True when these lanes may move the chunk. A chunk that has to be read back first must not delay chunks
         in memory, unless it is demanded."""
-        return self._class_of(row) in classes or self._is_demanded(row)
+        return self._class_of(row) in classes or row in self._demands
 
     def _class_of(self, row: int) -> Priority:
         """Return the priority of a chunk that no request waits for. Chunks in memory go first: they leave it sooner or
@@ -227,7 +224,7 @@ class Writes:
     async def _move(self, row: int) -> bool:
         """Move a chunk. False: it is left to another node for now."""
         try:
-            state = await self.target.finds(row, self._queue.waiting(), is_proof=self._is_demanded(row))
+            state = await self.target.finds(row, self._queue.waiting(), is_proof=row in self._demands)
             if state is UploadState.TAKEN and self._may_be_left(row):
                 return False
             if state is UploadState.THERE:
@@ -269,10 +266,10 @@ class Writes:
         it."""
         if not self._catalog.is_visible(row) or not self._catalog.table.is_resident(row):
             return
-        if await self._readbacks.bring(row, is_urgent=self._is_demanded(row)):
+        if await self._readbacks.bring(row, is_urgent=row in self._demands):
             await self._write_from_memory(row)
-        elif self._catalog.table.is_resident(row):  # else its last copy is lost: the row is another's next
-            self.parked.put(row, NO_ROOM)
+        else:
+            self._try_again(row, NO_ROOM)
 
     async def _write_from_memory(self, row: int) -> None:
         placement = self._memory.placement(row)
@@ -303,11 +300,14 @@ class Writes:
         """Record that the tier did not take the chunk: its copies stay, and it is tried again later. ``is_told``: the
         reason is one for which the tier lacks other chunks, too."""
         self._counters.add_of(self.target.name, "refused_chunks")
-        self.parked.put(row, reason)
+        self._try_again(row, reason)
         is_news = reason != self.reason or not self._refusals.is_told
         if is_told and is_news and not self.is_draining:
             self._refusals.refused(reason)
             self.reason = reason
+
+    def _try_again(self, row: int, reason: str) -> None:
+        self.parked.put(row, reason, is_once=self._demands.are_once(row) and not self.target.wants(row))
 
     async def retry(self) -> None:
         """Queue again chunks that the tier refused, once it had some time, and chunks that found the queue full: one
@@ -339,7 +339,7 @@ class Writes:
     def _settled(self, row: int) -> None:
         """Tell the callers that wait for a chunk. A chunk that was demanded while it was on its way goes again, and
         they go on waiting."""
-        is_through = row not in self._queue or not (self._is_demanded(row) or self._queue.is_aside(row))
+        is_through = row not in self._queue or not (row in self._demands or self._queue.is_aside(row))
         for waiter in self._waiters.pop(row, ()) if is_through else ():
             if not waiter.done():
                 waiter.set_result(None)

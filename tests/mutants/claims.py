@@ -84,8 +84,8 @@ MUTANTS = [
     Mutant(
         "left-and-told-done",
         WRITES,
-        "        is_through = row not in self._queue or not (self._is_demanded(row) or self._queue.is_aside(row))\n",
-        "        is_through = not self._is_demanded(row) or row not in self._queue or self._queue.is_aside(row)\n",
+        "        is_through = row not in self._queue or not (row in self._demands or self._queue.is_aside(row))\n",
+        "        is_through = row not in self._demands or row not in self._queue or self._queue.is_aside(row)\n",
         "a store that asked for a level is told at once that it was not reached",
         (f"{CLAIMS}::test_a_herd_that_asks_for_shared_has_it_proven_by_each_node",),
     ),

@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 CLAIM = "kvstore/controller/stores/claim.py"
 T_DRAINS = "tests/e2e/test_drains.py"
+T_AGAIN = "tests/tiers/shared/test_tried_again.py"
 
 MUTANTS = (
     Mutant(
@@ -33,12 +34,31 @@ MUTANTS = (
         (f"{T_DRAINS}::test_a_service_that_goes_on_taking_stores_is_not_called_drained",),
     ),
     Mutant(
-        "a-lost-chunk-leaves-its-row-parked",
-        "kvstore/movement/writes.py",
-        "        elif self._catalog.table.is_resident(row):  # else its last copy is lost: the row is another's next\n",
-        "        else:\n",
+        "a-chunk-in-a-parked-row-is-taken-for-the-one-that-was-refused",
+        "kvstore/movement/parked.py",
+        "        return parked.identity == self._table.identity(row)\n",
+        "        return True\n",
         "another chunk is sent to a tier that is not to have it, and a drain calls it refused",
-        (f"{T_DRAINS}::test_a_chunk_that_is_damaged_where_it_leaves_is_not_blamed_on_the_tier_that_lacks_it",),
+        (
+            f"{T_AGAIN}::test_a_chunk_in_the_row_of_one_that_was_refused_is_not_sent_in_its_place",
+            f"{T_DRAINS}::test_a_chunk_that_is_damaged_where_it_leaves_is_not_blamed_on_the_tier_that_lacks_it",
+        ),
+    ),
+    Mutant(
+        "a-move-that-failed-happens-later",
+        "kvstore/movement/relocation.py",
+        "                each.to.demand(each.row, is_once=True)\n",
+        "                each.to.demand(each.row)\n",
+        "a bucket that is never to be written to is, after the command has said that it failed",
+        (f"{T_AGAIN}::test_a_move_that_failed_does_not_happen_later_behind_its_operators_back",),
+    ),
+    Mutant(
+        "a-move-that-failed-takes-a-stores-word-back",
+        "kvstore/movement/parked.py",
+        "        is_once = is_once and (row not in self or self._rows[row].is_once)\n",
+        "",
+        "a store that asked for OBJECT is not tried again, because an operator tried in vain, too",
+        (f"{T_AGAIN}::test_what_a_store_asked_for_goes_also_after_a_move_that_failed",),
     ),
     Mutant(
         "one-tenants-socket-speaks-for-all",

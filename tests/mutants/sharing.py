@@ -30,7 +30,7 @@ MUTANTS = [
     Mutant(
         "every-node-sends-it",
         WRITES,
-        "            state = await self.target.finds(row, self._queue.waiting(), is_proof=self._is_demanded(row))\n",
+        "            state = await self.target.finds(row, self._queue.waiting(), is_proof=row in self._demands)\n",
         "            state = UploadState.FREE\n",
         "a hundred nodes send the same prompt",
         (f"{STORED}::test_many_nodes_that_meet_one_prompt_send_it_once",),

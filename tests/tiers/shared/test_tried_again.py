@@ -1,0 +1,122 @@
+"""Which of the chunks that a tier did not take are tried again once it takes chunks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.controller.operators import Operators, Selection
+from kvstore.controller.operators.changes import FREED
+from kvstore.controller.operators.values import Tally
+from kvstore.keys import ROOT_DIGEST
+from kvstore.movement.parked import RETRY_S
+from kvstore.spec import Durability
+from tests.fakes import Switch
+from tests.tiers.shared.world import Node, Wide, run
+
+
+async def moved(node: Node) -> Tally:
+    changes = Operators(node.parts, node.controller).move(Selection(), "s3", keep=False, dry_run=False)
+    return [news async for news in changes][-1].tally
+
+
+async def moved_in_vain(wide: Wide, node: Node, monkeypatch: pytest.MonkeyPatch) -> Tally:
+    """Move all chunks to a bucket that goes away once the command has begun."""
+    s3 = node.controller.parts.movement.shared_tiers.tiers[1]
+    claimed = s3.claim
+
+    async def claim(keys: Sequence[bytes], *args: Any) -> Any:
+        if list(keys) != [ROOT_DIGEST]:
+            wide.s3.turn_on(Switch.AWAY)
+        return await claimed(keys, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(s3, "claim", claim)
+        return await moved(node)
+
+
+async def back_again(wide: Wide, node: Node) -> None:
+    wide.s3.turn_off()
+    wide.redis.turn_off()
+    await asyncio.sleep(5 * RETRY_S)
+    await node.quiet()
+
+
+def test_a_move_that_failed_does_not_happen_later_behind_its_operators_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = Wide(tmp_path)
+    node = wide.node(redis="never", s3="never")
+
+    async def scenario() -> None:
+        await node.keep(1, 2)
+        tally = await moved_in_vain(wide, node, monkeypatch)
+        assert tally.counts == {"failed": 2}
+        assert tally.problem
+        await back_again(wide, node)
+        assert wide.in_s3(node, 1, 2) == [False, False]
+        assert not any(each.reason for each in node.controller.parts.movement.all_writes)
+        assert (await moved(node)).counts[FREED] == 2, "the operator may try again"
+        assert wide.in_s3(node, 1, 2) == [True, True]
+
+    run([node], scenario)
+
+
+def test_what_the_settings_want_there_goes_also_after_a_move_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = Wide(tmp_path)
+    node = wide.node(redis="never", s3="reuse")
+
+    async def scenario() -> None:
+        await node.keep(1, 2)
+        await moved_in_vain(wide, node, monkeypatch)
+        await node.fetch(1)
+        await back_again(wide, node)
+        assert wide.in_s3(node, 1, 2) == [True, False]
+
+    run([node], scenario)
+
+
+def test_what_a_store_asked_for_goes_also_after_a_move_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = Wide(tmp_path)
+    node = wide.node(redis="never", s3="never")
+
+    async def scenario() -> None:
+        wide.s3.turn_on(Switch.AWAY)
+        await node.store(node.session, 1, durability=Durability.OBJECT)
+        await node.quiet()
+        wide.s3.turn_off()
+        await moved_in_vain(wide, node, monkeypatch)
+        await back_again(wide, node)
+        assert wide.in_s3(node, 1) == [True]
+
+    run([node], scenario)
+
+
+def test_a_chunk_in_the_row_of_one_that_was_refused_is_not_sent_in_its_place(tmp_path: Path) -> None:
+    wide = Wide(tmp_path)
+    node = wide.node(redis="reuse", s3="never")
+
+    async def scenario() -> None:
+        wide.redis.turn_on(Switch.AWAY)
+        await node.keep(1)
+        await node.fetch(1)
+        await node.quiet()
+        row = node.row(1)
+        assert row in node.controller.parts.movement.all_writes[1].parked
+        removed = Operators(node.parts, node.controller).evict(Selection(), dry_run=False)
+        assert [news async for news in removed][-1].tally.counts["removed"] == 1
+        await node.keep(2)
+        assert node.row(2) == row
+        assert not list(node.controller.parts.movement.all_writes[1].parked), "a drain counts what was refused"
+        await back_again(wide, node)
+        assert wide.in_redis(node, 2) == [False], "it was used once"
+
+    run([node], scenario)
