@@ -8,7 +8,7 @@ from typing import Any
 
 from kvstore.controller.operators import Operators, Selection
 from kvstore.controller.operators.changes import BATCH_S_MAX, NEWS_S
-from kvstore.controller.operators.drains import Drains
+from kvstore.controller.operators.drains import ALONE, Drains
 from kvstore.controller.operators.turns import Turns
 from kvstore.errors import Unavailable
 from kvstore.movement import Transit
@@ -64,7 +64,7 @@ async def test_chunks_that_are_written_while_it_looks_for_more_are_counted() -> 
     await service.store(service.controller.open_session(), 1, 2, 3)
     controller, real = service.controller, service.parts.movement
     drains = Drains(service.parts, controller.claims, controller.reservations, Turns(PassingTime()))
-    at_once: Any = SimpleNamespace(takes=lambda row: True, add=lambda row, priority: None)
+    at_once: Any = SimpleNamespace(takes=lambda row: True, add=lambda row, priority: None, parked=())
     drains._movement = SimpleNamespace(  # type: ignore[assignment]  # simulated
         memory=real.memory, shared_tiers=real.shared_tiers, writes=[at_once], all_writes=[], backlog_count=0
     )
@@ -89,5 +89,12 @@ def test_what_a_tier_refuses_is_not_called_written() -> None:
             tally = [news async for news in drained][-1].tally
             assert tally.counts == {Transit.FAILED: 3}
             assert "the device is off" in tally.problem
+        for is_service in (False, True):
+            drained = operators.drain(Selection(), end=False, service=is_service, dry_run=True)
+            promised = [news async for news in drained][-1].tally
+            drained = operators.drain(Selection(), end=False, service=is_service, dry_run=False)
+            tally = [news async for news in drained][-1].tally
+            assert tally.counts == {Transit.FAILED: 3, **({ALONE: 3} if is_service else {})}
+            assert (promised.counts, promised.problem) == (tally.counts, tally.problem)
 
     service.run(scenario)

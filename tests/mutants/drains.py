@@ -87,9 +87,25 @@ MUTANTS = (
     Mutant(
         "written-while-it-looks-is-not-counted",
         "kvstore/controller/operators/drains.py",
-        "                total += self._write(row, alone, dry_run=dry_run)\n",
-        "                self._write(row, alone, dry_run=dry_run)\n",
+        "        total = max(total + len(asked), left) + refused\n",
+        "        total = max(total, left) + refused\n",
         "a drain says that it wrote fewer chunks than it did, and than its dry run said",
         ("tests/controller/test_drains.py::test_chunks_that_are_written_while_it_looks_for_more_are_counted",),
+    ),
+    Mutant(
+        "refused-chunks-that-are-called-written",
+        "kvstore/controller/operators/drains.py",
+        "                count += is_here and is_lacking and asked.get(row) is not writes\n",
+        "                count += is_here and is_lacking\n",
+        "a drain of a full device says that it wrote what it did not",
+        ("tests/controller/test_drains.py::test_what_a_tier_refuses_is_not_called_written",),
+    ),
+    Mutant(
+        "a-closed-directory-hides-a-tenant",
+        "ops/kvstore_ops/door.py",
+        "        except PermissionError:\n            return False\n",
+        "        except PermissionError:\n            return True\n",
+        "a service is said to be safe to stop whose other tenants go on storing",
+        ("tests/ops/test_door.py::test_tenants_in_closed_directories_are_tenants",),
     ),
 )

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from types import MappingProxyType
 
 from kvstore.controller.operators.changes import BATCH_S_MAX, NEWS_S
 from kvstore.controller.operators.turns import Turn, Turns
 from kvstore.controller.operators.values import ChangeNews, Tally
 from kvstore.controller.parts import Parts
 from kvstore.controller.stores import Claims, Reservations
-from kvstore.movement import Transit
+from kvstore.movement import Transit, Writes
 from kvstore.movement.queue import Priority
 from kvstore.spec import Durability
 
 STORES_REFUSED = "an operator drains the service (kvstore drain --service --end has it take stores again)"
+NONE_ASKED: Mapping[int, Writes] = MappingProxyType({})
 STORING, ALONE = "still being stored", "in memory alone"
 """Chunks of stores that did not end in time, and chunks that a stop would lose."""
 
@@ -44,11 +46,13 @@ class Drains:
         if not dry_run:
             self._claims.refusal = STORES_REFUSED
         turn, total, alone = self._turns.begin(), self._movement.backlog_count, Tally(0)
+        asked: dict[int, Writes] = {}
         ending = {each.tier.name for each in self._movement.shared_tiers.tiers if each.ends_with_us}
         async for row in self._lost(turn):
             if not any(row in each for each in self._movement.all_writes if each.target.name not in ending):
-                total += self._write(row, alone, dry_run=dry_run)
-        async for news in self.settle(total, dry_run=dry_run):
+                if (to := self._write(row, alone, dry_run=dry_run)) is not None:
+                    asked[row] = to
+        async for news in self.settle(total, asked, dry_run=dry_run):
             if not news.is_last:
                 yield news
         tally = news.tally
@@ -62,14 +66,16 @@ class Drains:
             tally.add(what, alone.byte_counts[what], count)
         yield ChangeNews(tally, is_last=True, refuses_stores=bool(self.problem))  # another operator may have ended it
 
-    def _write(self, row: int, alone: Tally, *, dry_run: bool) -> bool:
-        """Have a chunk written to the first local tier that takes it; count it as ``alone`` where none does."""
+    def _write(self, row: int, alone: Tally, *, dry_run: bool) -> Writes | None:
+        """Have a chunk written to the first local tier that takes it; count it as ``alone`` where none does, or where
+        that one refused it lately and a dry run tries nothing. Return the tier that is to have it."""
         to = next((each for each in self._movement.writes if each.takes(row)), None)
-        if to is None:
+        if to is None or (dry_run and row in to.parked):
             alone.add(ALONE, self._size(row))
-        elif not dry_run:
+            return None
+        if not dry_run:
             to.add(row, Priority.INTERACTIVE)
-        return to is not None
+        return to
 
     async def _lost(self, turn: Turn) -> AsyncIterator[int]:
         """Give the rows of the chunks in memory that a stop loses, in steps."""
@@ -92,14 +98,17 @@ class Drains:
             shared.is_seen(row) and not shared.ends_with_us for shared in self._movement.shared_tiers.tiers
         )  # fmt: skip
 
-    async def settle(self, total: int = 0, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
+    async def settle(
+        self, total: int = 0, asked: Mapping[int, Writes] = NONE_ASKED, *, dry_run: bool
+    ) -> AsyncGenerator[ChangeNews]:  # fmt: skip
         """Wait until the tiers have written all chunks of their backlogs, and in a drain until all stores have ended.
-        ``total``: chunks of the backlogs and those that the run adds to them, also where they are written by now. A
-        chunk that a tier refuses leaves its backlog: it is tried again later, and has failed as far as a drain goes."""
+        ``total``: chunks of the backlogs; ``asked``: the rows that the run adds to them, also where they are written
+        by now. A chunk that a tier refuses leaves its backlog: it is tried again later, and has failed as far as a
+        drain goes. A dry run knows of those that were refused lately."""
         movement, clock = self._movement, self._parts.clock
-        refused = 0 if dry_run else await self._refused()
+        refused = await self._refused(asked)
         left = movement.backlog_count
-        total = max(total, left) + refused
+        total = max(total + len(asked), left) + refused
         tally, since_s = Tally(total), clock.monotonic()
         now = least = (left, self._storing)
         while any(now) and not dry_run and clock.monotonic() - since_s < BATCH_S_MAX:
@@ -110,7 +119,7 @@ class Drains:
             left = min(left, now[0])
             tally.done_count = total - left
             yield ChangeNews(tally)
-        failed = 0 if dry_run else min(total, left + await self._refused())
+        failed = refused if dry_run else min(total, left + await self._refused())
         if total - failed:
             tally.add(Transit.WRITTEN, 0, total - failed)
         if failed:
@@ -121,14 +130,15 @@ class Drains:
         tally.done_count = total
         yield ChangeNews(tally, is_last=True)
 
-    async def _refused(self) -> int:
-        """Count the chunks that tiers refused, still lack, and do not try again yet."""
+    async def _refused(self, asked: Mapping[int, Writes] = NONE_ASKED) -> int:
+        """Count the chunks that tiers refused, still lack, and do not try again yet, but those ``asked`` of them."""
         turn, count = self._turns.begin(), 0
         for writes in self._movement.all_writes:
             for row in list(writes.parked):
                 await turn.between()
                 is_here = self._table.is_resident(row) and self._parts.catalog.is_visible(row)
-                count += is_here and writes.takes(row) and not writes.target.has(row) and row not in writes
+                is_lacking = writes.takes(row) and not writes.target.has(row) and row not in writes
+                count += is_here and is_lacking and asked.get(row) is not writes
         turn.end()
         return count
 
