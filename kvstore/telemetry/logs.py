@@ -18,9 +18,13 @@ _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "task
 
 def drop_output() -> None:
     """Have what is still written to standard output go nowhere, once its reader has gone or its disk is full: a flush
-    at the end would fail again."""
+    at the end would fail again. What a program has put in its place without a file stays as it is."""
+    try:
+        lost = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):  # no output at all, no file below it, or closed
+        return
     nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-    os.dup2(nowhere, sys.__stdout__.fileno() if sys.__stdout__ else 1)
+    os.dup2(nowhere, lost)
     os.close(nowhere)
 
 

@@ -55,12 +55,14 @@ class Door:
         return False
 
     def tenants_beside(self) -> list[str] | None:
-        """Return the names of the tenants whose sockets lie beside the default tenant's; None where this user may not
-        read the directory, as where tenants have users of their own."""
+        """Return the names of the tenants whose sockets lie beside the default tenant's, or may lie there unseen; None
+        where this user may not read the directory, as where tenants have users of their own."""
         assert self.socket is not None
-        if not os.access(self.socket.parent, os.R_OK):
+        above = self.socket.parent
+        if not os.access(above, os.R_OK):
             return None
-        return sorted(each.parent.name for each in self.socket.parent.glob(f"*/{self.socket.name}"))
+        names = sorted(os.listdir(above)) if above.is_dir() else []
+        return [name for name in names if not Door(f"{UNIX}{above / name / self.socket.name}").is_absent()]
 
     def open(self) -> Client:
         """Connect an operator's client. Raises as ``connect`` does."""

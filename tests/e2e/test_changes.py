@@ -218,6 +218,16 @@ def test_a_prompt_is_pinned_by_its_file(client: Client, say: Any, tmp_path: Path
     assert say("unpin", "--all").code == 0
 
 
+def test_a_pin_of_what_nobody_stored_is_not_called_done(client: Client, say: Any, tmp_path: Path) -> None:
+    stored = Stored(client, 2)
+    (tmp_path / "other.json").write_text("[1, 2, 3]")
+    other = ("--model", stored.name, "--prompt", str(tmp_path / "other.json"))
+    done = say("pin", *other)
+    assert (done.code, "nothing is pinned" in done.out) == (3, True), done
+    assert say("pin", *other, "--json").json["outcomes"] == {}
+    assert say("unpin", *other).code == 0  # as it is meant to be
+
+
 # ---------------------------------------------------------------- move and prefetch
 
 

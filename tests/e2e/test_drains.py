@@ -255,6 +255,23 @@ def test_tenants_that_cannot_be_seen_are_not_called_drained(monkeypatch: pytest.
         assert (found.code, "this user may not read which" in found.err) == (2, True), found
 
 
+def test_a_tenant_that_cannot_be_asked_keeps_no_other_from_its_drain_and_is_not_called_drained() -> None:
+    """Its directory may be closed to this user; here nobody listens in it."""
+    with tenants_sidecar("--capacity", "16 MiB", nvme="64 MiB") as own:
+        (own.directory / "run" / "Z").mkdir()
+        (own.directory / "run" / "Z" / "kvstore.sock").touch()
+        (own.directory / "run" / "0").mkdir()
+        (own.directory / "run" / "0" / "kvstore.sock").touch()
+        socket = own.socket_address.removeprefix("unix://")
+        done = run("drain", "--service", "--yes", "--socket", socket)
+        assert (done.code, "can be stopped" in done.err) == (10, False), done
+        assert done.err.count("no sidecar answers") == 2
+        model = small_spec(model_id="drained")
+        for name in ("a", "b"):
+            with client_of(own, name) as other:
+                assert other.store(model, tokens_of(STEP), random_cache(model, STEP)).wait(10) is Durability.NONE
+
+
 @pytest.mark.parametrize("refuses", [True, False])
 def test_a_service_that_goes_on_taking_stores_is_not_called_drained(
     refuses: bool, capsys: pytest.CaptureFixture[str]

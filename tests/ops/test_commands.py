@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib.util
+import io
 import json
 import os
 import re
@@ -14,6 +17,7 @@ from typing import Any
 
 import pytest
 from kvstore_client import ChunkEvent, connect
+from kvstore_ops import cli
 from kvstore_ops.bench.peer import LMCACHE
 from kvstore_ops.bench.peers import MOONCAKE
 from kvstore_ops.cli import _benchmarks
@@ -229,6 +233,25 @@ def test_a_command_that_failed_says_so_though_its_output_is_lost() -> None:
     assert done.returncode == 4
     assert "the sidecar is gone" in done.stderr
     assert "the output cannot be written" in done.stderr
+
+
+class FullText(io.TextIOBase):
+    """What a program has put in the place of its standard output."""
+
+    def write(self, _text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_program_that_runs_a_command_keeps_its_own_output(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvstore", "version"])
+    with contextlib.redirect_stdout(FullText()), pytest.raises(SystemExit) as ended:
+        cli.main()
+    os.write(1, b"its own words")
+    found = capfd.readouterr()
+    assert (ended.value.code, found.out) == (12, "its own words")
+    assert "the output cannot be written" in found.err
 
 
 @pytest.mark.parametrize("place", ["full", "closed"])

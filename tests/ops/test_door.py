@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,6 +69,25 @@ def test_what_an_address_means(monkeypatch: pytest.MonkeyPatch) -> None:
     assert door_of("host:9500") == Door("host:9500")
     monkeypatch.setenv("KVSTORE_SOCKET", "host:9500")
     assert door_of(None) == Door("host:9500")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_tenants_in_closed_directories_are_tenants() -> None:
+    """Somebody opened the directory above them by hand."""
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o755)
+        for name, mode in (("closed", 0o700), ("empty", 0o755), ("open", 0o755)):
+            tenant = Path(place, name)
+            tenant.mkdir()
+            if name != "empty":
+                (tenant / "kvstore.sock").touch()
+            tenant.chmod(mode)
+        Path(place, "kvstore.sock").touch()
+        os.seteuid(65534)
+        try:
+            assert Door(f"unix://{place}/kvstore.sock").tenants_beside() == ["closed", "open"]
+        finally:
+            os.seteuid(0)
 
 
 def test_the_environment_may_name_another_host(both: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from kvstore_ops.operators import changing, tables
 from rich.console import Console, Group
 
@@ -36,6 +37,23 @@ def test_a_tiers_state_is_in_one_line_and_its_problem_is_told_once() -> None:
     assert "s3 is off" in text
     assert "up for 59 s" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80])
+def test_every_number_of_a_tier_is_whole_on_a_terminal_of_any_width(width: int) -> None:
+    stats = admin_pb2.TierStats(
+        name="redis", state="up", state_seconds=86400.0 * 6, is_shared=True, chunk_count=1234567,
+        allocated_bytes=5 << 30, capacity_bytes=1023 << 30,
+    )  # fmt: skip
+    chosen = admin_pb2.EncodingReport(fingerprint=b"\xfe\x3a" * 16, encoding="lz4", line_bytes_per_second=1.5e9)
+    tier = admin_pb2.TierReport(
+        stats=stats, write_policy="reuse", durability=3, backlog_chunk_count=54321, encodings=[chosen]
+    )
+    text = printed(tables.render_tiers(admin_pb2.TiersResponse(tenant="blue", tiers=[tier])), width)
+    said = ("blue", "redis", "reuse", "up for 6 d", "SHARED", "1,234,567", "5 GiB", "1023 GiB", "54,321", "lz4")
+    assert [each for each in said if each not in text] == []
+    assert "fe3a" in text
+    assert max(map(len, text.splitlines())) <= width
 
 
 def test_a_tier_that_just_answers_a_call_is_not_told_to_be_stalled() -> None:

@@ -37,6 +37,7 @@ from kvstore_ops.options import (
     EXIT_CODES,
     NOT_ALL,
     NOT_CONFIRMED,
+    NOT_FOUND,
     AddressOption,
     JsonOption,
     TenantOption,
@@ -95,7 +96,8 @@ def pin(
     tls: TlsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Protect chunks, and their ancestors, from eviction. Either all selected chunks are pinned, or none.
+    """Protect chunks, and their ancestors, from eviction. Either all selected chunks are pinned, or none. Ends with 3
+    where none is stored.
 
     A pin outlives this command. It ends by `kvstore unpin`, and after --for. A restart keeps it for a chunk that is on
     the device. limits.pin_bytes_max bounds all pins of a tenant.
@@ -110,7 +112,9 @@ def pin(
             asked, model, digest, tier, "", prompt, tokenizer, options="--model, --digest, --tier, or --prompt"
         )
         request = admin_pb2.ChangeRequest(selection=wanted, pin=admin_pb2.Pin(seconds=seconds))
-        _change(asked, request, dry_run=dry_run, as_json=as_json)
+        became = _change(asked, request, dry_run=dry_run, as_json=as_json)
+    if not (dry_run or any(each.what == "pinned" for each in became.outcomes)):
+        raise typer.Exit(NOT_FOUND)
 
 
 def unpin(
@@ -286,7 +290,8 @@ def _nothing(request: admin_pb2.ChangeRequest) -> str:
     if request.WhichOneof("change") == "drain":
         tier = request.selection.tier
         return f"nothing to move: {tier} takes no more" if tier else "nothing: no chunk waits to be written"
-    return "nothing: no chunk is meant"
+    is_pin = request.WhichOneof("change") == "pin"
+    return "nothing is pinned: none of these is stored" if is_pin else "nothing: no chunk is meant"
 
 
 def _is_at_terminal() -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import typer
 
 from kvstore.config import DEFAULT_TENANT
+from kvstore.errors import KVStoreError
 from kvstore.v1alpha import admin_pb2
 from kvstore_ops import tenants
 from kvstore_ops.door import Door
@@ -19,7 +20,7 @@ Change = Callable[..., admin_pb2.ChangeResponse]
 def drain_service(door: Door, request: admin_pb2.ChangeRequest, change: Change, *, is_whole: bool) -> None:
     """Drain the service of the tenant behind ``door``, and by the default tenant's socket of all other tenants too
     where it ``is_whole``, and say whether it can be stopped. ``change`` asks before the first. Raises typer.Exit where
-    a stop would lose something, or a tenant still stores, or other tenants cannot be seen."""
+    a stop would lose something, or a tenant still stores, or other tenants cannot be seen or asked."""
     is_all = is_whole and _is_of_default(door)
     doors = {"": door, **(tenants.beside(door) if is_all else {})}
     code = 0
@@ -34,6 +35,12 @@ def drain_service(door: Door, request: admin_pb2.ChangeRequest, change: Change, 
             if ended.exit_code == NOT_CONFIRMED:
                 raise
             code = code or ended.exit_code
+            continue
+        except KVStoreError as error:
+            if not name:
+                raise
+            typer.echo(f"kvstore: {error.message}", err=True)
+            code = code or (0 if request.dry_run else NOT_ALL)
             continue
         finally:
             confirmed = {"yes": True}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -20,6 +22,8 @@ DIGITS = 16
 """Hexadecimal digits of a digest in a table: enough for ``kvstore show``."""
 SHOWN_COUNT = 8
 """Most digests of a chain in a table; JSON has all of them."""
+_BORDER = 3
+"""Columns of the terminal that a column of a table takes beside its text."""
 _STALLED_S = 2.0
 """As the page for browsers has it."""
 _PROVENANCES = {1: Provenance.IN_CONTEXT, 2: Provenance.STANDALONE}
@@ -77,23 +81,50 @@ def _encoding_as_dict(each: admin_pb2.EncodingReport) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _encodings(tiers: Iterable[admin_pb2.TierReport]) -> Iterator[Table]:
+@dataclass(frozen=True)
+class FittedTable:
+    """A line per row; on a terminal that is too narrow for that, a table per row, which its first cell names."""
+
+    columns: tuple[str, ...]
+    title: str
+    rows: list[tuple[Text | str, ...]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        name, *others = zip(self.columns, *map(_plain, self.rows), strict=True)
+        words = max(cell_len(word) for each in name for word in each.split())
+        widths = sum(max(map(cell_len, each)) for each in others)
+        if words + widths + _BORDER * len(self.columns) + 1 <= options.max_width:
+            first, *more = self.columns
+            table = Table(first, *(Column(each, no_wrap=True) for each in more), title=self.title)
+            for row in self.rows:
+                table.add_row(*row)
+            yield table
+            return
+        yield Text(self.title, "italic")
+        for row in self.rows:
+            table = Table(self.columns[0], Column(row[0], overflow="fold"))
+            for what, value in zip(self.columns[1:], row[1:], strict=True):
+                table.add_row(what, value)
+            yield table
+
+
+def _plain(row: Iterable[Text | str]) -> Iterator[str]:
+    return map(str, row)
+
+
+def _encodings(tiers: Iterable[admin_pb2.TierReport]) -> Iterator[FittedTable]:
     """Draw what tiers chose for each model, if any do."""
-    rows = [(tier.stats.name, each) for tier in tiers for each in tier.encodings]
-    if not rows:
-        return
-    table = Table(
-        "tier", Column("model", no_wrap=True), "chosen", "as lz4", "encode/s", "decode/s", "line/s",
-        title="encodings chosen",
-    )  # fmt: skip
-    for name, each in rows:
-        rates = (each.encode_bytes_per_second, each.decode_bytes_per_second, each.line_bytes_per_second)
-        table.add_row(
-            cell(name), each.fingerprint.hex()[:DIGITS], each.encoding,
-            f"{each.ratio:.2f}" if each.ratio else "",
-            *(format_bytes(rate) if rate else "" for rate in rates),
-        )  # fmt: skip
-    yield table
+    rows: list[tuple[Text | str, ...]] = []
+    for tier in tiers:
+        for each in tier.encodings:
+            rates = (each.encode_bytes_per_second, each.decode_bytes_per_second, each.line_bytes_per_second)
+            rows.append((
+                cell(tier.stats.name), each.fingerprint.hex()[:DIGITS], each.encoding,
+                f"{each.ratio:.2f}" if each.ratio else "", *(format_bytes(rate) if rate else "" for rate in rates),
+            ))  # fmt: skip
+    if rows:
+        columns = ("tier", "model", "chosen", "as lz4", "encode/s", "decode/s", "line/s")
+        yield FittedTable(columns, "encodings chosen", rows)
 
 
 def is_stalled(tier: admin_pb2.TierReport) -> bool:
@@ -104,16 +135,8 @@ def is_stalled(tier: admin_pb2.TierReport) -> bool:
 
 def render_tiers(found: admin_pb2.TiersResponse) -> Group:
     """Draw a line per tier, and the problems below."""
-    table = Table(
-        "tier",
-        Column("state", no_wrap=True),
-        "survives",
-        "chunks",
-        "holds",
-        "of",
-        "waiting",
-        title=f"tenant {found.tenant}",
-    )
+    columns = ("tier", "state", "survives", "chunks", "holds", "of", "waiting")
+    table = FittedTable(columns, f"tenant {found.tenant}", [])
     problems = [(each.stats.name, each.problem) for each in found.tiers if each.problem]
     for tier in found.tiers:
         stats = tier.stats
@@ -123,11 +146,11 @@ def render_tiers(found: admin_pb2.TiersResponse) -> Group:
         is_well = stats.state == "up" and not (is_stalled(tier) or tier.is_draining)
         name = f"{stats.name} (shared, {tier.write_policy})" if stats.is_shared else stats.name
         is_told = bool(stats.chunk_count or stats.allocated_bytes or not stats.is_shared)
-        table.add_row(
+        table.rows.append((
             cell(name), cell(state, "" if is_well else "red"), Durability(tier.durability).name,
             f"{stats.chunk_count:,}" if is_told else "not told", format_bytes(stats.allocated_bytes) if is_told else "",
             format_bytes(stats.capacity_bytes) if stats.capacity_bytes else "", f"{tier.backlog_chunk_count:,}",
-        )  # fmt: skip
+        ))  # fmt: skip
     lines: list[RenderableType] = [table, *_encodings(found.tiers)]
     lines += [cell(f"{name}: {problem}", "red") for name, problem in problems]
     told = {problem for _, problem in problems}
