@@ -64,6 +64,8 @@ class ClusterNodes:
         self._trials: set[asyncio.Task[None]] = set()
         # A slot without a node costs the chunks of that slot: redis-py would refuse the whole cluster.
         self.client: Any = RedisCluster(startup_nodes=nodes, require_full_coverage=False, **options)
+        self._named: dict[str, Any] = dict(self.client.nodes_manager.startup_nodes)
+        """The nodes that the settings name."""
 
     @property
     def cluster(self) -> ClusterNodes:
@@ -99,7 +101,7 @@ class ClusterNodes:
         )
         for number, each in zip(again, second, strict=True):
             found[number] = each
-            if isinstance(each, RedisConnectionError | ClusterDownError):
+            if isinstance(each, RedisConnectionError):
                 self.doubt()
         return found
 
@@ -133,7 +135,6 @@ class ClusterNodes:
                 node = target or self.client.get_node_from_key(command.key)
             except SlotNotCoveredError as error:
                 sent[-1].result = error
-                self.doubt()
                 continue
             if node.name in self._away:
                 sent[-1].result = self._away[node.name]
@@ -156,6 +157,8 @@ class ClusterNodes:
                 await _renew_connections(node)
                 if is_second or isinstance(failed, RedisTimeoutError):
                     self._leave(node, failed)
+        if any(isinstance(each.result, ClusterDownError | SlotNotCoveredError) for each in sent):
+            self.doubt()  # a node that is no longer of the cluster says so, too
         return [each.result for each in sent]
 
     # ------------------------------------------------------------ nodes that are away
@@ -217,15 +220,25 @@ class ClusterNodes:
         return Server(self._access, str(node.host), int(node.port))
 
     async def _ready(self) -> None:
-        await self.client.initialize()
+        await self._mapped(self.client.initialize())
         if self._is_doubted and asyncio.get_running_loop().time() - self._refreshed_s >= REFRESH_S_MIN:
             await self.refresh()
 
     async def refresh(self) -> None:
         """Read the map of slots again. Raises redis-py's errors."""
         self._refreshed_s = asyncio.get_running_loop().time()
-        await self.client.nodes_manager.initialize(last_failed_node_name=next(iter(self._away), None))
+        nodes = self.client.nodes_manager
+        await self._mapped(nodes.initialize(last_failed_node_name=next(iter(self._away), None)))
         self._is_doubted = False
+
+    async def _mapped(self, reading: Awaitable[object]) -> None:
+        """Await a reading of the map. Where no node has a slot, redis-py fails with an IndexError and forgets whom to
+        ask: an operator may give them slots later, so the nodes of the settings are asked again."""
+        try:
+            await reading
+        except IndexError as error:
+            self.client.nodes_manager.startup_nodes = dict(self._named)
+            raise SlotNotCoveredError("no node has slots") from error
 
     def doubt(self) -> None:
         """Record that a node failed: another one may have its slots soon."""

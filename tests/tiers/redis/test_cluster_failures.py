@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 import pytest
@@ -15,16 +15,18 @@ from kvstore.errors import Unavailable
 from kvstore.tiers import PART
 from kvstore.tiers.redis.tier import RedisTier
 from kvstore.tiers.redis.topology import topology_of
-from tests.contracts.chunks import chunk
+from tests.contracts.chunks import Chunk, chunk
 from tests.fakes.redis_server import RedisServer
 from tests.ports import free_port
-from tests.tiers.redis.test_topology import COUNT, Cluster
+from tests.tiers.redis.test_topology import COUNT, SLOT_COUNT, Cluster
 from tests.tiers.redis.tiers import got, key_of, put, redis_tier, until
 
 CHUNKS = [chunk(number) for number in range(COUNT)]
 KEYS = [each.header.storage_key for each in CHUNKS]
 BACK_S = 10.0
 """A node that answers again, or another one in its place, is used within so many seconds."""
+CLUSTER_S = 20.0
+"""Redis's own nodes agree within so many seconds."""
 QUICK_S = 0.5
 """Less than anybody waits for a node that stands still."""
 
@@ -48,16 +50,43 @@ def there_but(lost: list[bool]) -> list[bool | None]:
     return [None if each else True for each in lost]
 
 
-def knows(server: RedisServer, count: int) -> bool:
-    """Return True when a node knows of so many, with itself."""
-    return f"cluster_known_nodes:{count}" in str(server.client().execute_command("CLUSTER", "INFO"))
+def has_met(server: RedisServer, count: int) -> bool:
+    """Return True when a node has shaken hands with all of so many, itself counted."""
+    flags = [each.split()[2] for each in server.client().execute_command("CLUSTER", "NODES").splitlines()]
+    return len(flags) == count and not any(b"handshake" in each for each in flags)
+
+
+def is_in_order(server: RedisServer) -> bool:
+    """Return True when a node finds its cluster in order: until then it refuses commands."""
+    return b"cluster_state:ok" in server.client().execute_command("CLUSTER", "INFO")
+
+
+def owners_by(server: RedisServer) -> set[int]:
+    """The ports of those that have slots, as a node has it."""
+    return {nodes[0][1] for _, _, *nodes in server.client().execute_command("CLUSTER", "SLOTS")}
 
 
 async def all_known(tier: RedisTier) -> None:
     """Return once the nodes of all chunks answer."""
+    found: Sequence[bool | None] = []
+    try:
+        async with asyncio.timeout(BACK_S):
+            while None in (found := await tier.probe(KEYS, 5.0)):  # noqa: ASYNC110 - the nodes are other processes
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        pytest.fail(f"some nodes did not answer: the last probe found {found}, the tier says {tier.statistics()}")
+
+
+async def until_written(tier: RedisTier, chunks: Sequence[Chunk]) -> None:
+    """Write chunks, each as often as it takes."""
     async with asyncio.timeout(BACK_S):
-        while None in await tier.probe(KEYS, 5.0):  # noqa: ASYNC110 - the nodes are other processes
-            await asyncio.sleep(0.1)
+        for each in chunks:
+            while True:
+                try:
+                    await put(tier, each)
+                    break
+                except Unavailable:
+                    await asyncio.sleep(0.1)
 
 
 async def test_a_node_that_stands_still_costs_its_chunks_and_no_others(cluster: Cluster) -> None:
@@ -90,16 +119,24 @@ async def test_a_replica_that_takes_the_place_of_a_node_that_stands_still_is_fou
     with RedisServer("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", port=free_port()) as replica:
         client = replica.client()
         client.execute_command("CLUSTER", "MEET", "127.0.0.1", cluster.servers[0].port)
-        await until(lambda: all(knows(each, 4) for each in (*cluster.servers, replica)), 20.0)
+        client.config_set("cluster-require-full-coverage", "no")
+        await until(lambda: all(has_met(each, 4) for each in (*cluster.servers, replica)), CLUSTER_S)
         client.execute_command("CLUSTER", "REPLICATE", cluster.name_of(2))
+        await until(
+            lambda: is_in_order(replica) and client.info("replication").get("master_link_status") == "up", CLUSTER_S
+        )
         async with redis_tier(cluster.url) as tier:
             for each in CHUNKS:
                 await put(tier, each)
             lost = lost_with(cluster, 2)
-            await until(lambda: client.dbsize() >= sum(lost), 20.0)
+            await until(lambda: client.dbsize() >= sum(lost), CLUSTER_S)
             cluster.servers[2].stop()
             assert await tier.probe(KEYS, 5.0) == there_but(lost)
             client.execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
+            others = {each.port for each in cluster.servers[:2]}
+            voters = (*cluster.servers[:2], replica)
+            await until(lambda: all(owners_by(each) == {*others, replica.port} for each in voters), CLUSTER_S)
+            await until(lambda: is_in_order(replica), CLUSTER_S)
             await all_known(tier)
             assert all([await got(tier, each) for each in CHUNKS])
 
@@ -146,3 +183,35 @@ async def test_a_node_that_is_back_while_others_are_asked_is_accounted_for(clust
     found = await nodes.ask_all("INFO")
     assert [type(each) for each in found] == [RedisTimeoutError, dict, dict]
     await nodes.close()
+
+
+async def test_a_node_that_is_no_longer_of_the_cluster_is_asked_no_more(cluster: Cluster) -> None:
+    """It lost its state, or was taken out, and answers that it has no slots: others have them by now."""
+    async with redis_tier(cluster.url) as tier:
+        for each in CHUNKS:
+            await put(tier, each)
+        lost = lost_with(cluster, 2)
+        former = cluster.name_of(2)
+        for word in ("FLUSHALL", "CLUSTER RESET HARD"):
+            cluster.servers[2].client().execute_command(*word.split())
+        assert await tier.probe(KEYS, 5.0) == there_but(lost)
+        for server in cluster.servers[:2]:
+            server.client().execute_command("CLUSTER", "FORGET", former)
+        first, stop = (SLOT_COUNT * each // 3 for each in (2, 3))
+        cluster.servers[0].client().execute_command("CLUSTER", "ADDSLOTS", *range(first, stop))
+        await all_known(tier)
+        assert await tier.probe(KEYS, 5.0) == [not each for each in lost]
+        await until_written(tier, CHUNKS)
+
+
+async def test_a_cluster_is_found_that_gets_its_slots_after_the_first_question() -> None:
+    """All its nodes are new, or lost their state, until an operator gives them slots."""
+    with ExitStack() as stack:
+        cluster = Cluster(stack, None)
+        for server in cluster.servers:
+            server.client().execute_command("CLUSTER", "RESET", "HARD")
+        async with redis_tier(cluster.url) as tier:
+            with pytest.raises(Unavailable, match="CLUSTER INFO"):
+                await tier.probe(KEYS, 5.0)
+            cluster.join()
+            await until_written(tier, CHUNKS)

@@ -45,6 +45,10 @@ class Cluster:
     def __init__(self, stack: ExitStack, program: Path | None) -> None:
         options = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf")
         self.servers = [stack.enter_context(RedisServer(*options, port=free_port(), program=program)) for _ in range(3)]
+        self.join()
+
+    def join(self) -> None:
+        """Make a cluster of nodes that have met nobody. Returns when each finds it in order."""
         for number, server in enumerate(self.servers):
             client = server.client()
             first, stop = (SLOT_COUNT * each // 3 for each in (number, number + 1))
