@@ -3,8 +3,9 @@ only copied; what is not asked for stays poisoned."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ from kvstore_kernels.strips import (
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import RopeSpec
-from tests.kernels.device import DEVICE, triton_here
+from tests.conftest import IS_FULL
+from tests.kernels.device import DEVICE, HAS_GPU, triton_here
 from tests.kernels.reference import DTYPES, close, plane, wide
 
 LENGTHS = (64, 64, 17)
@@ -58,6 +60,14 @@ ARRIVALS = {"kernel": kernel_arrival, "torch": arrive_strips}
 GATHERS = {"kernel": kernel_gather, "torch": gather_strips}
 Way = Callable[..., None]
 ways = partial(pytest.mark.parametrize, "way")
+
+
+def in_pairs(ones: Sequence[Any], others: Sequence[Any], two: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
+    """Return combinations in which each two values of two lists meet: half of all, for the interpreter is slow. On a
+    GPU, and at full scale, return all."""
+    if HAS_GPU or IS_FULL:
+        return list(product(ones, others, two))
+    return [(one, other, two[(i + j) % 2]) for i, one in enumerate(ones) for j, other in enumerate(others)]
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -144,9 +154,9 @@ def equal(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @ways(ARRIVALS.values(), ids=ARRIVALS)
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8], ids=str)
-@pytest.mark.parametrize("page_size", [0, 16, 24])
-@pytest.mark.parametrize("hnd", [False, True], ids=["NHD", "HND"])
+@pytest.mark.parametrize(
+    ("dtype", "page_size", "hnd"), in_pairs([*DTYPES, torch.uint8], [0, 16, 24], [False, True]), ids=str
+)
 def test_raw_strips_arrive_to_the_bit(way: Way, dtype: torch.dtype, page_size: int, hnd: bool) -> None:
     heads, dim = (3, 80) if page_size == 24 else (2, 64)
     source_dtype = torch.float32 if dtype == torch.uint8 else dtype
@@ -198,9 +208,7 @@ def test_keys_rotate_on_arrival(
 
 
 @ways(ARRIVALS.values(), ids=ARRIVALS)
-@pytest.mark.parametrize("stored", [E4M3, torch.int8], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("by_run", [False, True], ids=["one scale", "a scale per run"])
+@pytest.mark.parametrize(("dtype", "stored", "by_run"), in_pairs(DTYPES, [E4M3, torch.int8], [False, True]), ids=str)
 def test_quantised_strips_are_decoded_on_arrival(
     way: Way, stored: torch.dtype, dtype: torch.dtype, by_run: bool
 ) -> None:
@@ -247,9 +255,7 @@ def test_a_plane_may_be_turned_and_scaled_where_it_lies() -> None:
 
 
 @ways(GATHERS.values(), ids=GATHERS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("page_size", [0, 16, 24])
-@pytest.mark.parametrize("hnd", [False, True], ids=["NHD", "HND"])
+@pytest.mark.parametrize(("dtype", "page_size", "hnd"), in_pairs(DTYPES, [0, 16, 24], [False, True]), ids=str)
 def test_rows_are_gathered_to_the_bit(way: Way, dtype: torch.dtype, page_size: int, hnd: bool) -> None:
     """What arrived comes back, and nothing around the strips is touched."""
     heads, dim = (3, 80) if page_size == 24 else (2, 64)
@@ -276,9 +282,7 @@ def test_rows_are_gathered_to_the_bit(way: Way, dtype: torch.dtype, page_size: i
 
 
 @ways(GATHERS.values(), ids=GATHERS)
-@pytest.mark.parametrize("stored", LIMITS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("run_tokens", [16, 64])
+@pytest.mark.parametrize(("dtype", "stored", "run_tokens"), in_pairs(DTYPES, list(LIMITS), [16, 64]), ids=str)
 def test_rows_are_quantised(way: Way, stored: torch.dtype, dtype: torch.dtype, run_tokens: int) -> None:
     heads, dim, page_size = 3, 80, 16
     strips = strips_of(heads, dim, dtype, 2, 13)
