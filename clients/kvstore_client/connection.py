@@ -7,6 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Self
 
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unauthenticated, Unavailable
@@ -14,6 +15,7 @@ from kvstore.keys import fingerprint
 from kvstore.seams import Clock
 from kvstore.spec import ModelSpec
 from kvstore_client.forks import in_children
+from kvstore_client.main_thread import off_main_thread
 from kvstore_client.planes.place import Place
 from kvstore_client.planes.session import ClientSession
 
@@ -91,7 +93,7 @@ class Connection:
             if now < self._retry_at_s:
                 raise Unavailable(f"the sidecar at {self.place} is gone; trying again soon")
             try:
-                self._session = session = self.place.open(self._timeout_s)
+                self._session = session = off_main_thread(partial(self.place.open, self._timeout_s))
             except BaseException:
                 # Threads that waited for the lock fail at once: they do not try, and wait, again.
                 self._retry_at_s = self._clock.monotonic() + RECONNECT_INTERVAL_S
@@ -139,7 +141,7 @@ class Connection:
         self.count("unavailable")
         session = self._session
         if isinstance(error, Unauthenticated) and session is not None:
-            session.close()
+            off_main_thread(session.close)
         if not self._has_warned:
             self._has_warned = True
             _log.warning("kvstore: %s; going on without it", error.message)

@@ -16,6 +16,7 @@ from kvstore.seams.scheduler import start_thread
 from kvstore.spec import Exactness, MissReason, Tier
 from kvstore_client.arrays import Layer, Tensor
 from kvstore_client.fetch.stream import LayerStream
+from kvstore_client.main_thread import off_main_thread
 from kvstore_client.tracing import within_trace
 
 Result = TypeVar("Result")
@@ -51,7 +52,8 @@ class Transfer:
 
     def start(self, open_stream: Callable[[], LayerStream]) -> None:
         """Bring the layers in order, on a thread of its own. Raises Unavailable where no thread can be had."""
-        self._thread = start_thread(partial(self._bringing.run, within_trace(open_stream)), "kvstore-transfer")
+        bring = partial(self._bringing.run, within_trace(open_stream))
+        self._thread = off_main_thread(lambda: start_thread(bring, "kvstore-transfer"))
 
     @property
     def layers(self) -> list[int]:
@@ -120,6 +122,9 @@ class Transfer:
 
     def poll(self) -> int:
         """Return the number of leading layers that are in their place."""
+        return off_main_thread(self._landed_count)
+
+    def _landed_count(self) -> int:
         futures = list(self._bringing.layers.values())
         landed = (number for number, each in enumerate(futures) if not each.done() or each.exception() is not None)
         return next(landed, len(futures))
@@ -127,7 +132,7 @@ class Transfer:
     @property
     def is_done(self) -> bool:
         """True when nothing writes to the destination any more."""
-        return self._bringing.ended.done()
+        return off_main_thread(self._bringing.ended.done)
 
     @property
     def failed(self) -> bool:
@@ -232,9 +237,13 @@ def _part(futures: Mapping[int, Future[Result]], layer: int, name: str) -> Futur
 
 def _landed(future: Future[Result], name: str, timeout: float | None) -> Result:
     try:
-        error = future.exception(timeout)
+        return off_main_thread(partial(_outcome, future, timeout))
     except TimeoutError:
         raise DeadlineExceeded(f"{name} did not land within {timeout} s") from None
+
+
+def _outcome(future: Future[Result], timeout: float | None) -> Result:
+    error = future.exception(timeout)
     if isinstance(error, KVStoreError):
         raise _again(error)
     return future.result()

@@ -48,6 +48,7 @@ from kvstore.v1alpha import admin_pb2_grpc, prefill_pb2_grpc
 from kvstore.wire import METADATA_SESSION
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.lookup.presence import Presence
+from kvstore_client.main_thread import off_main_thread
 from kvstore_client.planes.session import ClientSession
 from kvstore_client.planes.shared_memory.known import KnownChunks
 from kvstore_client.planes.shared_memory.pool import DevicePool, is_same_device, opened_pool
@@ -202,6 +203,10 @@ class MappedMemory(ClientSession):
     def region(self, index: int) -> Bytes:
         """Return a region's bytes, read-only; mapped at first use. Raises Unavailable once the session ended."""
         found = self._regions.get(index)
+        return off_main_thread(partial(self._mapped_region, index)) if found is None else found
+
+    def _mapped_region(self, index: int) -> Bytes:
+        found: Bytes | None = None
         while found is None:
             if self.ended.is_set():
                 raise Unavailable("the sidecar is gone")
@@ -244,10 +249,13 @@ class MappedMemory(ClientSession):
         if not self._has_pool or wanted.verify or not device:
             return None
         if device not in self._pools:
-            with self._growing:
-                if device not in self._pools:
-                    self._pools[device] = self._open_pool(device)
+            off_main_thread(partial(self._find_pool, device))
         return self._pools[device]
+
+    def _find_pool(self, device: str) -> None:
+        with self._growing:
+            if device not in self._pools:
+                self._pools[device] = self._open_pool(device)
 
     def _open_pool(self, device: str) -> DevicePool | None:
         """Map the pool, if it lies on this device. Where that fails, fetches go on without it."""
