@@ -142,14 +142,16 @@ def interrupt(*_):
     raise Interrupt
 
 signal.signal(signal.SIGALRM, interrupt)
-for _ in range(3):
+watches = [client.watch() for _ in range(3)]
+for watch in watches:
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:
-        next(client.watch())  # nothing happens, so this waits
+        next(watch)  # nothing happens, so this waits
     except Interrupt:
         pass
-works(client)
+client.stats()
 assert threads_in(_serve) == 1
+works(client)
 works_elsewhere(client)
 sys.exit(0)  # while three waits go on
 """
