@@ -249,18 +249,15 @@ class MappedMemory(ClientSession):
         if not self._has_pool or wanted.verify or not device:
             return None
         if device not in self._pools:
-            off_main_thread(partial(self._find_pool, device))
+            with self._growing:
+                if device not in self._pools:
+                    self._pools[device] = self._open_pool(device)
         return self._pools[device]
-
-    def _find_pool(self, device: str) -> None:
-        with self._growing:
-            if device not in self._pools:
-                self._pools[device] = self._open_pool(device)
 
     def _open_pool(self, device: str) -> DevicePool | None:
         """Map the pool, if it lies on this device. Where that fails, fetches go on without it."""
         try:
-            answer, descriptors = self._exchange(DeviceQuestion(), DeviceAnswer)
+            answer, descriptors = off_main_thread(partial(self._exchange, DeviceQuestion(), DeviceAnswer))
             with closing_all(descriptors):
                 check_descriptors(answer, descriptors)
                 return opened_pool(answer, descriptors, device) if is_same_device(answer, device) else None
