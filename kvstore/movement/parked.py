@@ -53,12 +53,15 @@ class ParkedChunks:
         return bool(self._rows) and self._clock.monotonic() >= self._due_s
 
     def put(self, row: int, reason: str, *, is_once: bool) -> None:
-        """Have a chunk tried again later. ``reason``: why it was not taken. ``is_once``: it is not tried again, unless
-        it waits already; until the others are, it is known as refused."""
+        """Have a chunk tried again later. ``reason``: why it was not taken. ``is_once``: it is not tried again; until
+        the others are, it is known as refused."""
         if not self._rows:
             self._due_s = self._clock.monotonic() + RETRY_S
-        is_once = is_once and (row not in self or self._rows[row].is_once)
         self._rows[row] = Parked(self._table.identity(row), reason, is_once)
+
+    def waits(self, row: int) -> bool:
+        """Return True for a chunk that is tried again."""
+        return row in self._rows and self._is_again(row, self._rows[row])
 
     def reason_of(self, row: int) -> str:
         """Return why the tier did not take a chunk that waits; empty for any other chunk."""

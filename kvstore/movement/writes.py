@@ -134,14 +134,14 @@ class Writes:
 
     def demand(self, row: int, *, is_once: bool = False) -> None:
         """Queue a chunk that a request wants there: it goes at once, whatever the settings say, also if it was refused
-        just now. ``is_once``: if the tier does not take it, it is tried again only where the settings want it there."""
+        just now. ``is_once``: if the tier does not take it, it is tried again only where settings or others want it."""
+        is_once = is_once and not self.parked.waits(row) and (row not in self._queue or row in self._demands)
         if self.takes(row) and not self.target.is_proven(row) and self._queue.add(row, Priority.INTERACTIVE):
             if row in self._left and row not in self._demands:
                 self._left[row].pause_s = SOON_S
                 self._queue.resume([row])
             self._demands.add(row, is_once=is_once)
-            if not is_once:
-                self.parked.forget(row)
+            self.parked.forget(row)
 
     def insist(self, rows: Iterable[int]) -> None:
         """Stop leaving these chunks to other nodes: the request that waits for them has little time left."""

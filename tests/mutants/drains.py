@@ -54,11 +54,19 @@ MUTANTS = (
     ),
     Mutant(
         "a-move-that-failed-takes-a-stores-word-back",
-        "kvstore/movement/parked.py",
-        "        is_once = is_once and (row not in self or self._rows[row].is_once)\n",
-        "",
+        "kvstore/movement/writes.py",
+        "is_once and not self.parked.waits(row) and (",
+        "is_once and (",
         "a store that asked for OBJECT is not tried again, because an operator tried in vain, too",
         (f"{T_AGAIN}::test_what_a_store_asked_for_goes_also_after_a_move_that_failed",),
+    ),
+    Mutant(
+        "a-move-beside-a-try-takes-a-stores-word-back",
+        "kvstore/movement/writes.py",
+        " and (row not in self._queue or row in self._demands)\n",
+        "\n",
+        "a store that asked for OBJECT is not tried again, because an operator moved it in vain meanwhile",
+        (f"{T_AGAIN}::test_a_move_that_fails_beside_a_try_for_a_store_does_not_end_the_tries",),
     ),
     Mutant(
         "one-tenants-socket-speaks-for-all",

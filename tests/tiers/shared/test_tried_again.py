@@ -100,6 +100,37 @@ def test_what_a_store_asked_for_goes_also_after_a_move_that_failed(
     run([node], scenario)
 
 
+def test_a_move_that_fails_beside_a_try_for_a_store_does_not_end_the_tries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = Wide(tmp_path)
+    node = wide.node(redis="never", s3="never")
+
+    async def scenario() -> None:
+        wide.s3.turn_on(Switch.AWAY)
+        await node.store(node.session, 1, durability=Durability.OBJECT)
+        await node.quiet()
+        wide.s3.turn_off()
+        s3, moves = node.controller.parts.movement.shared_tiers.tiers[1], list[asyncio.Task[Tally]]()
+        claimed = s3.claim
+
+        async def claim(keys: Sequence[bytes], *args: Any) -> Any:
+            if list(keys) != [ROOT_DIGEST] and not moves:
+                moves.append(asyncio.create_task(moved(node)))
+                await asyncio.sleep(1.0)
+                wide.s3.turn_on(Switch.AWAY)
+            return await claimed(keys, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(s3, "claim", claim)
+            await asyncio.sleep(2 * RETRY_S)
+            assert (await moves[0]).counts == {"failed": 1}
+        await back_again(wide, node)
+        assert wide.in_s3(node, 1) == [True]
+
+    run([node], scenario)
+
+
 def test_a_chunk_in_the_row_of_one_that_was_refused_is_not_sent_in_its_place(tmp_path: Path) -> None:
     wide = Wide(tmp_path)
     node = wide.node(redis="reuse", s3="never")
