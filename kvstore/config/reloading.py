@@ -8,6 +8,7 @@ build memory, sockets and tiers.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from kvstore.config.load import DEFAULT, LoadedSettings
@@ -67,3 +68,11 @@ def take_over(target: Settings, source: Settings, names: list[str]) -> None:
         assert name in LIVE, name
         section, _, field = name.partition(".")
         object.__setattr__(getattr(target, section), field, getattr(getattr(source, section), field))
+
+
+def with_taken_over(target: Settings, source: Settings, names: list[str]) -> Settings:
+    """Return what ``take_over`` makes of ``target``, which stays as it is."""
+    sections = {name.partition(".")[0] for name in names}
+    tree = replace(target, **{each: replace(getattr(target, each)) for each in sections})
+    take_over(tree, source, names)
+    return tree

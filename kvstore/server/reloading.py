@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from kvstore.config import LoadedSettings, Settings
-from kvstore.config.reloading import SettingChange, setting_changes, take_over
+from kvstore.config.reloading import SettingChange, setting_changes, take_over, with_taken_over
+from kvstore.errors import InvalidRequest
 from kvstore.telemetry import set_log_level
 
 _log = logging.getLogger("kvstore.server")
@@ -49,6 +50,7 @@ class Reloading:
         after = await asyncio.to_thread(self._read, before)
         changes = setting_changes(before, after)
         live = [change.name for change in changes if change.is_live]
+        self._check_effect(after, live)
         if dry_run or not live:
             return changes
         for each in self._followed:
@@ -65,3 +67,14 @@ class Reloading:
         after = before.again()
         self._check({name: after.of_tenant(name) for name in after.settings.tenant_names})
         return after
+
+    def _check_effect(self, after: LoadedSettings, live: list[str]) -> None:
+        """Check these changes beside the settings that wait for a restart: these still have their values from before,
+        and take as much."""
+        try:
+            self._check({
+                each.name: with_taken_over(each.settings, after.of_tenant(each.name), live) for each in self._followed
+            })  # fmt: skip
+        except InvalidRequest as error:
+            said = f"until a restart takes over the other changes: {error.message}"
+            raise InvalidRequest(said, **error.fields) from error

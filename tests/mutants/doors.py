@@ -270,6 +270,14 @@ MUTANTS = [
         ("tests/e2e/test_full_of_sessions.py::test_a_client_that_calls_itself_an_operator_gains_those_few_sessions",),
     ),
     Mutant(
+        "sessions-in-the-room-of-what-waits-for-a-restart",
+        "kvstore/server/reloading.py",
+        "        self._check_effect(after, live)\n",
+        "",
+        "a reload lets in more sessions than there are open files for: the service has none left for its device",
+        ("tests/server/test_reloading.py::test_the_room_of_a_setting_that_waits_for_a_restart_is_not_given_away",),
+    ),
+    Mutant(
         "staging-in-any-number-of-pieces",
         SESSIONS,
         "        if len(session.stagings) >= limits.staging_count_max:\n",

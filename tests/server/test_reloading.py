@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import pytest
 from kvstore_client import connect
 from kvstore_ops.sidecar import TOKEN, Sidecar
 
-from kvstore.config import LoadedSettings, load
+from kvstore.config import DEFAULT_TENANT, LoadedSettings, load
 from kvstore.config.reloading import LIVE, ONLY_WHILE_ON, setting_changes
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError
+from kvstore.server.descriptors import OWN_COUNT, check_needs, needs
 from kvstore.server.reloading import Reloading
 from tests.ops.command import run
 from tests.server.raw import eventually
@@ -194,6 +196,23 @@ def test_passwords_are_not_shown(tmp_path: Path) -> None:
     (change,) = setting_changes(one, other)
     said = [change.before, change.after]
     assert not any("secret" in (text or "") or "other" in (text or "") for text in said)
+
+
+async def test_the_room_of_a_setting_that_waits_for_a_restart_is_not_given_away(tmp_path: Path) -> None:
+    """Sessions take the open files that connections would leave: until a restart these still take theirs."""
+    first = loaded(tmp_path, "[limits]\nconnection_count_max = 1000\n")
+    own = first.of_tenant(DEFAULT_TENANT)
+    limit = OWN_COUNT + sum(need.files for need in needs(own))
+    reloading = Reloading(first, partial(check_needs, limit=limit, of_tiers=lambda _: []))
+    reloading.follow(DEFAULT_TENANT, own)
+    (tmp_path / "kvstore.toml").write_text("[limits]\nconnection_count_max = 100\nsession_count_max = 900\n")
+    for dry_run in (True, False):
+        with pytest.raises(InvalidRequest, match=r"limits\.connection_count_max"):
+            await reloading.reload(dry_run=dry_run)
+    assert own.limits.session_count_max == 64
+    (tmp_path / "kvstore.toml").write_text("[limits]\nconnection_count_max = 100\nsession_count_max = 63\n")
+    await reloading.reload(dry_run=False)
+    assert (own.limits.session_count_max, own.limits.connection_count_max) == (63, 1000)
 
 
 async def test_every_tenant_has_its_own_leaves_changed(tmp_path: Path) -> None:
