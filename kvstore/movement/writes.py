@@ -168,7 +168,7 @@ class Writes:
 
     async def _lane(self, classes: Collection[Priority]) -> None:
         for number in count(1):
-            if self.parked.is_back:
+            if self.parked.is_back and not self.is_draining:
                 await self._queue_again(self.parked.take_all(), any_of=True)
             if number % LANE_AT_ONCE == 0 and self.parked:
                 await self._clock.sleep(0)
@@ -312,7 +312,7 @@ class Writes:
     async def retry(self) -> None:
         """Queue again chunks that the tier refused, once it had some time, and chunks that found the queue full: one
         while the tier is away. Yields to other requests in between."""
-        if self.parked.are_due:
+        if self.parked.are_due and not self.is_draining:
             if self.parked.is_away:
                 await self._queue_again(self.parked.probes(), any_of=True, count_max=1)
             else:

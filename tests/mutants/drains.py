@@ -69,6 +69,14 @@ MUTANTS = (
         (f"{T_AGAIN}::test_a_move_that_fails_beside_a_try_for_a_store_does_not_end_the_tries",),
     ),
     Mutant(
+        "a-drain-takes-a-stores-word-back",
+        "kvstore/movement/writes.py",
+        "        if self.parked.are_due and not self.is_draining:\n",
+        "        if self.parked.are_due:\n",
+        "a store that asked for OBJECT is not tried again after the drain of a tier that was away",
+        (f"{T_AGAIN}::test_what_a_store_asked_for_goes_also_after_a_drain_of_the_tier",),
+    ),
+    Mutant(
         "one-tenants-socket-speaks-for-all",
         "ops/kvstore_ops/operators/draining.py",
         "        return str(client.stats().tenant) == DEFAULT_TENANT\n",

@@ -131,6 +131,23 @@ def test_a_move_that_fails_beside_a_try_for_a_store_does_not_end_the_tries(
     run([node], scenario)
 
 
+def test_what_a_store_asked_for_goes_also_after_a_drain_of_the_tier(tmp_path: Path) -> None:
+    wide = Wide(tmp_path)
+    node = wide.node(redis="never", s3="never")
+
+    async def scenario() -> None:
+        wide.s3.turn_on(Switch.AWAY)
+        await node.store(node.session, 1, durability=Durability.OBJECT)
+        await node.quiet()
+        operators = Operators(node.parts, node.controller)
+        for end in (False, True):
+            _ = [news async for news in operators.drain(Selection(tier="s3"), end=end, service=False, dry_run=False)]
+            await back_again(wide, node)
+            assert wide.in_s3(node, 1) == [end]
+
+    run([node], scenario)
+
+
 def test_a_chunk_in_the_row_of_one_that_was_refused_is_not_sent_in_its_place(tmp_path: Path) -> None:
     wide = Wide(tmp_path)
     node = wide.node(redis="reuse", s3="never")
