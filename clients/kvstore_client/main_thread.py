@@ -13,6 +13,7 @@ itself back when it is dropped. Cost: about 20 us on the main thread; nothing on
 from __future__ import annotations
 
 import _thread
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -85,7 +86,8 @@ _main = _MainThread()
 
 def off_main_thread(call: Callable[[], Result]) -> Result:
     """Make a call on another thread where this is the main one, else here. Returns or raises as the call does. Where no
-    thread is to be had it is made here, too."""
-    if threading.get_ident() != threading.main_thread().ident:
+    thread is to be had it is made here, too; and at the interpreter's end, when destructors run and no other thread
+    does."""
+    if threading.get_ident() != threading.main_thread().ident or sys.is_finalizing():
         return call()
     return _main.relieve(call)

@@ -4,6 +4,7 @@ future's. Each scene is a process of its own, which has a main thread that signa
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from kvstore_ops.sidecar import Sidecar
@@ -195,6 +196,28 @@ _thread.start_new_thread = start
     + END
 )
 
+AT_THE_END = """
+import builtins, faulthandler, sys
+sys.path.append(".")
+faulthandler.dump_traceback_later(50.0, exit=True)
+from kvstore_client import connect
+from tests.e2e.test_given_back import CACHE, SPEC, TOKENS
+
+class Engine:
+    def __init__(self, client):
+        self.client = client
+
+    def __del__(self):
+        assert sys.is_finalizing()
+        self.client.stats()
+        self.client.close()
+        print("ended", flush=True)
+
+client = connect(sys.argv[1])
+client.store(SPEC, TOKENS, CACHE).wait(8.0)
+builtins.engine = Engine(client)  # it goes last
+"""
+
 
 def run(scene: str, *arguments: str) -> None:
     done = CLIENTS.run([sys.executable, "-c", scene, *arguments], timeout=60.0)
@@ -220,3 +243,10 @@ def test_a_signal_handler_may_call_in_the_midst_of_a_call(sidecar: Sidecar) -> N
 
 def test_where_no_thread_is_to_be_had_calls_are_made_on_the_main_thread(sidecar: Sidecar) -> None:
     run(NO_THREAD, sidecar.address)
+
+
+def test_a_destructor_at_the_interpreters_end_may_call(sidecar: Sidecar, tmp_path: Path) -> None:
+    scene = tmp_path / "scene.py"  # by ``-c`` its objects stay at the end
+    scene.write_text(AT_THE_END)
+    done = CLIENTS.run([sys.executable, str(scene), sidecar.address], timeout=60.0)
+    assert done.stdout == "ended\n", done.stderr[-4000:]

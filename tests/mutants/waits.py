@@ -210,10 +210,18 @@ MUTANTS = [
     Mutant(
         "calls-on-the-main-thread",
         MAIN_THREAD,
-        "    if threading.get_ident() != threading.main_thread().ident:\n",
+        "    if threading.get_ident() != threading.main_thread().ident or sys.is_finalizing():\n",
         "    if True:\n",
         "after one interrupt every later call waits for a lock that nobody gives back",
         (f"{INTERRUPTED}::test_an_interrupt_at_any_step_keeps_nobody_waiting[local-lookup-3]",),
+    ),
+    Mutant(
+        "calls-at-the-interpreters-end",
+        MAIN_THREAD,
+        " or sys.is_finalizing():\n",
+        ":\n",
+        "a process whose last object ends a session in its destructor never ends",
+        (f"{INTERRUPTED}::test_a_destructor_at_the_interpreters_end_may_call[local]",),
     ),
     Mutant(
         "calls-behind-an-interrupted-one",
