@@ -94,7 +94,8 @@ class Transfer:
         """Return the layer when it is in its place: (K, V), or E where the spec keeps that; None for a miss. Raises the
         error that ended the transfer; DeadlineExceeded after ``timeout`` seconds; InvalidRequest for a layer it does
         not bring."""
-        return _landed(self.landing(layer), f"layer {layer}", timeout)
+        landed = self._bringing.landed
+        return landed[layer] if layer in landed else _landed(self.landing(layer), f"layer {layer}", timeout)
 
     def landing(self, layer: int) -> Future[Layer]:
         """Return a future that is done when the layer is in its place, or will not come. Raises InvalidRequest."""
@@ -122,17 +123,16 @@ class Transfer:
 
     def poll(self) -> int:
         """Return the number of leading layers that are in their place."""
-        return off_main_thread(self._landed_count)
-
-    def _landed_count(self) -> int:
-        futures = list(self._bringing.layers.values())
-        landed = (number for number, each in enumerate(futures) if not each.done() or each.exception() is not None)
-        return next(landed, len(futures))
+        bringing = self._bringing
+        return next(
+            (number for number, layer in enumerate(bringing.layers) if layer not in bringing.landed),
+            len(bringing.layers),
+        )
 
     @property
     def is_done(self) -> bool:
         """True when nothing writes to the destination any more."""
-        return off_main_thread(self._bringing.ended.done)
+        return self._bringing.has_ended
 
     @property
     def failed(self) -> bool:
@@ -176,6 +176,10 @@ class Bringing:
         self.layers: dict[int, Future[Layer]] = {layer: Future() for layer in self._to_come}
         self.hidden: dict[int, Future[Tensor]] = {layer: Future() for layer in hidden_layers}
         self.ended: Future[None] = Future()
+        self.landed: dict[int, Layer] = {}
+        """The layers that are in their place. Engines ask at every step: this, and ``has_ended``, is read without a
+        lock."""
+        self.has_ended = False
         self.is_cancelled = False
         self.stream: LayerStream | None = None
 
@@ -195,7 +199,12 @@ class Bringing:
             without_frames(error)
             self._fail(Internal(f"the transfer failed: {error!r}"))
         finally:
+            self.has_ended = True
             self.ended.set_result(None)
+
+    def _land(self, layer: int, entry: Layer | None) -> None:
+        self.landed[layer] = entry
+        self.layers[layer].set_result(entry)
 
     def _bring(self, stream: LayerStream) -> None:
         self.stream = stream
@@ -207,14 +216,14 @@ class Bringing:
                 self.good_token_count = self.token_count
                 self._to_come[layer] -= 1
                 if not self._to_come[layer]:
-                    self.layers[layer].set_result(entry)
+                    self._land(layer, entry)
                 if self.is_cancelled:
                     raise Unavailable("the transfer was cancelled")
             for layer, future in self.hidden.items():
                 future.set_result(stream.hidden.get(layer))
-            for future in self.layers.values():
+            for layer, future in self.layers.items():
                 if not future.done():
-                    future.set_result(None)  # a miss brings nothing
+                    self._land(layer, None)  # a miss brings nothing
         except DataLoss:
             self.good_token_count = stream.good_token_count
             raise

@@ -168,7 +168,7 @@ class Receipt:
 
     @property
     def is_done(self) -> bool:
-        return off_main_thread(self._future.done)
+        return self._told is not None or off_main_thread(self._future.done)
 
     @property
     def stored_token_count(self) -> int:
