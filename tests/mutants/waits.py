@@ -56,6 +56,14 @@ MUTANTS = [
         ("tests/e2e/test_copying.py::test_who_is_interrupted_twice_waits_for_the_helper",),
     ),
     Mutant(
+        "a-destination-that-is-still-written-to",
+        TRANSFER,
+        "        return self._bringing.has_ended\n",
+        "        return True\n",
+        "an engine computes into blocks that a transfer still writes to",
+        (DROPPED,),
+    ),
+    Mutant(
         "watch-without-a-deadline",
         WATCHING,
         "            first: pb.WatchResponse = off_main_thread(partial(asked.result, self.timeout_s))\n",
