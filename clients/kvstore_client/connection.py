@@ -7,7 +7,6 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Self
 
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unauthenticated, Unavailable
@@ -84,6 +83,13 @@ class Connection:
     def session(self) -> ClientSession:
         """Return the live session; connect if there is none. Raises Unavailable, at once while backing off."""
         self._begin_in_child()
+        session = self._session
+        if session is None or not session.is_usable or self._is_closed:
+            # Also for the lock: a signal handler that closes the client meanwhile would wait for its own thread.
+            session = off_main_thread(self._connected)
+        return session
+
+    def _connected(self) -> ClientSession:
         with self._lock:
             if self._is_closed:
                 raise Unavailable("this client is closed")
@@ -93,7 +99,7 @@ class Connection:
             if now < self._retry_at_s:
                 raise Unavailable(f"the sidecar at {self.place} is gone; trying again soon")
             try:
-                self._session = session = off_main_thread(partial(self.place.open, self._timeout_s))
+                self._session = session = self.place.open(self._timeout_s)
             except BaseException:
                 # Threads that waited for the lock fail at once: they do not try, and wait, again.
                 self._retry_at_s = self._clock.monotonic() + RECONNECT_INTERVAL_S

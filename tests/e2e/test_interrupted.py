@@ -15,7 +15,7 @@ BEGIN = """
 import faulthandler, itertools, os, random, signal, sys, threading, time
 faulthandler.dump_traceback_later(50.0, exit=True)
 from kvstore_client import Durability, connect
-from kvstore.errors import Unavailable
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore_client.main_thread import _serve
 from tests.e2e.test_given_back import CACHE, COUNT, SPEC, TOKENS, held
 from tests.server.raw import eventually
@@ -178,6 +178,27 @@ assert set(found) == {len(TOKENS)}
     + END
 )
 
+HANDLER_CLOSES = (
+    BEGIN
+    + """
+late = connect(sys.argv[1], timeout_s=2.0)
+signal.signal(signal.SIGALRM, lambda *_: late.close())
+server_pid = client.connect_now().server_pid
+late.connect_now().close()
+os.kill(server_pid, signal.SIGSTOP)
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+try:
+    late.connect_now()  # it waits for the sidecar until the close, or its time, ends it
+    raise AssertionError("nobody answers")
+except KVStoreError:
+    pass
+finally:
+    os.kill(server_pid, signal.SIGCONT)
+assert not signal.getitimer(signal.ITIMER_REAL)[0], "the handler ran meanwhile"
+"""
+    + END
+)
+
 NO_THREAD = (
     BEGIN
     + """
@@ -239,6 +260,10 @@ def test_a_call_that_was_interrupted_goes_on_beside_the_next_ones(sidecar: Sidec
 
 def test_a_signal_handler_may_call_in_the_midst_of_a_call(sidecar: Sidecar) -> None:
     run(HANDLER_CALLS, sidecar.address)
+
+
+def test_a_signal_handler_may_close_a_client_that_connects(sidecar: Sidecar) -> None:
+    run(HANDLER_CLOSES, sidecar.address)
 
 
 def test_where_no_thread_is_to_be_had_calls_are_made_on_the_main_thread(sidecar: Sidecar) -> None:
