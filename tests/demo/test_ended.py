@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,24 +15,29 @@ import pytest
 @pytest.mark.parametrize(
     ("number", "at"), [(signal.SIGINT, "sidecar: pid"), (signal.SIGTERM, "cold: reading the documentation")]
 )
-def test_a_demo_that_is_ended_leaves_nothing(number: signal.Signals, at: str, tmp_path: Path) -> None:
+def test_a_demo_that_is_ended_leaves_nothing(number: signal.Signals, at: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="demo-") as directory:  # a socket's path is short, and pytest's are not
+        check_ended(number, at, Path(directory))
+
+
+def check_ended(number: signal.Signals, at: str, place: Path) -> None:
     command = [sys.executable, "-m", "kvstore_ops.cli", "demo"]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "TMPDIR": str(place)}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=place
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if at in line:
                 break
-        assert list(tmp_path.iterdir())
+        assert list(place.iterdir())
         process.send_signal(number)  # to it alone: what it started does not hear of it
         _, complaints = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert "Traceback" not in complaints
-    left = {each.name for each in tmp_path.iterdir() if not each.name.startswith("torchinductor_")}
+    left = {each.name for each in place.iterdir() if not each.name.startswith("torchinductor_")}
     assert left == set()  # but for a directory that torch keeps for each user
-    assert [command for command in running() if str(tmp_path) in command] == []
+    assert [command for command in running() if str(place) in command] == []
 
 
 def running() -> list[str]:
