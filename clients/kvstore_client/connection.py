@@ -14,7 +14,6 @@ from kvstore.keys import fingerprint
 from kvstore.seams import Clock
 from kvstore.spec import ModelSpec
 from kvstore_client.forks import in_children
-from kvstore_client.main_thread import off_main_thread
 from kvstore_client.planes.place import Place
 from kvstore_client.planes.session import ClientSession
 
@@ -83,13 +82,6 @@ class Connection:
     def session(self) -> ClientSession:
         """Return the live session; connect if there is none. Raises Unavailable, at once while backing off."""
         self._begin_in_child()
-        session = self._session
-        if session is None or not session.is_usable or self._is_closed:
-            # Also for the lock: a signal handler that closes the client meanwhile would wait for its own thread.
-            session = off_main_thread(self._connected)
-        return session
-
-    def _connected(self) -> ClientSession:
         with self._lock:
             if self._is_closed:
                 raise Unavailable("this client is closed")
@@ -147,7 +139,7 @@ class Connection:
         self.count("unavailable")
         session = self._session
         if isinstance(error, Unauthenticated) and session is not None:
-            off_main_thread(session.close)
+            session.close()
         if not self._has_warned:
             self._has_warned = True
             _log.warning("kvstore: %s; going on without it", error.message)

@@ -9,7 +9,6 @@ from kvstore.seams import Clock, FaultPoints, Workers, WorkerThreads
 from kvstore.spec import ModelSpec
 from kvstore_client.connection import Connection, Miss
 from kvstore_client.copying import Copier, is_drained
-from kvstore_client.main_thread import off_main_thread
 from kvstore_client.planes.place import Place
 from kvstore_client.planes.session import ClientSession
 
@@ -39,9 +38,6 @@ class Context:
 
     def close(self) -> None:
         """Finish pending commits, for at most the timeout of a call, and end the session."""
-        off_main_thread(self._close)
-
-    def _close(self) -> None:
         if not is_drained(self.committer, self.timeout_s):
             self.connection.close()  # what still waits for the sidecar ends now
         self.committer.close()

@@ -35,7 +35,6 @@ from kvstore_client.arrays import (
     settle_device,
     torch_module,
 )
-from kvstore_client.main_thread import off_main_thread
 from kvstore_client.tracing import within_trace
 
 COPY_THREADS = 2
@@ -214,12 +213,6 @@ def commit_beside(
     """Run a commit after those sent before. With ``waits`` it gets a thread of its own, because the stores that it
     waits for may be queued behind it. Where no thread takes it the store is aborted at once, and the outcome says
     so."""
-    return off_main_thread(partial(_begun_commit, workers, commit, abort, waits=waits))
-
-
-def _begun_commit(
-    workers: Workers, commit: Callable[[], Committed], abort: Callable[[], None], *, waits: bool
-) -> Future[Committed]:
     future = begun(_OwnThread() if waits else workers, within_trace(commit))
     if waits:
         waiting = _waiting.setdefault(workers, set())

@@ -128,7 +128,6 @@ def test_a_front_that_was_computed_stays_when_the_rest_is_lost(
     def lost(*args: Any, **options: Any) -> Any:
         transfer = begun(*args, **options)
         transfer.wait(10.0)
-        transfer._bringing.landed.pop(3)  # as if it had not landed
         transfer._bringing.layers[3].__init__()
         transfer._bringing.layers[3].set_exception(Exhausted("lost, says the test"))
         return transfer

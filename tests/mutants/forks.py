@@ -40,8 +40,8 @@ MUTANTS = [
     Mutant(
         "session-of-the-parent",
         CONNECTION,
-        "        self._begin_in_child()\n        session = self._session\n",
-        "        session = self._session\n",
+        "        self._begin_in_child()\n        with self._lock:\n            if self._is_closed:\n",
+        "        with self._lock:\n            if self._is_closed:\n",
         "a forked child waits for a lock that a thread of its parent held",
         (f"{LOCKED}[local-ask]",),
     ),

@@ -15,8 +15,6 @@ SESSION = "clients/kvstore_client/planes/shared_memory/mapped.py"
 STORING = "clients/kvstore_client/store/store.py"
 COPYING = "clients/kvstore_client/copying.py"
 TRANSFER = "clients/kvstore_client/fetch/transfer.py"
-MAIN_THREAD = "clients/kvstore_client/main_thread.py"
-INTERRUPTED = "tests/e2e/test_interrupted.py"
 WATCHING = "clients/kvstore_client/lookup/watch.py"
 INCOMING = "clients/kvstore_client/planes/incoming.py"
 LOOKUPS = "clients/kvstore_client/engines/vllm/lookups.py"
@@ -56,26 +54,18 @@ MUTANTS = [
         ("tests/e2e/test_copying.py::test_who_is_interrupted_twice_waits_for_the_helper",),
     ),
     Mutant(
-        "a-destination-that-is-still-written-to",
-        TRANSFER,
-        "        return self._bringing.has_ended\n",
-        "        return True\n",
-        "an engine computes into blocks that a transfer still writes to",
-        (DROPPED,),
-    ),
-    Mutant(
         "watch-without-a-deadline",
         WATCHING,
-        "            first: pb.WatchResponse = off_main_thread(partial(asked.result, self.timeout_s))\n",
-        "            first: pb.WatchResponse = off_main_thread(asked.result)\n",
+        "            first: pb.WatchResponse = asked.result(self.timeout_s)\n",
+        "            first: pb.WatchResponse = asked.result()\n",
         "to watch a sidecar that stands still is never to return",
         (NO_WATCH,),
     ),
     Mutant(
         "events-without-a-deadline",
         WATCHING,
-        "off_main_thread(partial(wait, [self.pending()], self.timeout_s)).done",
-        "off_main_thread(partial(wait, [self.pending()])).done",
+        "            if not wait([self.pending()], self.timeout_s).done and not self._is_closed:\n",
+        "            if not wait([self.pending()]).done and not self._is_closed:\n",
         "who iterates the events of a sidecar that stands still is never told",
         (NO_WATCH,),
     ),
@@ -214,45 +204,5 @@ MUTANTS = [
         "    while False:\n",
         "each fetch by a call leaves 18 KB behind in the engine's process",
         ("tests/e2e/test_streams.py::test_fetches_read_to_their_end",),
-    ),
-    Mutant(
-        "calls-on-the-main-thread",
-        MAIN_THREAD,
-        "    if threading.get_ident() != threading.main_thread().ident or sys.is_finalizing():\n",
-        "    if True:\n",
-        "after one interrupt every later call waits for a lock that nobody gives back",
-        (f"{INTERRUPTED}::test_an_interrupt_at_any_step_keeps_nobody_waiting[local-lookup-3]",),
-    ),
-    Mutant(
-        "calls-at-the-interpreters-end",
-        MAIN_THREAD,
-        " or sys.is_finalizing():\n",
-        ":\n",
-        "a process whose last object ends a session in its destructor never ends",
-        (f"{INTERRUPTED}::test_a_destructor_at_the_interpreters_end_may_call[local]",),
-    ),
-    Mutant(
-        "calls-behind-an-interrupted-one",
-        MAIN_THREAD,
-        "        stand_in, self._free = self._free, None  # a signal handler that calls meanwhile gets another one\n",
-        "        stand_in = self._free\n",
-        "the call after an interrupted one waits for that one's time limit first",
-        (f"{INTERRUPTED}::test_a_call_that_was_interrupted_goes_on_beside_the_next_ones[local]",),
-    ),
-    Mutant(
-        "stand-ins-that-stay",
-        MAIN_THREAD,
-        "weakref.ref(self, self.work.put)",
-        "weakref.ref(self)",
-        "each interrupted call leaves a thread behind",
-        (f"{INTERRUPTED}::test_a_client_that_is_interrupted_at_random_works[local]",),
-    ),
-    Mutant(
-        "stand-in-of-the-parents",
-        MAIN_THREAD,
-        "        in_children(self._renew)\n",
-        "",
-        "a forked child waits for ever for a thread that it does not have",
-        ("tests/e2e/test_forks.py::test_a_child_does_not_wait_for_a_lock_that_its_parent_holds[local-ask]",),
     ),
 ]

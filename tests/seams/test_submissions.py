@@ -91,7 +91,7 @@ SITES = {
             ("s3/tier.py", "S3Tier.run_read"),
         )
     },
-    ("clients/kvstore_client/copying.py", "_begun_commit"): STORE,
+    ("clients/kvstore_client/copying.py", "commit_beside"): STORE,
     ("clients/kvstore_client/copying.py", "_OwnThread.submit"): NO_THREAD,
     ("clients/kvstore_client/copying.py", "Copier.submit"): FETCH,
     ("clients/kvstore_client/copying.py", "Copier.split"): STORE,
@@ -141,7 +141,7 @@ MOVES_NO_BYTES = {
     ("clients/kvstore_client/loading/patience.py", "Patience.__init__"): "without it a load is waited for as ever",
     (
         "clients/kvstore_client/loading/patience.py",
-        "result_in_time.has_come",
+        "result_in_time",
     ): "a question: without a thread it is asked on this one",
     ("clients/kvstore_client/loading/planner.py", "Planner._tell_soon"): "a report: without a thread nobody hears it",
     ("clients/kvstore_client/gate/exchange.py", "ProfileExchange.tell"): "a report: the next session makes it again",

@@ -16,7 +16,6 @@ from kvstore.seams.scheduler import start_thread
 from kvstore.spec import Exactness, MissReason, Tier
 from kvstore_client.arrays import Layer, Tensor
 from kvstore_client.fetch.stream import LayerStream
-from kvstore_client.main_thread import off_main_thread
 from kvstore_client.tracing import within_trace
 
 Result = TypeVar("Result")
@@ -52,8 +51,7 @@ class Transfer:
 
     def start(self, open_stream: Callable[[], LayerStream]) -> None:
         """Bring the layers in order, on a thread of its own. Raises Unavailable where no thread can be had."""
-        bring = partial(self._bringing.run, within_trace(open_stream))
-        self._thread = off_main_thread(lambda: start_thread(bring, "kvstore-transfer"))
+        self._thread = start_thread(partial(self._bringing.run, within_trace(open_stream)), "kvstore-transfer")
 
     @property
     def layers(self) -> list[int]:
@@ -94,8 +92,7 @@ class Transfer:
         """Return the layer when it is in its place: (K, V), or E where the spec keeps that; None for a miss. Raises the
         error that ended the transfer; DeadlineExceeded after ``timeout`` seconds; InvalidRequest for a layer it does
         not bring."""
-        landed = self._bringing.landed
-        return landed[layer] if layer in landed else _landed(self.landing(layer), f"layer {layer}", timeout)
+        return _landed(self.landing(layer), f"layer {layer}", timeout)
 
     def landing(self, layer: int) -> Future[Layer]:
         """Return a future that is done when the layer is in its place, or will not come. Raises InvalidRequest."""
@@ -123,16 +120,14 @@ class Transfer:
 
     def poll(self) -> int:
         """Return the number of leading layers that are in their place."""
-        bringing = self._bringing
-        return next(
-            (number for number, layer in enumerate(bringing.layers) if layer not in bringing.landed),
-            len(bringing.layers),
-        )
+        futures = list(self._bringing.layers.values())
+        landed = (number for number, each in enumerate(futures) if not each.done() or each.exception() is not None)
+        return next(landed, len(futures))
 
     @property
     def is_done(self) -> bool:
         """True when nothing writes to the destination any more."""
-        return self._bringing.has_ended
+        return self._bringing.ended.done()
 
     @property
     def failed(self) -> bool:
@@ -176,10 +171,6 @@ class Bringing:
         self.layers: dict[int, Future[Layer]] = {layer: Future() for layer in self._to_come}
         self.hidden: dict[int, Future[Tensor]] = {layer: Future() for layer in hidden_layers}
         self.ended: Future[None] = Future()
-        self.landed: dict[int, Layer] = {}
-        """The layers that are in their place. Engines ask at every step: this, and ``has_ended``, is read without a
-        lock."""
-        self.has_ended = False
         self.is_cancelled = False
         self.stream: LayerStream | None = None
 
@@ -199,12 +190,7 @@ class Bringing:
             without_frames(error)
             self._fail(Internal(f"the transfer failed: {error!r}"))
         finally:
-            self.has_ended = True
             self.ended.set_result(None)
-
-    def _land(self, layer: int, entry: Layer | None) -> None:
-        self.landed[layer] = entry
-        self.layers[layer].set_result(entry)
 
     def _bring(self, stream: LayerStream) -> None:
         self.stream = stream
@@ -216,14 +202,14 @@ class Bringing:
                 self.good_token_count = self.token_count
                 self._to_come[layer] -= 1
                 if not self._to_come[layer]:
-                    self._land(layer, entry)
+                    self.layers[layer].set_result(entry)
                 if self.is_cancelled:
                     raise Unavailable("the transfer was cancelled")
             for layer, future in self.hidden.items():
                 future.set_result(stream.hidden.get(layer))
-            for layer, future in self.layers.items():
+            for future in self.layers.values():
                 if not future.done():
-                    self._land(layer, None)  # a miss brings nothing
+                    future.set_result(None)  # a miss brings nothing
         except DataLoss:
             self.good_token_count = stream.good_token_count
             raise
@@ -246,13 +232,9 @@ def _part(futures: Mapping[int, Future[Result]], layer: int, name: str) -> Futur
 
 def _landed(future: Future[Result], name: str, timeout: float | None) -> Result:
     try:
-        return off_main_thread(partial(_outcome, future, timeout))
+        error = future.exception(timeout)
     except TimeoutError:
         raise DeadlineExceeded(f"{name} did not land within {timeout} s") from None
-
-
-def _outcome(future: Future[Result], timeout: float | None) -> Result:
-    error = future.exception(timeout)
     if isinstance(error, KVStoreError):
         raise _again(error)
     return future.result()

@@ -31,7 +31,6 @@ from kvstore_client.context import Context
 from kvstore_client.fetch.ticket import pack_ticket
 from kvstore_client.lookup.calls import with_tail
 from kvstore_client.lookup.match import Match, chunk_matches
-from kvstore_client.main_thread import off_main_thread
 from kvstore_client.planes.session import ClientSession, PendingCall, cancel, translated
 from kvstore_client.prompt import Prompt
 
@@ -75,7 +74,7 @@ class PrefillCall:
             raise
         if not isinstance(answer, pb.PartialPrefillResponse):
             self.close()
-            raise Unavailable("the sidecar is gone") if answer is None else off_main_thread(partial(_failure, answer))
+            raise Unavailable("the sidecar is gone") if answer is None else _failure(answer)
         self.answer = answer
         ways = {Way.PREFILL, *(WAYS[each] for each in begin.ways)}
         self.plan = plan_from_message(answer.plan, ways) if answer.HasField("plan") else None

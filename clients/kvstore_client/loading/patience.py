@@ -15,7 +15,6 @@ from kvstore.planning.loading import LoadPlan, Operations
 from kvstore.seams.scheduler import start_thread
 from kvstore.spec import ModelSpec
 from kvstore_client.caches import Caches
-from kvstore_client.main_thread import off_main_thread
 from kvstore_client.streams import within_streams
 from kvstore_client.tracing import within_trace
 
@@ -54,20 +53,14 @@ def result_in_time(action: Callable[[], Result], left_s: float, undo: Callable[[
         except BaseException as error:  # noqa: BLE001 - the caller gets it
             outcome.set_exception(error)
 
-    acts = within_trace(within_streams(run))
-
-    def has_come() -> bool:
-        start_thread(acts, "kvstore-in-time")
-        if wait([outcome], min(max(left_s, LEFT_S_MIN), LEFT_S_MAX)).done:
-            return True
-        outcome.add_done_callback(partial(_undone, undo))
-        return False
-
     try:
-        is_there = off_main_thread(has_come)
+        start_thread(within_trace(within_streams(run)), "kvstore-in-time")
     except KVStoreError:
         return action()
-    return outcome.result() if is_there else None
+    if not wait([outcome], min(max(left_s, LEFT_S_MIN), LEFT_S_MAX)).done:
+        outcome.add_done_callback(partial(_undone, undo))
+        return None
+    return outcome.result()
 
 
 def _undone(undo: Callable[[Result], None], outcome: Future[Result]) -> None:
@@ -130,9 +123,6 @@ class Patience:
 
     def end(self) -> None:
         """Give nothing up from now on: all has landed, or the caller is gone. Idempotent."""
-        off_main_thread(self._end)
-
-    def _end(self) -> None:
         with self._deciding:
             self._has_ended.set()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import partial
 from typing import Self
 
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
@@ -13,7 +12,6 @@ from kvstore.spec import EventKind, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.awaiting import ended
 from kvstore_client.lookup.feed import GONE, Feed
-from kvstore_client.main_thread import off_main_thread
 from kvstore_client.planes.incoming import Incoming
 from kvstore_client.planes.session import ClientSession, translated
 
@@ -48,7 +46,11 @@ class Watch:
         self._session = session
         self.timeout_s = timeout_s
         self._is_closed = False
-        self._feed = off_main_thread(partial(_feed, session, tenant))
+        try:
+            call = session.cache.Watch(pb.WatchRequest(tenant=tenant), metadata=session.metadata)
+        except ValueError as error:
+            raise Unavailable(GONE) from error  # the channel was closed meanwhile
+        self._feed = Feed(Incoming(call), translated)
         self._asked: Future[pb.WatchResponse] | None = None
         first = self._first()
         self._events: Iterator[pb.ChunkEvent] = iter(first.events)
@@ -60,7 +62,7 @@ class Watch:
     def _first(self) -> pb.WatchResponse:
         asked = self._feed.ask()
         try:
-            first: pb.WatchResponse = off_main_thread(partial(asked.result, self.timeout_s))
+            first: pb.WatchResponse = asked.result(self.timeout_s)
         except TimeoutError:
             self._feed.close()
             raise DeadlineExceeded(f"the sidecar did not say within {self.timeout_s} s that it is watched") from None
@@ -78,9 +80,6 @@ class Watch:
     def take(self) -> bool:
         """Make the events that came the next ones. Returns False when the watch was closed. Raises the error that ended
         it."""
-        return off_main_thread(self._take)
-
-    def _take(self) -> bool:
         asked = self.pending()
         if asked.done():
             self._asked = None
@@ -108,7 +107,7 @@ class Watch:
 
     def __next__(self) -> ChunkEvent:
         while (event := self.ready()) is None:
-            if not off_main_thread(partial(wait, [self.pending()], self.timeout_s)).done and not self._is_closed:
+            if not wait([self.pending()], self.timeout_s).done and not self._is_closed:
                 self.check()
             if not self.take():
                 raise StopIteration
@@ -155,14 +154,6 @@ class AsyncWatch:
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
-
-
-def _feed(session: ClientSession, tenant: str) -> Feed:
-    try:
-        call = session.cache.Watch(pb.WatchRequest(tenant=tenant), metadata=session.metadata)
-    except ValueError as error:
-        raise Unavailable(GONE) from error  # the channel was closed meanwhile
-    return Feed(Incoming(call), translated)
 
 
 def _event(event: pb.ChunkEvent) -> ChunkEvent:

@@ -15,7 +15,6 @@ import grpc
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams.scheduler import start_thread
 from kvstore_client.forks import in_children
-from kvstore_client.main_thread import off_main_thread
 from kvstore_client.planes.session import ClientSession, cancel, noted, translated
 
 _log = logging.getLogger("kvstore.client")
@@ -87,9 +86,6 @@ class Incoming:
 
     def read(self) -> Any:
         """Return the next message, None at the end. Raises grpc.RpcError; ValueError after the channel's end."""
-        return off_main_thread(self._next)
-
-    def _next(self) -> Any:
         with self._reading:
             return next(self._call, None)
 
@@ -125,13 +121,6 @@ def opened(
 ) -> tuple[Incoming, Any]:  # fmt: skip
     """Make a call, and return its stream and the first message. ``lent``: returns a function that gives back what the
     first message lends; it is called when the stream ends. Raises the typed error of a failed call."""
-    return off_main_thread(partial(_opened_registered, session, method, request, timeout_s, lent))
-
-
-def _opened_registered(
-    session: ClientSession, method: Any, request: object, timeout_s: float,
-    lent: Callable[[Any], Callable[[], object]] | None,
-) -> tuple[Incoming, Any]:  # fmt: skip
     try:
         return _opened(session, method, request, timeout_s, lent)
     except KVStoreError as error:

@@ -11,7 +11,6 @@ from queue import Empty, SimpleQueue
 
 from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, Unavailable
 from kvstore.seams.scheduler import start_thread
-from kvstore_client.main_thread import off_main_thread
 
 RETRY_S = 0.5
 AT_ONCE = 1024
@@ -57,7 +56,7 @@ class Returns:
         """Wait until everything handed over so far was given back. Returns False when that takes longer."""
         done = threading.Event()
         self.soon(done.set)
-        return off_main_thread(partial(done.wait, timeout_s))
+        return done.wait(timeout_s)
 
     def close(self) -> None:
         """End the thread: the session has ended, and nothing is left to give back."""

@@ -25,7 +25,6 @@ from kvstore_client.copying import Copier
 from kvstore_client.fetch.ticket import TicketFields
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.lookup.presence import ChainName, LookupAnswer, Presence
-from kvstore_client.main_thread import off_main_thread
 from kvstore_client.planes.prefix import Prefix
 from kvstore_client.planes.returns import UNANSWERED, Returns
 from kvstore_client.planes.store import StagingMemory, StagingRun, StoreSource, Upload
@@ -59,7 +58,7 @@ def noted(call: Call) -> Call:
 def cancel(call: PendingCall) -> None:
     """Cancel a call. A forked child leaves its parent's alone: a thread that is not here may hold the call's lock."""
     if not any(each is call for each in _inherited):
-        off_main_thread(call.cancel)
+        call.cancel()
 
 
 def _after_fork_in_child() -> None:
@@ -234,28 +233,20 @@ class ClientSession(Plane):
         """Begin a call that threads of gRPC's serve, and note it. Raises Unavailable, also where no thread can be
         had."""
         self._check_process()
-        return off_main_thread(partial(_begun, begin))
+        check_threads()
+        try:
+            return noted(begin())
+        except ValueError as error:
+            raise Unavailable("the sidecar is gone") from error
 
     def answer(self, begun: Any) -> Any:
         """Return the answer of a call that is done. Raises the typed error of its status."""
-        return off_main_thread(partial(_answered, begun))
-
-
-def _begun(begin: Callable[[], Call]) -> Call:
-    check_threads()
-    try:
-        return noted(begin())
-    except ValueError as error:
-        raise Unavailable("the sidecar is gone") from error
-
-
-def _answered(begun: Any) -> Any:
-    try:
-        return begun.result()
-    except grpc.RpcError as error:
-        raise translated(error) from error
-    except grpc.FutureCancelledError as error:
-        raise Unavailable("the sidecar is gone") from error
+        try:
+            return begun.result()
+        except grpc.RpcError as error:
+            raise translated(error) from error
+        except grpc.FutureCancelledError as error:
+            raise Unavailable("the sidecar is gone") from error
 
 
 def check_threads() -> None:
@@ -272,10 +263,6 @@ def translated(error: grpc.RpcError) -> KVStoreError:
     """Return the typed error of a failed call. A stream is its own error: drop the frames it passed, or they and all
     they hold would hold each other."""
     error.__traceback__ = None
-    return off_main_thread(partial(_typed, error))
-
-
-def _typed(error: grpc.RpcError) -> KVStoreError:
     status, said, metadata = error.code().name, error.details() or "", tuple(error.trailing_metadata() or ())
     if all(key != METADATA_ERROR for key, _ in metadata) and status in UNANSWERED_BY:
         said = f"{UNANSWERED_BY[status]} ({said})"  # these are the words of gRPC, not of a sidecar
@@ -283,10 +270,6 @@ def _typed(error: grpc.RpcError) -> KVStoreError:
 
 
 def _called(method: Callable[..., Reply], request: object, timeout_s: float, metadata: object) -> Reply:
-    return off_main_thread(partial(_made, method, request, timeout_s, metadata))
-
-
-def _made(method: Callable[..., Reply], request: object, timeout_s: float, metadata: object) -> Reply:
     try:
         return method(request, timeout=timeout_s, metadata=metadata)
     except grpc.RpcError as error:

@@ -6,14 +6,12 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from kvstore.errors import DeadlineExceeded
 from kvstore.seams import SystemClock
 from kvstore.spec import LEVELS, Durability
 from kvstore_client.awaiting import ended
-from kvstore_client.main_thread import off_main_thread
 
 SETTLE_S_MAX = 60.0
 """Seconds that ``wait()`` without a timeout waits for the device."""
@@ -63,7 +61,6 @@ class Receipt:
         """``settle``: None where nobody wants to know which levels beyond memory are reached."""
         self._future = future
         self.settle = settle
-        self._told: tuple[Durability, int, str] | None = None
         self._found: Outcome | None = None
         self._pid = os.getpid()
 
@@ -77,9 +74,7 @@ class Receipt:
     def _outcome(self, timeout: float | None = None) -> tuple[Durability, int, str]:
         if self._is_elsewhere:
             return Durability.NONE, 0, "the process that stored it knows; this is a fork of it"
-        if self._told is None:
-            self._told = off_main_thread(partial(self._future.result, timeout))
-        return self._told
+        return self._future.result(timeout)
 
     @property
     def _is_elsewhere(self) -> bool:
@@ -107,7 +102,7 @@ class Receipt:
         settle, count, left_s = self._to_settle(until_s)
         if settle is not None:
             settling = settle.ask(count, left_s)
-            off_main_thread(partial(wait, [settling.answered], left_s + REPLY_S))
+            wait([settling.answered], left_s + REPLY_S)
             self._settled(settling, left_s)
         return self._level
 
@@ -135,7 +130,7 @@ class Receipt:
         return None if is_known else self.settle, count, left_s
 
     def _settled(self, settling: Settling, waited_s: float) -> None:
-        if off_main_thread(settling.answered.done):
+        if settling.answered.done():
             self._found = settling.outcome()
             if self._found.is_settled:
                 return
@@ -168,7 +163,7 @@ class Receipt:
 
     @property
     def is_done(self) -> bool:
-        return self._told is not None or off_main_thread(self._future.done)
+        return self._future.done()
 
     @property
     def stored_token_count(self) -> int:

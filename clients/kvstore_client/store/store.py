@@ -12,7 +12,6 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.context import Context
 from kvstore_client.copying import Committed
 from kvstore_client.lookup.tails import superseded
-from kvstore_client.main_thread import off_main_thread
 from kvstore_client.planes.session import ClientSession
 from kvstore_client.planes.store import StagingMemory, StagingRun, StoreSource, units_of
 from kvstore_client.prompt import Prompt
@@ -140,7 +139,7 @@ def ask_settled(
         return Outcome(reported(reply), reply.is_settled)
 
     answered: Future[None] = Future()
-    off_main_thread(lambda: asked.add_done_callback(lambda _: answered.set_result(None)))
+    asked.add_done_callback(lambda _: answered.set_result(None))
     return Settling(answered, outcome)
 
 

@@ -25,7 +25,6 @@ from kvstore_client.fetch.paged import Paged, Pages
 from kvstore_client.fetch.ticket import packed_spec
 from kvstore_client.fetch.wanted import Heads, Wanted
 from kvstore_client.halves import checked_planes
-from kvstore_client.main_thread import off_main_thread
 from kvstore_client.planes.session import ClientSession
 from kvstore_client.planes.store import StagingMemory, StagingRun
 from kvstore_client.prompt import EXACT
@@ -238,7 +237,7 @@ class StoreWriter:
                 return None
             if run is not None or not self._sent:
                 break
-            off_main_thread(lambda: self._settled(self._sent.pop(0)))
+            self._settled(self._sent.pop(0))
             if self.failure:
                 return None
         if run is None:
@@ -256,7 +255,7 @@ class StoreWriter:
         except DeadlineExceeded as error:
             # A copy may still write to its staging. End the session, so that this memory is never used again.
             if self._session is not None:
-                off_main_thread(self._session.close)
+                self._session.close()
             self._fail(error.message)
             return
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it was, this store has failed, not its engine
@@ -270,7 +269,10 @@ class StoreWriter:
                 self._whole.append(self._piles.pop(pile.strips))
                 self._done.add(pile.strips)
         if len(self._done) > count:
-            off_main_thread(lambda: self._note(begun(self._committer, self._send)))
+            sent = begun(self._committer, self._send)
+            self._sent.append(sent)
+            if sent.done() and isinstance(refusal := failure_of(sent), NotBegun):
+                self._fail(refusal.message)
 
     # ------------------------------------------------------------ what runs beside the caller
 
@@ -282,11 +284,6 @@ class StoreWriter:
                 piles.append(self._whole.popleft())
             except IndexError:  # not asked before: two threads may take some
                 return piles
-
-    def _note(self, sent: Future[None]) -> None:
-        self._sent.append(sent)
-        if sent.done() and isinstance(refusal := failure_of(sent), NotBegun):
-            self._fail(refusal.message)
 
     def _send(self) -> None:
         piles = self._take_whole()
@@ -355,13 +352,17 @@ class StoreWriter:
             for sent in self._sent:
                 self._settled(sent)
         if not self.failure:
-            known = self._reservation
-            step = pb.Commit(reservation_id=known.reservation_id, shard=self._shard, supersedes=known.supersedes())
+            reservation = self._reservation
+            step = pb.Commit(
+                reservation_id=reservation.reservation_id, shard=self._shard, supersedes=reservation.supersedes()
+            )
             try:
-                wait_s = COMMIT_S_MAX if known.shards > 1 else self._timeout_s
+                wait_s = COMMIT_S_MAX if self._reservation.shards > 1 else self._timeout_s
                 response = self._call(pb.StoreRequest(commit=step), wait_s)
                 self._free(self._unsent())
-                stored = min(response.committed_count * known.spec.chunk_tokens, known.token_count)
+                stored = min(
+                    response.committed_count * self._reservation.spec.chunk_tokens, self._reservation.token_count
+                )
                 return Durability(response.durability), stored, response.refusal
             except KVStoreError as error:
                 self._fail(error.message)

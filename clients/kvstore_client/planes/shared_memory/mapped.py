@@ -48,7 +48,6 @@ from kvstore.v1alpha import admin_pb2_grpc, prefill_pb2_grpc
 from kvstore.wire import METADATA_SESSION
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.lookup.presence import Presence
-from kvstore_client.main_thread import off_main_thread
 from kvstore_client.planes.session import ClientSession
 from kvstore_client.planes.shared_memory.known import KnownChunks
 from kvstore_client.planes.shared_memory.pool import DevicePool, is_same_device, opened_pool
@@ -203,10 +202,6 @@ class MappedMemory(ClientSession):
     def region(self, index: int) -> Bytes:
         """Return a region's bytes, read-only; mapped at first use. Raises Unavailable once the session ended."""
         found = self._regions.get(index)
-        return off_main_thread(partial(self._mapped_region, index)) if found is None else found
-
-    def _mapped_region(self, index: int) -> Bytes:
-        found: Bytes | None = None
         while found is None:
             if self.ended.is_set():
                 raise Unavailable("the sidecar is gone")
@@ -257,7 +252,7 @@ class MappedMemory(ClientSession):
     def _open_pool(self, device: str) -> DevicePool | None:
         """Map the pool, if it lies on this device. Where that fails, fetches go on without it."""
         try:
-            answer, descriptors = off_main_thread(partial(self._exchange, DeviceQuestion(), DeviceAnswer))
+            answer, descriptors = self._exchange(DeviceQuestion(), DeviceAnswer)
             with closing_all(descriptors):
                 check_descriptors(answer, descriptors)
                 return opened_pool(answer, descriptors, device) if is_same_device(answer, device) else None

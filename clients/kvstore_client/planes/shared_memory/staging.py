@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 from bisect import insort
-from functools import partial
 
 from kvstore.errors import Exhausted
 from kvstore.seams.mapping import HUGE_BYTES, Bytes, SharedMap
 from kvstore.units import PAGE_BYTES
-from kvstore_client.main_thread import off_main_thread
 from kvstore_client.planes.shared_memory.mapped import MappedMemory
 from kvstore_client.planes.store import StagingRun
 
@@ -50,11 +48,11 @@ class StagingPool:
         """Return a run, or None when the budget is used up. ``expected_bytes``: the bytes that the store still needs,
         which set the size of a new segment. Raises Exhausted when the machine has no memory for it."""
         byte_count = -(-byte_count // PAGE_BYTES) * PAGE_BYTES
-        while True:
-            with self._lock:
+        with self._lock:
+            run = self._first_fit(byte_count)
+            if run is None and self._grow(byte_count, expected_bytes):
                 run = self._first_fit(byte_count)
-            if run is not None or not off_main_thread(partial(self._grow, byte_count, expected_bytes)):
-                return run
+            return run
 
     def _first_fit(self, byte_count: int) -> StagingRun | None:
         for index, (segment, offset, size) in enumerate(self._free):
@@ -68,20 +66,18 @@ class StagingPool:
         return None
 
     def _grow(self, byte_count: int, expected_bytes: int) -> bool:
-        """Make room for a run, unless another thread has just done so. Returns False where there is none."""
         wanted = max(byte_count, min(SEGMENT_BYTES * 4, -(-expected_bytes // SEGMENT_BYTES) * SEGMENT_BYTES))
-        with self._lock:
-            while all(size < byte_count for _, _, size in self._free):
-                try:
-                    segment, mapping = self._session.create_staging(wanted)
-                except Exhausted:
-                    if wanted == byte_count:
-                        return False
-                    wanted = max(byte_count, wanted // 2 // PAGE_BYTES * PAGE_BYTES)
-                    continue
-                self._segments[segment] = StagingFile(mapping)
-                insort(self._free, (segment, 0, wanted))
-        return True
+        while True:
+            try:
+                segment, mapping = self._session.create_staging(wanted)
+            except Exhausted:
+                if wanted == byte_count:
+                    return False
+                wanted = max(byte_count, wanted // 2 // PAGE_BYTES * PAGE_BYTES)
+                continue
+            self._segments[segment] = StagingFile(mapping)
+            insort(self._free, (segment, 0, wanted))
+            return True
 
     @property
     def used_bytes(self) -> int:

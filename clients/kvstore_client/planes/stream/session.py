@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,6 @@ from kvstore.wire import METADATA_SESSION, METADATA_TOKEN
 from kvstore.wire.data import split_message
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.main_thread import off_main_thread
 from kvstore_client.planes.incoming import opened, read_out
 from kvstore_client.planes.session import ClientSession, PendingCall, check_threads, translated
 from kvstore_client.planes.store import StagingRun, StoreSource
@@ -159,9 +158,6 @@ class StreamSession(ClientSession):
         """Send the runs by a stream of messages."""
         messages = messages_of(reservation_id, fills, runs, self.message_bytes)
         limit_s = stream_timeout_s(timeout_s, sum(run.byte_count for run in runs))
-        off_main_thread(partial(self._send, messages, limit_s))
-
-    def _send(self, messages: Iterator[bytes], limit_s: float) -> None:
         check_threads()
         try:
             self.store_bytes(messages, timeout=limit_s, metadata=self.carried)

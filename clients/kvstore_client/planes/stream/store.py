@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import grpc
@@ -22,7 +21,6 @@ from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import ALIGNMENT, data_message, data_prefix
 from kvstore_client.arrays import fresh_message
 from kvstore_client.copying import Copier, check
-from kvstore_client.main_thread import off_main_thread
 from kvstore_client.planes.session import ClientSession, cancel, translated
 from kvstore_client.planes.store import StagingRun, StoreSource, Unit
 
@@ -145,7 +143,7 @@ class StreamUpload:
         self._reservation_id = reservation_id
         messages = list(_messages(units, self._way.message_bytes))
         if messages:
-            off_main_thread(partial(self._send, messages, sum(unit.byte_count for unit in units)))
+            self._send(messages, sum(unit.byte_count for unit in units))
 
     def _send(self, messages: list[list[_SentStrips]], byte_count: int) -> None:
         session = self._session
@@ -197,15 +195,12 @@ class StreamUpload:
 
     def stop(self) -> list[StagingRun]:
         """End the stream."""
-        off_main_thread(self._stop)
-        return []
-
-    def _stop(self) -> None:
         with self._turn:
             self._has_stopped = True
         if self._stream is not None:
             cancel(self._stream)
         wait(self._builds, self._limit_s)
+        return []
 
     def _result(self) -> None:
         """Wait until the bytes are in place. Raises the typed error of a failed stream."""
@@ -223,7 +218,7 @@ class StreamUpload:
 
     def finish(self) -> list[pb.Fill]:
         """Wait for the stream."""
-        off_main_thread(self._result)
+        self._result()
         return []
 
     def free(self) -> None:
