@@ -39,6 +39,13 @@ async def moved_in_vain(wide: Wide, node: Node, monkeypatch: pytest.MonkeyPatch)
         return await moved(node)
 
 
+async def stored_in_vain(wide: Wide, node: Node) -> None:
+    """Store a chunk that is to be in a bucket that is away, and stays so."""
+    wide.s3.turn_on(Switch.AWAY)
+    await node.store(node.session, 1, durability=Durability.OBJECT)
+    await node.quiet()
+
+
 async def back_again(wide: Wide, node: Node) -> None:
     wide.s3.turn_off()
     wide.redis.turn_off()
@@ -89,9 +96,7 @@ def test_what_a_store_asked_for_goes_also_after_a_move_that_failed(
     node = wide.node(redis="never", s3="never")
 
     async def scenario() -> None:
-        wide.s3.turn_on(Switch.AWAY)
-        await node.store(node.session, 1, durability=Durability.OBJECT)
-        await node.quiet()
+        await stored_in_vain(wide, node)
         wide.s3.turn_off()
         await moved_in_vain(wide, node, monkeypatch)
         await back_again(wide, node)
@@ -107,9 +112,7 @@ def test_a_move_that_fails_beside_a_try_for_a_store_does_not_end_the_tries(
     node = wide.node(redis="never", s3="never")
 
     async def scenario() -> None:
-        wide.s3.turn_on(Switch.AWAY)
-        await node.store(node.session, 1, durability=Durability.OBJECT)
-        await node.quiet()
+        await stored_in_vain(wide, node)
         wide.s3.turn_off()
         s3, moves = node.controller.parts.movement.shared_tiers.tiers[1], list[asyncio.Task[Tally]]()
         claimed = s3.claim
@@ -136,9 +139,7 @@ def test_what_a_store_asked_for_goes_also_after_a_drain_of_the_tier(tmp_path: Pa
     node = wide.node(redis="never", s3="never")
 
     async def scenario() -> None:
-        wide.s3.turn_on(Switch.AWAY)
-        await node.store(node.session, 1, durability=Durability.OBJECT)
-        await node.quiet()
+        await stored_in_vain(wide, node)
         operators = Operators(node.parts, node.controller)
         for end in (False, True):
             _ = [news async for news in operators.drain(Selection(tier="s3"), end=end, service=False, dry_run=False)]
