@@ -26,7 +26,13 @@ def check_ended(number: signal.Signals, place: Path) -> None:
     command = [sys.executable, "-m", "kvstore_ops.cli", "demo"]
     environment = {**os.environ, "TMPDIR": str(place)}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=place
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=place,
+        preexec_fn=hear_interrupts,
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -40,6 +46,11 @@ def check_ended(number: signal.Signals, place: Path) -> None:
     left = {each.name for each in place.iterdir() if not each.name.startswith("torchinductor_")}
     assert left == set()  # but for a directory that torch keeps for each user
     assert [command for command in running() if str(place) in command] == []
+
+
+def hear_interrupts() -> None:
+    """A shell that runs the tests in the background has them, and what they start, ignore interrupts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def running() -> list[str]:
