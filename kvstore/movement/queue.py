@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
+from kvstore.catalog import RowIdentity
+
 QUEUE_COUNT_MAX = 65_536
 """Moves that wait for one tier, or are on their way there, at most."""
 IN_FLIGHT_BYTES_MAX = 512 << 20
@@ -33,14 +35,19 @@ class Waiting(NamedTuple):
 
 class MoveQueue:
     """Rows that are to be moved to one tier, by priority and then by age; one move per row at a time. A row that is set
-    aside waits until ``resume``.
+    aside waits until ``resume``. The chunk of a row may leave all tiers while it waits, and the row be another's: that
+    one does not wait, and is not ``in`` the queue; ``take`` still returns the row, so that callers that wait for the
+    first chunk are told.
 
     Bounded: ``add`` refuses past ``QUEUE_COUNT_MAX``, and ``take`` hands out no more than ``IN_FLIGHT_BYTES_MAX`` at
     once (one move always). Runs on the event loop's thread.
     """
 
-    def __init__(self, byte_count_of: Callable[[int], int]) -> None:
+    def __init__(self, byte_count_of: Callable[[int], int], identity_of: Callable[[int], RowIdentity]) -> None:
         self._byte_count_of = byte_count_of
+        self._identity_of = identity_of
+        self._chunks: dict[int, RowIdentity] = {}
+        """The chunks of all rows below."""
         self._waiting: dict[Priority, OrderedDict[int, None]] = {priority: OrderedDict() for priority in Priority}
         """Ordered dicts: a dict whose first rows were taken is walked from its first place on each time."""
         self._aside: dict[int, Priority] = {}
@@ -59,11 +66,14 @@ class MoveQueue:
         return Waiting(interactive, standard, batch, len(self._moving))
 
     def __contains__(self, row: int) -> bool:
-        return row in self._moving or row in self._aside or any(row in each for each in self._waiting.values())
+        return row in self._chunks and self._chunks[row] == self._identity_of(row)
 
     def add(self, row: int, priority: Priority = Priority.STANDARD) -> bool:
         """Queue a row; a row that waits already is raised to ``priority``. False when the queue is full: ask again
         later."""
+        identity = self._identity_of(row)
+        if self._chunks.get(row, identity) != identity:
+            self.cancel([row])
         if row in self._aside:
             self._aside[row] = min(priority, self._aside[row])
             return True
@@ -77,6 +87,7 @@ class MoveQueue:
         if len(self) >= QUEUE_COUNT_MAX:
             return False
         self._waiting[priority][row] = None
+        self._chunks[row] = identity
         self._wake.set()
         return True
 
@@ -86,12 +97,15 @@ class MoveQueue:
             self._aside.pop(row, None)
             for waiting in self._waiting.values():
                 waiting.pop(row, None)
+            if row not in self._moving:
+                self._chunks.pop(row, None)
 
     def set_aside(self, row: int, priority: Priority) -> None:
         """End a move that did not begin: it waits aside until it is resumed."""
         self.done(row)
         self.cancel([row])
         self._aside[row] = priority
+        self._chunks[row] = self._identity_of(row)
 
     def is_aside(self, row: int) -> bool:
         """Return True when the row waits to be resumed."""
@@ -106,8 +120,8 @@ class MoveQueue:
         self._wake.set()
 
     def waiting(self) -> Iterator[int]:
-        """Return the rows that wait, in the order in which they go."""
-        return self._ordered(Priority)
+        """Return the rows whose chunks wait, in the order in which they go."""
+        return (row for row in self._ordered(Priority) if row in self)
 
     async def take(self, classes: Collection[Priority] = tuple(Priority)) -> int:
         """Return the next row of these classes, as soon as its bytes may be on their way. ``done`` ends its move."""
@@ -135,4 +149,6 @@ class MoveQueue:
     def done(self, row: int) -> None:
         """End a move, whether it worked or not."""
         self._moving_bytes -= self._moving.pop(row)
+        if row not in self._aside and not any(row in each for each in self._waiting.values()):
+            self._chunks.pop(row, None)
         self._wake.set()

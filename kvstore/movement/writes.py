@@ -6,8 +6,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from heapq import heappop, heappush
 from itertools import count
 
 from kvstore.arena import Placement
@@ -15,6 +13,7 @@ from kvstore.catalog import Catalog, MappedCopies, RowIdentity
 from kvstore.chunk import parse_header
 from kvstore.errors import DataLoss, DeadlineExceeded, KVStoreError, PermissionDenied, Unavailable
 from kvstore.movement.demands import Demands
+from kvstore.movement.left import LeftChunks
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.parked import ParkedChunks
 from kvstore.movement.queue import MoveQueue, Priority, Waiting
@@ -37,25 +36,11 @@ LANE_AT_ONCE = 64
 AWAY = (DeadlineExceeded, PermissionDenied, Unavailable)
 """Errors of a tier that does not answer, or that this node may not write to. Any other one refuses a chunk, perhaps
 that one alone."""
-LEFT_S_MAX = 20.0
-"""A chunk that another node claims to write for more seconds than this is written here, too: longer than any claim."""
-SOON_S, LATER_S = 0.1, 2.0
-"""Seconds after which a chunk that is left to another node is looked for again: first SOON_S, then twice as long each
-time, up to LATER_S. Where a tier bills each request a fixed pause costs too much."""
 DRAINING = "an operator drains it (kvstore drain --tier NAME --end has it take chunks again)"
 NO_ROOM = "memory has no room to read it back: raise arena.capacity_bytes"
 EVICTED_FIRST = "evicted before it was written: raise arena.capacity_bytes"
 LEFT_BY_A_CRASH = "a crash left it, and it was not stored again since"
 _log = logging.getLogger("kvstore.movement")
-
-
-@dataclass(slots=True)
-class _Left:
-    """A chunk that is left to another node. ``since_s``: the time since when; -inf: we no longer wait for other nodes.
-    ``pause_s``: seconds until it is looked for the next time."""
-
-    since_s: float
-    pause_s: float
 
 
 class Writes:
@@ -75,14 +60,11 @@ class Writes:
         self._clock = clock
         self._faults = faults
         self._counters = counters
-        self._queue = MoveQueue(lambda row: int(catalog.worth(row)[0]))
+        self._queue = MoveQueue(lambda row: int(catalog.worth(row)[0]), catalog.table.identity)
         self._demands = Demands(catalog.table)
         self.parked = ParkedChunks(clock, catalog.table)
         """Chunks that were refused lately, by the tier or by memory, into which they would have to be read back."""
-        self._left: dict[int, _Left] = {}
-        self._due: list[tuple[float, int]] = []
-        """A heap: the time at which each row that is left is looked for again."""
-        self._has_left = asyncio.Event()
+        self._left = LeftChunks(clock, catalog.table)
         self._waiters: dict[int, set[asyncio.Future[None]]] = {}
         self._progress = asyncio.Event()
         self._lacks_some = False
@@ -138,7 +120,7 @@ class Writes:
         is_once = is_once and not self.parked.waits(row) and (row not in self._queue or row in self._demands)
         if self.takes(row) and not self.target.is_proven(row) and self._queue.add(row, Priority.INTERACTIVE):
             if row in self._left and row not in self._demands:
-                self._left[row].pause_s = SOON_S
+                self._left.hurry(row)
                 self._queue.resume([row])
             self._demands.add(row, is_once=is_once)
             self.parked.forget(row)
@@ -147,7 +129,7 @@ class Writes:
         """Stop leaving these chunks to other nodes: the request that waits for them has little time left."""
         for row in rows:
             if row in self._queue:
-                self._left[row] = _Left(float("-inf"), SOON_S)
+                self._left.insist(row)
                 self._queue.resume([row])
 
     def ahead(self, row: int) -> bool:
@@ -173,9 +155,9 @@ class Writes:
             if number % LANE_AT_ONCE == 0 and self.parked:
                 await self._clock.sleep(0)
             row = await self._queue.take(classes)
-            is_left = False
+            is_same, is_left = row in self._queue, False
             try:
-                if self._is_wanted(row) and self._is_for(classes, row):
+                if is_same and self._is_wanted(row) and self._is_for(classes, row):
                     self._catalog.table.hold(row)
                     try:
                         is_left = not await self._move(row)
@@ -186,20 +168,17 @@ class Writes:
                 self._ended(row, is_left=is_left)
                 if row not in self._queue:
                     self._demands.forget(row)
-                if row not in self.parked and self._is_wanted(row):
+                if is_same and row not in self.parked and self._is_wanted(row):
                     self.add(row, self._class_of(row))  # the chunk was stored anew, or left memory, meanwhile
                 self._settled(row)
 
     def _ended(self, row: int, *, is_left: bool) -> None:
         if not is_left:
-            self._left.pop(row, None)
+            self._left.forget(row)
             self._queue.done(row)
             return
         self._queue.set_aside(row, Priority.INTERACTIVE if row in self._demands else self._class_of(row))
-        left = self._left[row]
-        heappush(self._due, (self._clock.monotonic() + left.pause_s, row))
-        left.pause_s = min(2 * left.pause_s, LATER_S)
-        self._has_left.set()
+        self._left.look_later(row)
 
     def _is_wanted(self, row: int) -> bool:
         """Return True when the tier lacks the chunk, and another tier has it or a request demands it. The chunk may
@@ -242,24 +221,16 @@ class Writes:
 
     def _may_be_left(self, row: int) -> bool:
         """Return True while another node that says it writes the chunk is still believed."""
-        now_s = self._clock.monotonic()
         if row not in self._left:
-            self._left[row] = _Left(now_s, SOON_S)
+            self._left.add(row)
             self._counters.add_of(self.target.name, "left_chunks")
-        return now_s - self._left[row].since_s < LEFT_S_MAX
+        return self._left.may_wait(row)
 
     async def _look_again(self) -> None:
         """Take up chunks that were left to other nodes, for ever: they are there by now, or no node writes them any
         more."""
         while True:
-            await self._has_left.wait()
-            await self._clock.sleep(SOON_S)
-            now_s, due = self._clock.monotonic(), []
-            while self._due and self._due[0][0] <= now_s:
-                due.append(heappop(self._due)[1])
-            self._queue.resume(due)
-            if not self._due:
-                self._has_left.clear()
+            self._queue.resume(await self._left.due())
 
     async def _write(self, row: int) -> None:
         """Write from memory, into which the chunk is read back if necessary. Raises KVStoreError when the tier refuses

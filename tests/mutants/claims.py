@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 LEVELS = "kvstore/movement/levels.py"
 CLAIMS = "tests/tiers/shared/test_claims.py"
+LEFT = "kvstore/movement/left.py"
 WRITES = "kvstore/movement/writes.py"
 
 MUTANTS = [
@@ -19,15 +20,15 @@ MUTANTS = [
     ),
     Mutant(
         "a-claim-is-believed-for-ever",
-        WRITES,
-        "        return now_s - self._left[row].since_s < LEFT_S_MAX\n",
+        LEFT,
+        "        return self._clock.monotonic() - self._rows[row].since_s < LEFT_S_MAX\n",
         "        return True\n",
         "what somebody wrote in a claim's place keeps a chunk from ever being sent",
         (f"{CLAIMS}::test_a_claim_that_never_ends_delays_a_chunk_and_no_other",),
     ),
     Mutant(
         "a-look-ten-times-a-second",
-        WRITES,
+        LEFT,
         "        left.pause_s = min(2 * left.pause_s, LATER_S)\n",
         "",
         "what another node writes costs hundreds of requests that are billed",
@@ -36,7 +37,7 @@ MUTANTS = [
     Mutant(
         "asked-for-and-left",
         WRITES,
-        "                self._left[row].pause_s = SOON_S\n                self._queue.resume([row])\n",
+        "                self._left.hurry(row)\n                self._queue.resume([row])\n",
         "                pass\n",
         "a store that asks for a level waits out a pause that was for nobody",
         (f"{CLAIMS}::test_what_is_asked_for_while_it_is_left_is_looked_for_at_once",),
@@ -88,5 +89,24 @@ MUTANTS = [
         "        is_through = row not in self._demands or row not in self._queue or self._queue.is_aside(row)\n",
         "a store that asked for a level is told at once that it was not reached",
         (f"{CLAIMS}::test_a_herd_that_asks_for_shared_has_it_proven_by_each_node",),
+    ),
+    Mutant(
+        "a-turn-goes-to-the-next-in-its-row",
+        "kvstore/movement/queue.py",
+        "        return row in self._chunks and self._chunks[row] == self._identity_of(row)\n",
+        "        return row in self._chunks\n",
+        "a chunk that the settings do not want there is sent in the place of one that was evicted",
+        (
+            "tests/tiers/shared/test_tried_again.py::"
+            "test_a_chunk_in_the_row_of_one_that_waited_for_its_turn_is_not_sent_in_its_place",
+        ),
+    ),
+    Mutant(
+        "aside-for-another-chunk",
+        "kvstore/movement/queue.py",
+        "        if self._chunks.get(row, identity) != identity:\n            self.cancel([row])\n",
+        "",
+        "a chunk waits aside, or goes first, because one that was evicted did",
+        ("tests/movement/test_queue.py::test_a_chunk_in_the_row_of_one_that_waits_has_a_turn_of_its_own",),
     ),
 ]

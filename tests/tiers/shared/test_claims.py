@@ -15,7 +15,7 @@ import pytest
 from kvstore.chunk import ChunkHeader, ChunkLayout
 from kvstore.config import RedisSettings
 from kvstore.errors import KVStoreError, PermissionDenied
-from kvstore.movement import shared_target, writes
+from kvstore.movement import left, shared_target
 from kvstore.seams import Clock, SystemClock, Workers, WorkerThreads
 from kvstore.spec import Durability, MissReason
 from kvstore.tiers import Buffer, ChunkName, StoredChunk, UploadState
@@ -62,7 +62,7 @@ def claims_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_target, "ASK_S_MAX", LONG_S)
     monkeypatch.setattr(shared_target, "CLAIM_S", LONG_S)
     monkeypatch.setattr(shared_target, "CLAIM_S_MAX", LONG_S)
-    monkeypatch.setattr(writes, "LEFT_S_MAX", LONG_S)
+    monkeypatch.setattr(left, "LEFT_S_MAX", LONG_S)
 
 
 def counted(nodes: Sequence[Node], what: str, tier: str = "redis") -> int:
@@ -289,7 +289,7 @@ def test_who_waits_for_a_level_is_not_kept_by_a_claim_that_nobody_ends(wide: Wid
 
 def test_a_claim_that_never_ends_delays_a_chunk_and_no_other(wide: Wide, monkeypatch: pytest.MonkeyPatch) -> None:
     """As somebody may write anything there."""
-    monkeypatch.setattr(writes, "LEFT_S_MAX", 20.0)
+    monkeypatch.setattr(left, "LEFT_S_MAX", 20.0)
     node = wide.node(s3="never", arena_chunks=64)
 
     async def scenario() -> None:
@@ -316,7 +316,7 @@ def test_what_is_left_is_looked_for_less_and_less_often(wide: Wide, level: Durab
         await node.store(node.session, *PROMPT, durability=level)
         await node.quiet()
         assert all(wide.in_redis(node, *PROMPT))
-        assert asyncio.get_running_loop().time() < 10.0 + 2 * writes.LATER_S
+        assert asyncio.get_running_loop().time() < 10.0 + 2 * left.LATER_S
         assert node.counters()["redis_asked_chunks"] <= 11 * len(PROMPT)
 
     run([node], scenario)

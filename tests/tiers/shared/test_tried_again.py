@@ -14,6 +14,7 @@ from kvstore.controller.operators.changes import FREED
 from kvstore.controller.operators.values import Tally
 from kvstore.keys import ROOT_DIGEST
 from kvstore.movement.parked import RETRY_S
+from kvstore.movement.writes import LANE_COUNT
 from kvstore.spec import Durability
 from tests.fakes import Switch
 from tests.tiers.shared.world import Node, Wide, run
@@ -167,5 +168,45 @@ def test_a_chunk_in_the_row_of_one_that_was_refused_is_not_sent_in_its_place(tmp
         assert not list(node.controller.parts.movement.all_writes[1].parked), "a drain counts what was refused"
         await back_again(wide, node)
         assert wide.in_redis(node, 2) == [False], "it was used once"
+
+    run([node], scenario)
+
+
+def test_a_chunk_in_the_row_of_one_that_waited_for_its_turn_is_not_sent_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = Wide(tmp_path)
+    node = wide.node(redis="reuse", s3="never")
+    waiting, others = range(1, LANE_COUNT + 2), range(20, 40)
+
+    async def scenario() -> None:
+        gate, redis = asyncio.Event(), node.controller.parts.movement.shared_tiers.tiers[0]
+        claimed = redis.claim
+
+        async def claim(*args: Any) -> Any:
+            await gate.wait()
+            return await claimed(*args)
+
+        monkeypatch.setattr(redis, "claim", claim)
+        for number in waiting:
+            await node.keep(number)
+            await node.fetch(number)
+        last, writes = waiting[-1], node.controller.parts.movement.all_writes[1]
+        row = node.row(last)
+        assert row in writes, "all lanes are busy with the others"
+        removed = Operators(node.parts, node.controller).evict(Selection(), dry_run=False)
+        assert [news async for news in removed][-1].tally.counts["removed"] == 1, "the others are on their way"
+        for other in others:
+            await node.keep(other)
+            if node.row(other) == row:
+                break
+        assert node.row(other) == row
+        assert row not in writes
+        gate.set()
+        await node.quiet()
+        assert wide.in_redis(node, other) == [False], "it was used once"
+        await node.fetch(other)
+        await node.quiet()
+        assert wide.in_redis(node, other) == [True]
 
     run([node], scenario)

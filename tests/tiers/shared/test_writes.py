@@ -377,7 +377,7 @@ def test_a_chunk_is_on_its_way_to_a_tier_once_however_many_ask(wide: Wide) -> No
 
 
 def test_a_row_of_another_chunk_is_not_sent_in_the_place_of_one_that_went(world: World) -> None:
-    """The queue knows rows; a value took the row of a chunk that waited while the engine stalled."""
+    """A value took the row of a chunk that waited while the engine stalled."""
     node = ValueNode(world.settings)
 
     async def scenario() -> None:
