@@ -45,15 +45,17 @@ class Miss:
 
 
 class Connection:
-    """The session to one place. Safe to share between threads; a forked child gets a session of its own."""
+    """The session to one place. Safe to share between threads; a forked child gets a session of its own. The thread
+    that has a lock can take it again: a signal handler, as an engine's for SIGTERM, may close a client while its own
+    thread connects."""
 
     def __init__(self, place: Place, clock: Clock, timeout_s: float) -> None:
         self.place = place
         self._clock = clock
         self._timeout_s = timeout_s
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._counting = threading.Lock()
+        self._lock = threading.RLock()
+        self._counting = threading.RLock()
         self._session: ClientSession | None = None
         self._retry_at_s = 0.0
         self._has_warned = False
@@ -63,7 +65,7 @@ class Connection:
         in_children(self._renew_counting)
 
     def _renew_counting(self) -> None:
-        self._counting = threading.Lock()
+        self._counting = threading.RLock()
 
     def _begin_in_child(self) -> None:
         """Begin anew in a forked child. Not at the fork: gRPC's objects of the parent's session must be kept before.
@@ -71,7 +73,7 @@ class Connection:
         if self._pid != os.getpid():
             with self._counting:
                 if self._pid != os.getpid():
-                    self._lock, self._session = threading.Lock(), None
+                    self._lock, self._session = threading.RLock(), None
                     self._pid = os.getpid()  # last: who sees it takes the lock
 
     def count(self, name: str, amount: int = 1) -> None:
@@ -91,11 +93,15 @@ class Connection:
             if now < self._retry_at_s:
                 raise Unavailable(f"the sidecar at {self.place} is gone; trying again soon")
             try:
-                self._session = session = self.place.open(self._timeout_s)
+                session = self.place.open(self._timeout_s)
             except BaseException:
                 # Threads that waited for the lock fail at once: they do not try, and wait, again.
                 self._retry_at_s = self._clock.monotonic() + RECONNECT_INTERVAL_S
                 raise
+            self._session = session
+            if self._is_closed:  # by a signal handler, meanwhile
+                session.close()
+                raise Unavailable("this client is closed")
             self._retry_at_s = 0.0
             self.count("sessions")
             self._has_warned = False

@@ -84,8 +84,8 @@ MUTANTS = [
     Mutant(
         "warm-after-the-end",
         CHUNKS,
-        "            if self._is_over:  # the session ended under the fetch: nobody would let go of its memory\n",
-        "            if False:\n",
+        "                if self._is_over:  # the session ended under the fetch: nobody would let go of its memory\n",
+        "                if False:\n",
         "an idle client keeps the memory of a sidecar that is gone",
         (f"{T_WARM}::test_a_session_that_ended_knows_no_chunks",),
     ),

@@ -56,10 +56,10 @@ MUTANTS = [
     Mutant(
         "lock-of-the-parent-met-by-a-second-thread",
         CONNECTION,
-        "                    self._lock, self._session = threading.Lock(), None\n"
+        "                    self._lock, self._session = threading.RLock(), None\n"
         "                    self._pid = os.getpid()  # last: who sees it takes the lock\n",
         "                    self._pid = os.getpid()\n"
-        "                    self._lock, self._session = threading.Lock(), None\n",
+        "                    self._lock, self._session = threading.RLock(), None\n",
         "of two threads of a forked child one waits for a lock that nobody gives back",
         ("tests/e2e/test_forks.py::test_threads_of_a_child_that_ask_at_once_wait_for_no_lock_of_the_parents",),
     ),
@@ -182,5 +182,21 @@ MUTANTS = [
         "            given_back()\n",
         "a watch takes a place for a task that is gone",
         (f"{T_ASYNC}::test_what_comes_for_a_task_that_is_gone_is_given_back_at_once",),
+    ),
+    Mutant(
+        "lock-of-its-own-thread",
+        CONNECTION,
+        "        self._lock = threading.RLock()\n        self._counting",
+        "        self._lock = threading.Lock()\n        self._counting",
+        "an engine whose handler for SIGTERM closes its client never ends",
+        ("tests/e2e/test_closing_handlers.py::test_it_may_close_a_client_that_has_a_lock",),
+    ),
+    Mutant(
+        "connects-after-the-close",
+        CONNECTION,
+        "            if self._is_closed:  # by a signal handler, meanwhile\n",
+        "            if False:\n",
+        "a client that was closed while it connected keeps a session open",
+        ("tests/e2e/test_closing_handlers.py::test_what_connects_is_closed_with_its_client",),
     ),
 ]

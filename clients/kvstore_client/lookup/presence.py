@@ -115,7 +115,7 @@ class Presence:
         self._send = send
         self._is_open = is_open
         self._clock = clock or SystemClock()
-        self._counting = threading.Lock()
+        self._counting = threading.RLock()  # a signal handler may close a client in the midst of a call
         self._words: Words | None = None
         self._token_count_max = self._tail_tokens_max = 0
         self._counts: Counter[str] = Counter()

@@ -35,7 +35,7 @@ class KnownChunks:
     removed costs a call."""
 
     def __init__(self) -> None:
-        self._changing = threading.Lock()
+        self._changing = threading.RLock()  # a signal handler may close a client in the midst of a call
         self._known: dict[tuple[ChainName, bytes], Known] = {}
         self._header_bytes = 0
         self._is_over = False
@@ -46,9 +46,9 @@ class KnownChunks:
             (name, digests[chunk.token_start // chunk_tokens]): Known.of(chunk) for chunk in chunks[:CHUNK_COUNT_MAX]
         }
         with self._changing:
-            if self._is_over:  # the session ended under the fetch: nobody would let go of its memory
-                return
             for key, known in seen.items():
+                if self._is_over:  # the session ended under the fetch: nobody would let go of its memory
+                    return
                 self._forget(key)
                 self._known[key] = known
                 self._header_bytes += known.chunk.layout.header_bytes
