@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import IS_FULL
+
 STEP = "cold: reading the documentation"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM] if IS_FULL else [signal.SIGTERM])
 def test_a_demo_that_is_ended_leaves_nothing(number: signal.Signals) -> None:
     """Ended while it waits for an engine. A signal that comes in the midst of gRPC's own code may leave a lock taken,
     which the end then waits for."""

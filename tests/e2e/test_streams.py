@@ -143,4 +143,4 @@ def test_a_remote_sidecar_that_is_not_there(plane: str) -> None:
         with pytest.raises(Unavailable):
             connect(address, timeout_s=5.0)
 
-    assert not grows(attempt, 150, GROWN_BYTES_MAX // 3), "each left 15 KB behind"
+    assert not grows(attempt, 75, GROWN_BYTES_MAX // 6), "each left 15 KB behind"
