@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.lists import MUTANTS
-from tests.mutants.mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 
