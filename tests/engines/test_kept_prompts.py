@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from copy import deepcopy
 from threading import Event
 from typing import Any
 
@@ -124,6 +125,31 @@ def test_what_is_computed_over_a_derived_cache_is_derived_also_where_it_is_train
         keys, values = cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
         assert is_derived([keys])
         assert is_derived([values])
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda cache: cache.reorder_cache(torch.tensor([0])),
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: cache.batch_select_indices(torch.tensor([0])),
+        deepcopy,
+    ],
+    ids=["beams", "repeated", "selected", "whole"],
+)
+@pytest.mark.parametrize("derived", [True, False])
+def test_what_transformers_copies_of_a_derived_cache_is_derived(copied: Callable[[Any], Any], derived: bool) -> None:
+    """A beam search ends with such a copy, and who goes on from one cache twice begins with one."""
+    k, v = torch.ones(2, 8, 4), torch.ones(2, 8, 4)
+    if derived:
+        mark_derived([k, v])
+    cache = cache_of([(k, v)])
+    cache = copied(cache) or cache
+    layer = cache.layers[0]
+    assert layer.keys.data_ptr() != k.data_ptr()
+    assert is_derived([layer.keys]) == is_derived([layer.values]) == derived
+    keys, values = cache.update(*(torch.zeros(layer.keys.shape[0], 2, 3, 4) for _ in "kv"), 0)
+    assert is_derived([keys]) == is_derived([values]) == derived
 
 
 def test_a_cache_over_the_callers_tensors_leaves_them_as_they_are_when_it_is_cut() -> None:

@@ -19,6 +19,14 @@ T_WORK = "tests/recompute/test_work.py"
 
 MUTANTS = [
     Mutant(
+        "a-beam-search-makes-a-mended-cache-exact",
+        "clients/kvstore_client/engines/transformers_layers.py",
+        "            mark_derived([self.keys, self.values])\n",
+        "            pass\n",
+        "the cache of an answer over mended documents is stored as exact",
+        ("tests/engines/test_kept_prompts.py::test_what_transformers_copies_of_a_derived_cache_is_derived",),
+    ),
+    Mutant(
         "profile-found-by-its-name",
         PERMIT,
         "            self.profile.check(receiver, sender)\n",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from typing import Any
 
 import torch
 from transformers import DynamicCache
@@ -54,6 +56,33 @@ class CacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no t
     def reset(self) -> None:
         """Forget all tokens. Their memory stays as it is: some releases of transformers would zero it."""
         self.keys, self.values = self.keys[:, :, :0], self.values[:, :, :0]
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._copied()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._copied()
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._copied()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CacheLayer:
+        """Return a copy as ``deepcopy`` makes it: several answers may go on from one cache."""
+        again = CacheLayer.__new__(CacheLayer)
+        memo[id(self)] = again
+        again.__dict__.update(deepcopy(self.__dict__, memo))
+        if is_derived([self._k, self._v]):
+            mark_derived([again._k, again._v])
+        again._copied()
+        return again
+
+    def _copied(self) -> None:
+        """Remember that the tokens are in other memory now: a copy of derived tokens is derived."""
+        if is_derived([self._k, self._v]):
+            mark_derived([self.keys, self.values])
 
     def _move(self, start: int, stop: int, *fresh: torch.Tensor) -> None:
         """Take memory for ``stop`` tokens and more, of as many sequences as ``fresh`` has. Copy the first ``start``
