@@ -14,6 +14,7 @@ from kvstore_client import Client, connect
 from kvstore_client.engines import pause
 from kvstore_client.engines.transformers import CachedModel, TransformersRunner
 from kvstore_client.loading.patience import Patience, prior_s, result_in_time
+from kvstore_client.recompute import inquiry, recompute
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.planning import Recompute
@@ -255,6 +256,32 @@ def test_a_sidecar_that_stands_still_is_not_waited_for(
     assert client.statistics()["loads_given_up"] == 1
     cached.close()
     is_free(client)
+
+
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_nor_is_it_for_a_prompt_with_documents(
+    own_sidecar: Sidecar, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, has_prefix: bool
+) -> None:
+    """A prefix is held by a call; without one, shared memory says what there is, and the document's fetch is a call."""
+    monkeypatch.setattr(inquiry, "ANSWER_S_MIN", 0.1)
+    with connect(own_sidecar.address, planning="on", timeout_s=3.0) as client:
+        cached, ids = CachedModel(model, client, chunk_tokens=STEP), tokens(COUNT, 88)
+        if has_prefix:
+            cached.generate(ids[:, : STEP + 1], max_new_tokens=1).report.wait_stored(10.0)
+        for receipt in cached.remember([ids[0, 64:128]]):
+            receipt.wait(10.0)
+        runner, reuse = TransformersRunner(model, spec=cached.spec), Recompute.reuse()
+        expected = recompute(runner, ids[0], [], reuse).logits
+        os.kill(own_sidecar.pid, signal.SIGSTOP)
+        try:
+            found = client.partial_prefill(runner, ids[0], segments=[(64, 128)], recompute=reuse)
+            assert client.statistics()["loads_given_up"] == 1, "a call's deadline was waited for"
+        finally:
+            os.kill(own_sidecar.pid, signal.SIGCONT)
+        assert torch.equal(found.logits, expected)
+        assert found.plan.reused_token_count == 0
+        is_free(client)
+        cached.close()
 
 
 @pytest.mark.parametrize("mode", ["off", "observe"])

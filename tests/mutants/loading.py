@@ -116,7 +116,7 @@ MUTANTS = [
     Mutant(
         "documents-wait-for-a-calls-deadline",
         PREFILL,
-        "                self._plain_s(plan) if plan.runs else 0.0,\n",
+        "                plain_s(client, request) if plan.runs else 0.0,\n",
         "                0.0,\n",
         "a tier that stops costs a prompt with documents ten seconds",
         (f"{T_PATIENCE}::test_a_prompt_with_documents_does_so_too",),

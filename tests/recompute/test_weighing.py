@@ -64,6 +64,8 @@ class HalfKnown:
     """The sidecar answers, and a shared tier does not: of the model's own prefix nobody knows. A document and the
     sibling's cache lie here."""
 
+    planner = SimpleNamespace(mode_under=lambda _: "off")
+
     def lookup(self, spec: ModelSpec, *_: Any, **__: Any) -> Match:
         if spec == SENDER.spec:
             return Match(LEFT, (), b"ticket")
@@ -81,6 +83,8 @@ def test_a_shared_tier_that_is_away_takes_nothing_from_documents_and_siblings_th
 
 class Deep:
     """Of two documents one lies in memory, and one in the tier whose load was given up."""
+
+    planner = SimpleNamespace(mode_under=lambda _: "off")
 
     def lookup(self, *_: Any, **__: Any) -> Match:
         found = []

@@ -42,7 +42,7 @@ def with_budget(prefill_s: float) -> float:
     return (1 + BUDGET) * prefill_s
 
 
-def result_in_time(action: Callable[[], Result], left_s: float, undo: Callable[[Result], None]) -> Result | None:
+def result_in_time(action: Callable[[], Result], left_s: float, undo: Callable[[Result], object]) -> Result | None:
     """Return the result of ``action``, which runs on a thread of its own, or raise its error. None after ``left_s``
     seconds: then ``undo`` gets a result that comes later. For calls to a sidecar that may have stalled."""
     outcome: Future[Result] = Future()
@@ -63,7 +63,7 @@ def result_in_time(action: Callable[[], Result], left_s: float, undo: Callable[[
     return outcome.result()
 
 
-def _undone(undo: Callable[[Result], None], outcome: Future[Result]) -> None:
+def _undone(undo: Callable[[Result], object], outcome: Future[Result]) -> None:
     if outcome.exception() is None:
         undo(outcome.result())
 

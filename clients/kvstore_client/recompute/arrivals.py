@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from kvstore.errors import DataLoss
+from kvstore.errors import DataLoss, DeadlineExceeded
 from kvstore.planning import Plan, PlannedRun, StoredCache, StoredE
 from kvstore.planning.loading import BusyTime
 from kvstore.spec import Exactness, ModelSpec
 from kvstore_client.caches import Caches
 from kvstore_client.fetch.transfer import Transfer
 from kvstore_client.prompt import Prompt
-from kvstore_client.recompute.inquiry import Held
+from kvstore_client.recompute.inquiry import Held, answer_in_time
 from kvstore_client.recompute.merged import dense_planes
 from kvstore_client.recompute.request import Request
 from kvstore_client.recompute.runs import Run
@@ -145,18 +146,20 @@ class Arrivals:
     def _asked(
         self, cache: StoredCache, layers: tuple[int, ...], into: Any, hidden_layers: tuple[int, ...] = ()
     ) -> Transfer:
-        """Begin to fetch a cache by the tokens that it is stored under."""
-        spec, tokens, extras = self._spec(cache), self._request.tokens, self._request.extras
-        if not cache.is_standalone:
-            return self._client.start_fetch_prefix(
-                spec, tokens, into=into, layers=layers, hidden_layers=hidden_layers, extras=extras
-            )
-        whole = Prompt.of(spec, tokens, extras, Exactness.EXACT)
-        segment = segment_prompt(whole, range(cache.token_start, cache.token_stop), Exactness.EXACT)
-        return self._client.start_fetch_segment(
-            spec, segment.tokens, into=into, layers=layers, hidden_layers=hidden_layers, extras=segment.extras,
-            preamble=self._request.preamble,
-        )  # fmt: skip
+        """Begin to fetch a cache by the tokens that it is stored under. Raises DeadlineExceeded where the sidecar does
+        not say in time what is stored."""
+        spec, tokens, extras, client = self._spec(cache), self._request.tokens, self._request.extras, self._client
+        what: dict[str, Any] = {"into": into, "layers": layers, "hidden_layers": hidden_layers}
+        begin = partial(client.start_fetch_prefix, spec, tokens, extras=extras, **what)
+        if cache.is_standalone:
+            whole = Prompt.of(spec, tokens, extras, Exactness.EXACT)
+            alone = segment_prompt(whole, range(cache.token_start, cache.token_stop), Exactness.EXACT)
+            what |= {"extras": alone.extras, "preamble": self._request.preamble}
+            begin = partial(client.start_fetch_segment, spec, alone.tokens, **what)
+        transfer = answer_in_time(client, self._request, begin, Transfer.stop)
+        if transfer is None:
+            raise DeadlineExceeded("the sidecar did not say in time what it has")
+        return transfer
 
     def _spec(self, cache: StoredCache) -> ModelSpec:
         return cache.sender or self._request.runner.spec

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 from kvstore.errors import Exhausted
 from kvstore.planning import Facts, Holding, Permit, StoredSegment
@@ -14,10 +17,15 @@ from kvstore.planning.profile import Origin
 from kvstore.spec import ChunkState, Exactness, ModelSpec
 from kvstore_client.caches import Caches
 from kvstore_client.loading.call import Asked, PrefillCall
+from kvstore_client.loading.patience import prior_s, result_in_time, with_budget
 from kvstore_client.loading.planner import ENGINE_WAYS
 from kvstore_client.lookup.match import Match, SegmentMatch, chunk_matches, stored_places, unknown_chunks
 from kvstore_client.prompt import Prompt
 from kvstore_client.recompute.request import Request
+
+Answer = TypeVar("Answer")
+ANSWER_S_MIN = 1.0
+"""The least seconds that the sidecar has for an answer: a client that is not connected yet connects first."""
 
 
 @dataclass
@@ -68,12 +76,36 @@ def ask(client: Caches, request: Request, held: Held, *, in_memory: bool = False
 
 
 def _lookup(client: Caches, request: Request, spec: ModelSpec, held: Held) -> Match:
-    match = client.lookup(
-        spec, request.tokens, hold=True, extras=request.extras, segments=request.segments, preamble=request.preamble
+    look = partial(
+        client.lookup, spec, request.tokens, hold=True, extras=request.extras, segments=request.segments,
+        preamble=request.preamble,
     )  # fmt: skip
+    match = answer_in_time(client, request, look, lambda late: client.release_ticket(late.ticket))
+    if match is None:
+        return Match(0, unknown_chunks(spec.chunk_tokens, 0, int(request.tokens.size)), is_answered=False)
     if match.ticket:
         held.tickets[spec] = match.ticket
     return match
+
+
+def plain_s(client: Caches, request: Request) -> float:
+    """Return what a plain prefill takes; of an engine that has measured none, what a slow one would take."""
+    runner, count = request.runner, int(request.tokens.size)
+    return client.planner.prefill_s(runner.spec, count, 0) or prior_s(runner.spec, count, runner.device.type)
+
+
+def answer_in_time(
+    client: Caches, request: Request, question: Callable[[], Answer], undo: Callable[[Answer], object]
+) -> Answer | None:
+    """Return the sidecar's answer. Where plans are carried out, one that stands still is not waited for much longer
+    than a plain prefill takes: None, and ``undo`` gets an answer that comes later."""
+    if client.planner.mode_under(request.terms) != "on":
+        return question()
+    left_s = max(ANSWER_S_MIN, with_budget(plain_s(client, request)))
+    answer = result_in_time(question, left_s, undo)
+    if answer is None:
+        client.planner.given_up()
+    return answer
 
 
 def _planned(client: Caches, request: Request, held: Held) -> _Own:

@@ -23,10 +23,10 @@ from kvstore.spec import Exactness
 from kvstore_client.caches import Caches
 from kvstore_client.fetch.transfer import without_frames
 from kvstore_client.loading.call import PrefillCall
-from kvstore_client.loading.patience import Patience, prior_s
+from kvstore_client.loading.patience import Patience
 from kvstore_client.recompute.arrivals import Arrivals, PlanePairs
 from kvstore_client.recompute.fused import recompute
-from kvstore_client.recompute.inquiry import ask
+from kvstore_client.recompute.inquiry import ask, plain_s
 from kvstore_client.recompute.racing import Race, RacedRun
 from kvstore_client.recompute.request import Request
 from kvstore_client.recompute.result import PartialPrefill, Recomputed, Timeline
@@ -126,7 +126,7 @@ class _Prompt:
                 began_s,
                 lambda: self._front >= front and arrivals.is_waiting,
                 arrivals.stop,
-                self._plain_s(plan) if plan.runs else 0.0,
+                plain_s(client, request) if plan.runs else 0.0,
             ) as patience:
                 try:
                     runs = self._with_front(plan, runs) if front else self._raced(plan, runs)
@@ -151,13 +151,6 @@ class _Prompt:
         if not in_memory:
             begin_probes(client, request, plan, arrivals.held.own)
         return plan, result, prepared_s
-
-    def _plain_s(self, plan: Plan) -> float:
-        """Return what a plain prefill takes; of an engine that has measured none, what a slow one would take. Loads
-        whose plan knows no times are given up by this."""
-        spec, runner = self._request.runner.spec, self._request.runner
-        measured_s = self._client.planner.prefill_s(spec, plan.token_count, 0)
-        return measured_s or prior_s(spec, plan.token_count, runner.device.type)
 
     def _with_front(self, plan: Plan, runs: list[Run]) -> list[Run]:
         """Compute the tokens before the loaded ones. Afterwards both are one run that begins the prompt; its front
