@@ -270,6 +270,10 @@ def test_arguments_are_named(client: Client) -> None:
             client.partial_prefill(RECEIVER, tokens, **options)
     with pytest.raises(InvalidRequest, match="token 96"):
         client.partial_prefill(RECEIVER, [1, 2, 96])
+    with pytest.raises(InvalidRequest, match=r"tokens must be .* one or more"):
+        client.partial_prefill(RECEIVER, [])
+    with pytest.raises(InvalidRequest, match="give TransformersRunner"):
+        client.partial_prefill(MODEL, tokens)
 
 
 def test_what_is_derived_never_leaks(client: Client) -> None:
@@ -372,6 +376,8 @@ def test_remembered_documents_are_found_and_reused_as_if_stored_by_hand(client: 
     same(found, recompute(RECEIVER, tokens, runs, Recompute.cacheblend(1, 0.3)))
     with pytest.raises(InvalidRequest, match="one or more each"):
         cached.remember([[]], preamble=preamble)
+    with pytest.raises(InvalidRequest, match="documents must be a list"):
+        cached.remember(one, preamble=preamble)
     cached.close()
 
 

@@ -51,7 +51,10 @@ def remember(
     before = preamble_tokens(preamble, spec)
     receipts = []
     for document in documents:
-        given = checked_tokens(document, spec.vocab_size)
+        try:
+            given = checked_tokens(document, spec.vocab_size)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"documents must be a list, each document a run of tokens: {error.message}") from error
         if not given.size:
             raise InvalidRequest("documents must have tokens, one or more each")
         tokens = np.concatenate([before, given])

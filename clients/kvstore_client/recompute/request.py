@@ -36,10 +36,16 @@ class Request:
     ) -> Request:  # fmt: skip
         """Check the arguments and return the request. Raises: InvalidRequest naming the argument, and the field in
         which a sender differs."""
+        if not hasattr(runner, "spec"):
+            raise InvalidRequest(
+                f"runner is a {type(runner).__name__}: give TransformersRunner(model), or a runner of your own"
+            )
         prompt = Prompt.of(runner.spec, tokens, extras, Exactness.EXACT)
         known = prompt.tokens
         if known is None:
             raise InvalidRequest("tokens must be the tokens: their hashes cannot be computed with")
+        if not known.size:
+            raise InvalidRequest("tokens must be one run of whole numbers, one or more")
         if not hasattr(logit_count, "__index__") or not 1 <= logit_count <= known.size:
             raise InvalidRequest(f"logit_count {logit_count!r:.40} must be in 1..{known.size}, the prompt's tokens")
         if not isinstance(senders, Sequence):
