@@ -166,8 +166,14 @@ class Movement:
             parts.counters,
         )  # fmt: skip
 
+    @property
+    def is_device_asked(self) -> bool:
+        """True while a tier of the node owes an answer: until it comes, memory and the tier's files are in use."""
+        return any(copies.tier.stalled_s() for copies in self._table.copies)
+
     async def detach(self) -> None:
-        """Stop the tiers below memory cleanly, after ``run`` has ended."""
+        """Stop the tiers below memory cleanly, after ``run`` was told to end and while no tier of the node is asked.
+        What shared tiers have not finished by then is given up."""
         self.writes.clear()
         self.shared_writes.clear()
         self._shared.clear()

@@ -47,6 +47,8 @@ PROCESSORS_PER_MOVER = 4
 SWITCH_INTERVAL_S = 0.0005
 """Seconds that another thread may hold the interpreter while the event loop waits."""
 DETACH_TIMEOUT_S = 30.0
+ENDING_TIMEOUT_S = 1.0
+"""Seconds that tasks may take to end once the tiers that they waited for are closed."""
 PR_SET_DUMPABLE = 4
 _log = logging.getLogger("kvstore.server")
 
@@ -173,11 +175,16 @@ async def _stop(tenants: list[Tenant], besides: list[asyncio.Task[None]], grace_
     # Tasks that wait for a device end only when it answers, and that may be never.
     await asyncio.wait(tasks, timeout=max(1.0, grace_s))
     if not all(task.done() for task in tasks):
-        _leave_now(tenants, "the device does not answer: leaving without its snapshot", 0)
+        if any(tenant.is_device_asked for tenant in tenants):
+            _leave_now(tenants, "the device does not answer: leaving without its snapshot", 0)
+        _log.warning("shared tiers have not answered: what was on its way there, or from there, is given up")
     detached = asyncio.gather(*(tenant.detach() for tenant in tenants), return_exceptions=True)
     await asyncio.wait([detached], timeout=DETACH_TIMEOUT_S)
     if not detached.done():  # a device stalled only now; the other tenants have their snapshots
         _leave_now(tenants, "the device does not answer: leaving without its snapshot", 0)
+    await asyncio.wait(tasks, timeout=ENDING_TIMEOUT_S)
+    if not all(task.done() for task in tasks):  # the devices have their snapshots
+        _leave_now(tenants, "work did not end, although all tiers are closed: leaving without it", 0)
     for end in [*ends, *detached.result()]:
         if end is not None:
             raise end

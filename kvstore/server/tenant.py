@@ -195,6 +195,11 @@ class Tenant:
                 for task in self.tasks:
                     task.cancel()
 
+    @property
+    def is_device_asked(self) -> bool:
+        """See ``Movement.is_device_asked``."""
+        return self.controller.parts.movement.is_device_asked
+
     async def detach(self) -> None:
         """End all sessions, then stop the tiers cleanly, after the tasks have ended."""
         with log_as(self.said):

@@ -26,9 +26,10 @@ def bucket_server() -> Iterator[S3Server]:
 
 
 class BucketSidecar(Sidecar):
-    """One node, the service as everybody runs it. 16 chunks of 64 KiB have room in its memory; it has no device."""
+    """One node, the service as everybody runs it. 16 chunks of 64 KiB have room in its memory; ``nvme``: the size of its
+    device tier, none by default."""
 
-    def __init__(self, endpoint_url: str, bucket: str, **more: str) -> None:
+    def __init__(self, endpoint_url: str, bucket: str, nvme: str = "0", **more: str) -> None:
         own = {
             "CONTROLLER__DEADLINE_S": "5", "POLICY__SCRUB_BYTES_PER_S": "0", "POLICY__CANARY_INTERVAL_S": "0",
             "TIERS__S3__BUCKET": bucket, "TIERS__S3__PREFIX": PREFIX, "TIERS__S3__ENDPOINT_URL": endpoint_url,
@@ -36,4 +37,4 @@ class BucketSidecar(Sidecar):
             "TIERS__S3__LOOKUP_S_MAX": "1 s", "TIERS__S3__TIMEOUT_S": "2 s", **more,
         }  # fmt: skip
         environment = {**os.environ, **{f"KVSTORE__{name}": value for name, value in own.items()}}
-        super().__init__("--capacity", "1 MiB", plane="remote", environment=environment)
+        super().__init__("--capacity", "1 MiB", nvme=nvme, plane="remote", environment=environment)

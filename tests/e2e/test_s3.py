@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from kvstore_client import Client, connect
 
-from kvstore.spec import MissReason, Tier
+from kvstore.spec import Durability, MissReason, Tier
 from tests.conftest import WARM
 from tests.e2e.s3 import PREFIX, BucketSidecar, bucket_server
 from tests.e2e.test_nvme import same
@@ -259,6 +259,22 @@ def test_it_starts_without_the_endpoint_and_uses_it_once_it_comes(server: S3Serv
             assert get(client, seed)[0] == 0
             line.turn_off()
             eventually(lambda: get(client, seed) == WHOLE, 20.0)
+
+
+def test_a_bucket_that_stalls_keeps_no_device_from_its_snapshot(server: S3Server) -> None:
+    """A node that is stopped meanwhile gives its upload up, and needs not read every header at its next start."""
+    with S3Proxy(server.url) as line:
+        patient = {"TIERS__S3__TIMEOUT_S": "60 s", "SERVER__SHUTDOWN_GRACE_S": "1 s"}
+        with BucketSidecar(line.url, server.bucket, nvme="64 MiB", **patient) as node:
+            with connect(node.socket_address) as client:
+                heard, seed = line.hears("PUT"), next(SEEDS)
+                assert client.store(SPEC, tokens_of(COUNT, seed), cache(seed)).wait(10.0) is Durability.LOCAL
+                assert heard.wait(20.0)
+            node.stop()
+            assert list(node.directory.rglob("nvme/index")), (node.directory / "log").read_text()
+            log = (node.directory / "log").read_text()
+            assert "what was on its way there, or from there, is given up" in log
+            assert '"error"' not in log
 
 
 def test_secrets_are_nowhere_to_be_read(nodes: Nodes, one: Client) -> None:
