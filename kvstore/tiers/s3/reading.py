@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import is_not
 from typing import Any, Protocol
@@ -73,9 +73,11 @@ class S3Chunk:
         self._owner.was_read(sum(each.size for each in memory))
 
     async def check(self, slabs: range) -> None:
-        """As ``read``, without handing out the bytes."""
-        await self._fetch(slabs, check_slabs, self.header, self._layout, slabs)
-        self._owner.was_read(sum(self._layout.slabs[slab].byte_count for slab in slabs))
+        """As ``read``, without handing out the bytes. One range after the other: a whole chunk at once would take twice
+        its bytes of a mover's memory, and a thread and connections from readers for as long as all of it takes."""
+        for part in parts_of(self._layout, slabs, self._settings.range_bytes):
+            await self._fetch(part, check_slabs, self.header, self._layout, part)
+            self._owner.was_read(sum(self._layout.slabs[slab].byte_count for slab in part))
 
     async def _fetch(self, slabs: range, function: Callable[..., bool], *args: object) -> None:
         key = self.header.storage_key
@@ -103,6 +105,17 @@ class S3Chunk:
 
     def close(self) -> None:
         """Do nothing: an open object holds no resources."""
+
+
+def parts_of(layout: ChunkLayout, slabs: range, byte_count: int) -> Iterator[range]:
+    """Yield these slabs in order, as many at a time as have ``byte_count`` bytes, and one at least."""
+    start, size = slabs.start, 0
+    for slab in slabs:
+        size += layout.slabs[slab].byte_count
+        if size > byte_count and slab > start:
+            yield range(start, slab)
+            start, size = slab, layout.slabs[slab].byte_count
+    yield range(start, slabs.stop)
 
 
 def read_runs(

@@ -7,15 +7,20 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvstore.chunk import layout_of, making
 from kvstore.errors import DataLoss, Exhausted, PermissionDenied
+from kvstore.seams import SystemClock, WorkerThreads
 from kvstore.spec import CacheKind, Encoding, LayerSpec
-from kvstore.tiers.s3 import writing
+from kvstore.tiers.s3 import Lanes, S3Tier, writing
+from kvstore.tiers.s3.reading import check_slabs
 from tests.contracts.chunks import SMALL, chunk
 from tests.contracts.shared.s3_stand import S3Stand, tier_of
 from tests.contracts.shared.stands import found, write
@@ -132,6 +137,39 @@ def test_what_is_damaged_is_replaced_where_no_etag_ever_matches(stand: S3Stand) 
         assert there(stand, what) == bytes_of(what)
         conditions = [headers.get("If-Match") for method, _, headers in stand.switches.asked if method == "PUT"]
         assert [bool(each) for each in conditions] == [True, False]
+
+    stand.run(scenario)
+
+
+class Recorded(WorkerThreads):
+    """Knows the slabs that its jobs read to check them."""
+
+    def __init__(self) -> None:
+        super().__init__(1, "recorded")
+        self.checked: list[range] = []
+
+    def submit(self, function: Callable[..., Any], /, *args: Any) -> Future[Any]:
+        self.checked += [args[-1]] * (function is check_slabs)
+        return super().submit(function, *args)
+
+
+def test_a_copy_is_checked_a_few_slabs_at_a_time(stand: S3Stand) -> None:
+    """A mover has room for a range of each of its threads, and not for whole chunks; and a thread that is kept for long
+    would keep readers waiting."""
+    layout = layout_of(small_spec(layers=(LayerSpec(kv_heads=2, k_dim=16, v_dim=16),) * 5), CacheKind.KV, 16)
+
+    async def scenario() -> None:
+        for slab_count, job_count in ((1, 5), (2, 3), (5, 1)):
+            readers = Recorded()
+            lanes = Lanes(readers, *(WorkerThreads(1, f"s3-{name}") for name in ("write", "ask", "near")))
+            settings = replace(stand.settings, range_bytes=slab_count * layout.slabs[0].byte_count)
+            tier = S3Tier(settings, lanes, SystemClock())
+            what = chunk(slab_count, layout)
+            await write(stand.other, what)
+            await write(tier, what)  # it is adopted
+            await tier.close()
+            assert len(readers.checked) == job_count
+            assert [slab for each in readers.checked for slab in each] == list(range(5))
 
     stand.run(scenario)
 
