@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import gc
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -164,6 +165,7 @@ class S3Connection:
             await self._ready()
         except Exception as error:
             raise refusal_of(error) from error
+        gc.freeze()  # what a client is made of stays: collections pass over it
 
     def close(self) -> None:
         """Close the client when the process ends, because aiohttp reports each client that is left open: whoever runs a
@@ -185,6 +187,7 @@ class S3Connection:
                 return False
             self._client = None
             await held.replace()
+            gc.collect()  # a client is a megabyte in circles, which the collector would leave for hundreds of renewals
         return True
 
 

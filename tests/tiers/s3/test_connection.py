@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -60,6 +62,30 @@ def test_a_client_is_closed_when_its_last_request_has_ended(monkeypatch: pytest.
     reading.join()
     assert found == [True]
     assert not made[0].is_open
+
+
+def test_clients_whose_credentials_are_refused_again_and_again_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A night with credentials that ran out takes thousands of clients, of a megabyte each. Real ones."""
+    monkeypatch.setattr(connection, "RENEW_S_MIN", 0.0)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "old")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    one = S3Connection(S3Settings(bucket="bucket", region="us-east-1"))
+    met: list[weakref.ref[Any]] = []
+
+    async def refused(client: Any) -> None:
+        met.append(weakref.ref(client))
+        raise Refused("ExpiredToken", 400)
+
+    gc.disable()
+    try:
+        for _ in range(3):
+            with pytest.raises(Refused):
+                one.run(lambda each: each.ask(refused), 10.0)
+        living = {id(each()) for each in met if each() is not None}
+    finally:
+        gc.enable()
+    assert len(met) == 6
+    assert len(living) <= 2
 
 
 def test_all_requests_that_meet_old_credentials_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
