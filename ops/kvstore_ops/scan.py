@@ -19,8 +19,7 @@ from kvstore.keys import fingerprint
 from kvstore.seams import EnvelopeRing
 from kvstore.server.secrets import read_envelope_keys, read_keys
 from kvstore.spec import CacheKind
-from kvstore.tiers.s3.listing import Examined, examine, pages
-from kvstore.tiers.s3.writing import remove_objects
+from kvstore.tiers.s3.listing import Examined, delete_objects, examine, pages
 from kvstore.units import format_bytes
 from kvstore.wire import spec_from_message
 from kvstore_ops import tenants as doors
@@ -224,7 +223,7 @@ def scan(
             found.add(one, tenants, models)
         doomed = [one for one in meant if one.reason != "newer"] if delete else []
         if doomed:
-            remove_objects(s3, [one.listed.storage_key for one in doomed])
+            delete_objects(s3, [one.listed for one in doomed])
             found.deleted_count += len(doomed)
             found.deleted_bytes += sum(one.listed.byte_count for one in doomed)
         progress(found)

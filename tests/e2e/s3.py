@@ -26,8 +26,8 @@ def bucket_server() -> Iterator[S3Server]:
 
 
 class BucketSidecar(Sidecar):
-    """One node, the service as everybody runs it. 16 chunks of 64 KiB have room in its memory; ``nvme``: the size of its
-    device tier, none by default."""
+    """One node, the service as everybody runs it. 16 chunks of 64 KiB have room in its memory. ``nvme``: the size of
+    its device tier."""
 
     def __init__(self, endpoint_url: str, bucket: str, nvme: str = "0", **more: str) -> None:
         own = {

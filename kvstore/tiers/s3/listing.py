@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,8 +27,9 @@ from kvstore.seams import EnvelopeRing
 from kvstore.tiers.pace import limit_s
 from kvstore.tiers.s3.connection import S3Connection, together
 from kvstore.tiers.s3.looking import Looked, first_bytes
-from kvstore.tiers.s3.objects import LOOK_S_MAX, VERSION, bucket_of, finished, object_key
-from kvstore.tiers.s3.refusals import ODD, Refused, told
+from kvstore.tiers.s3.objects import LOOK_S_MAX, REMOVE_S_MAX, VERSION, Result, bucket_of, finished, object_key
+from kvstore.tiers.s3.refusals import ODD, RETRIED, Refused, told
+from kvstore.tiers.s3.writing import remove_all
 
 HEADER_BYTES = 16 << 10
 """Bytes of an object that are read first. A longer header is read again."""
@@ -38,6 +40,9 @@ SEVERAL_BYTES_MAX = 64 << 20
 """Objects up to this size are read whole ``WHOLE_AT_ONCE`` at a time, larger ones one at a time."""
 WHOLE_AT_ONCE = 4
 EXAMINE_S_MAX = 600.0
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""Pauses before the same is asked again of a store that asks for fewer requests, or fails: a scan takes hours, and
+would begin anew."""
 _OF_A_LIST = ("Contents", "IsTruncated", "KeyCount", "Name", "NextContinuationToken")
 """Every store's list has some of these."""
 
@@ -71,7 +76,7 @@ def pages(settings: S3Settings) -> Iterator[tuple[list[Listed], int]]:
     PermissionDenied, Unavailable."""
     token = before = ""
     while True:
-        found, others, token = finished(settings, "read", partial(_page, settings, token), LOOK_S_MAX * 3)
+        found, others, token = _finished(settings, "read", partial(_page, settings, token), LOOK_S_MAX * 3)
         yield found, others
         if not token:
             return
@@ -114,15 +119,41 @@ def examine(
     """Examine these objects by their headers, or by all of their bytes. ``ring``: the keys that open envelopes, for the
     latter. Blocking. Raises PermissionDenied, Unavailable."""
     if not whole:
-        return finished(settings, "read", partial(_all, settings, listed, _by_header, HEADERS_AT_ONCE), EXAMINE_S_MAX)
+        return _finished(settings, "read", partial(_all, settings, listed, _by_header, HEADERS_AT_ONCE), EXAMINE_S_MAX)
     small = [each for each in listed if each.byte_count <= SEVERAL_BYTES_MAX]
     large = [each for each in listed if each.byte_count > SEVERAL_BYTES_MAX]
     examined = partial(_by_all_bytes, ring or EnvelopeRing())
     found: list[Examined] = []
     for several, at_once in ((small, WHOLE_AT_ONCE), *(([each], 1) for each in large)):
         deadline_s = limit_s(EXAMINE_S_MAX, sum(each.byte_count for each in several))
-        found += finished(settings, "read", partial(_all, settings, several, examined, at_once), deadline_s)
+        found += _finished(settings, "read", partial(_all, settings, several, examined, at_once), deadline_s)
     return found
+
+
+def delete_objects(settings: S3Settings, listed: Sequence[Listed]) -> None:
+    """Delete these objects. An object that is not there is no error. Blocking. Raises PermissionDenied, Unavailable."""
+    places = [_place(settings, each) for each in listed]
+    _finished(settings, "remove", partial(remove_all, places), REMOVE_S_MAX)
+
+
+def _finished(
+    settings: S3Settings, action: str, work: Callable[[S3Connection], Coroutine[Any, Any, Result]], deadline_s: float
+) -> Result:
+    """As ``finished``, and patient with a store that is busy."""
+    return finished(settings, action, partial(_patient, work), deadline_s + sum(PAUSES_S))
+
+
+async def _patient(
+    work: Callable[[S3Connection], Coroutine[Any, Any, Result]], connection: S3Connection
+) -> Result:  # fmt: skip
+    for pause_s in PAUSES_S:
+        try:
+            return await work(connection)
+        except Refused as refused:
+            if refused.code not in RETRIED:
+                raise
+        await asyncio.sleep(pause_s)
+    return await work(connection)
 
 
 async def _all(

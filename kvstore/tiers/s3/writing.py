@@ -146,12 +146,14 @@ def remove_objects(settings: S3Settings, storage_keys: Sequence[bytes]) -> None:
     """Remove objects. An object that is not there is no error. Blocking. Raises Unavailable."""
     places = [object_place(settings, each) for each in storage_keys]
     try:
-        finished(settings, "remove", partial(_remove, places), REMOVE_S_MAX)
+        finished(settings, "remove", partial(remove_all, places), REMOVE_S_MAX)
     except PermissionDenied as error:
         raise Unavailable(error.message) from error
 
 
-async def _remove(places: Sequence[dict[str, str]], connection: S3Connection) -> None:
+async def remove_all(places: Sequence[dict[str, str]], connection: S3Connection) -> None:
+    """Remove the objects at these places. Raises Refused."""
+
     async def remove(place: dict[str, str]) -> None:
         try:
             await connection.ask(lambda client: client.delete_object(**place))

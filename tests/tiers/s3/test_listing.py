@@ -16,6 +16,9 @@ from kvstore.tiers.s3 import listing
 from kvstore.tiers.s3.listing import Listed
 from kvstore.tiers.s3.looking import Looked
 from kvstore.tiers.s3.objects import object_key
+from tests.contracts.chunks import chunk
+from tests.contracts.shared.s3_stand import S3Stand
+from tests.contracts.shared.stands import write
 
 SETTINGS = S3Settings(bucket="bucket", prefix="p")
 
@@ -79,7 +82,7 @@ def test_objects_that_are_read_whole_have_time_for_their_bytes(monkeypatch: pyte
     given: list[tuple[int, float]] = []
 
     def finished(settings: S3Settings, action: str, work: Any, deadline_s: float) -> list[Any]:
-        given.append((sum(each.byte_count for each in work.args[1]), deadline_s))
+        given.append((sum(each.byte_count for each in work.args[0].args[1]), deadline_s))
         return []
 
     monkeypatch.setattr(listing, "finished", finished)
@@ -103,3 +106,33 @@ async def test_a_header_that_says_it_is_longer_than_any_is_not_read(monkeypatch:
     [found] = await listing._all(SETTINGS, [Listed(bytes(32), "", 5 << 30, 0.0)], listing._by_header, 1, Store())  # type: ignore[arg-type]  # it is asked nothing
     assert found.reason
     assert asked == [listing.HEADER_BYTES]
+
+
+def test_a_store_that_is_busy_for_a_while_ends_no_scan(stand: S3Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have read for hours, and would begin anew. One that stays busy ends it."""
+    monkeypatch.setattr(listing, "PAUSES_S", (0.01,) * 20)
+
+    async def scenario() -> None:
+        for number in range(2):
+            await write(stand.tier, chunk(number))
+
+        def busy(count: int) -> None:
+            assert not stand.switches.refusals
+            stand.switches.refusals = [(503, "SlowDown")] * count
+
+        def scan() -> None:
+            busy(15)
+            [(found, _)] = listing.pages(stand.settings)
+            for whole in (False, True):
+                busy(15)
+                assert all(each.header for each in listing.examine(stand.settings, found, whole=whole))
+            busy(15)
+            listing.delete_objects(stand.settings, found)
+            busy(1000)
+            with pytest.raises(Unavailable, match="SlowDown"):
+                list(listing.pages(stand.settings))
+
+        await asyncio.to_thread(scan)
+        assert not stand.server.keys(stand.settings.prefix)
+
+    stand.run(scenario)
