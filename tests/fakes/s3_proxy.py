@@ -30,7 +30,8 @@ class S3Proxy:
     ``abort_count``: so many requests end with their connection. ``denied``: the methods that are answered by
     AccessDenied. ``owner``: whose the bucket is; who expects another one is denied. ``region``: the bucket's; who signs
     for another one is sent there. ``expired``: an access key that was good once. ``drops``: headers that are lost on
-    the way, there and back. ``page``, ``page_status``: what everybody is given, as by a login page. ``asked``: every
+    the way, there and back. ``loses``: (method, words of the query, refusals); the answer to the next such request is lost
+    once the server has done it, and those are the next answers. ``page``, ``page_status``: what everybody is given, as by a login page. ``asked``: every
     request: method, path, headers."""
 
     def __init__(self, upstream: str) -> None:
@@ -58,6 +59,7 @@ class S3Proxy:
         self.owner = self.region = self.expired = self.page = ""
         self.page_status = 200
         self.drops: frozenset[str] = frozenset()
+        self.loses: tuple[str, str, list[tuple[int, str]]] | None = None
         self.abort_count = 0
         self._held, self._heard = "", threading.Event()
 
@@ -113,6 +115,10 @@ class S3Proxy:
             headers = signed_anew(request.method, url, headers, sent)
         async with self._session.request(request.method, url, data=sent, headers=headers) as answer:
             data = bytearray(await answer.read())
+        if self.loses is not None and (request.method, self.loses[1] in request.query_string) == (self.loses[0], True):
+            self.loses, self.refusals = None, self.loses[2]
+            assert request.transport is not None
+            request.transport.abort()
         answered = {name: value for name, value in answer.headers.items() if name.lower() not in OF_A_HOP | self.drops}
         status = self._altered(request, answer.status, data)
         if status != answer.status:

@@ -13,8 +13,11 @@ ARCHIVED = "InvalidObjectState"
 NO_BUCKET = "NoSuchBucket"
 """Only an answer with a body has this code: to a HEAD it is "404", as for a missing object."""
 DENIED = frozenset({"AccessDenied", "AllAccessDisabled", "AccountProblem", "MethodNotAllowed"})
-CHANGED = frozenset({"412", "PreconditionFailed", "409", "ConditionalRequestConflict", "OperationAborted"})
-"""A condition on the object there does not hold, or another node writes it at this moment."""
+CHANGED = frozenset({
+    "412", "PreconditionFailed", "409", "ConditionalRequestConflict", "OperationAborted", "NoSuchUpload",
+})  # fmt: skip
+"""A condition on the object there does not hold, or another node writes it at this moment, or an upload has ended
+already: its last answer was lost."""
 TOO_SHORT = frozenset({"416", "InvalidRange"})
 UNCONDITIONAL = frozenset({"501", "NotImplemented"})
 FULL = frozenset({"QuotaExceeded", "XMinioStorageFull", "507", "InsufficientStorage", "EntityTooLarge"})
@@ -68,8 +71,9 @@ _REMEDIES = {
     "ProxyConnectionError": "check tiers.s3.proxy, or HTTPS_PROXY in the service's environment",
     "InvalidEndpoint": "set tiers.s3.endpoint_url to http://HOST:PORT or https://HOST:PORT",
     "SlowDown": "the store asks for fewer requests: lower tiers.s3.reader_count and writer_count, or share less",
-    **dict.fromkeys(("EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError", "CutShort",
-                     "ConnectionClosedError", "HTTPClientError"), _ENDPOINT),
+    "ReadTimeoutError": f"{_ENDPOINT}; raise tiers.s3.timeout_s for one that takes longer to answer",
+    **dict.fromkeys(("EndpointConnectionError", "ConnectTimeoutError", "CutShort", "ConnectionClosedError",
+                     "HTTPClientError"), _ENDPOINT),
     **dict.fromkeys(_EXPIRED, f"the endpoint does not take the credentials any more: {_CREDENTIALS}"),
 }  # fmt: skip
 _RIGHTS = {

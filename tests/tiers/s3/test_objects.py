@@ -260,6 +260,29 @@ def test_large_chunks_go_in_parts_and_no_part_is_left(stand: S3Stand, monkeypatc
     stand.run(scenario)
 
 
+@pytest.mark.parametrize("then", [(412, "PreconditionFailed"), (404, "NoSuchUpload")])
+def test_an_upload_whose_last_answer_was_lost_is_found_there(
+    stand: S3Stand, monkeypatch: pytest.MonkeyPatch, then: tuple[int, str]
+) -> None:
+    """The store is asked once more to end it. One says that the object is there, another that it knows no upload."""
+    monkeypatch.setattr(writing, "MULTIPART_BYTES", 4 << 20)
+    monkeypatch.setattr(writing, "PART_BYTES", 5 << 20)
+    wide = small_spec(layers=(LayerSpec(kv_heads=32, k_dim=128, v_dim=128),) * 2, chunk_tokens=200)
+    what = chunk(1, layout_of(wide, CacheKind.KV, 200))
+    stand.settings = replace(stand.settings, range_bytes=4 << 20)
+
+    async def scenario() -> None:
+        tier = stand.node()
+        stand.switches.loses = ("POST", "uploadId=", [then])
+        await write(tier, what)
+        assert stand.switches.loses is None
+        assert await found(tier, what)
+        assert sum(path.endswith("uploads") for _, path, _ in stand.switches.asked) == 1, "it is not sent again"
+        await tier.close()
+
+    stand.run(scenario)
+
+
 def test_byte_movers_carry_chunks_of_thousands_of_strips(stand: S3Stand) -> None:
     command = [sys.executable, "-m", "tests.tiers.s3.movers", stand.server.url, stand.server.bucket]
     subprocess.run(command, check=True, timeout=60)
