@@ -31,6 +31,7 @@ class Questions:
 
     def __init__(self, clock: Clock, bound_s: float) -> None:
         self._clock = clock
+        self._bound_s = bound_s
         self._silence_s = min(SILENT_BOUNDS * bound_s, SILENT_S_MAX)
         self._waits = Waits(clock)
         self._patient: set[asyncio.Task[Answers]] = set()
@@ -67,7 +68,8 @@ class Questions:
         task = asyncio.get_running_loop().create_task(question)  # seam: a task of a call that may end before; ``close``
         if is_patient:
             self._patient.add(task)
-        self._waits.began(task)
+        # A caller with more time than a lookup may ask for a thousand keys: its answer is not owed before.
+        self._waits.began(task, max(0.0, timeout_s - self._bound_s - self._silence_s))
         task.add_done_callback(self._ended)
         try:
             await asyncio.wait([task], timeout=timeout_s)

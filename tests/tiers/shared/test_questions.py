@@ -235,3 +235,27 @@ def test_a_question_that_ends_with_its_lookup_is_no_failure_of_the_tier(world: W
         assert shared.breaker.is_open is is_failure
 
     world.run(scenario)
+
+
+def test_a_long_question_hides_no_tier_from_lookups(world: World) -> None:
+    """A level of a long chain takes a bucket thousands of requests, and whoever waits for it has the time: meanwhile
+    the tier owes lookups nothing."""
+
+    async def scenario() -> None:
+        await world.one.give(*PATH)
+        tier, real = world.other.shared[0], world.other.shared[0].probe
+        shared = world.other.controller.parts.movement.shared_tiers.tiers[0]
+
+        async def slow(keys: Any, *arguments: Any) -> Any:
+            await asyncio.sleep(LOOKUP_S / 2 * len(keys))
+            return await real(keys, *arguments)
+
+        tier.probe = slow
+        long = asyncio.create_task(shared.ask([bytes([number]) * 32 for number in range(200)], 10.0))
+        await asyncio.sleep(2 * SILENT_S_MAX)
+        assert await took_s(world.other, 1) == pytest.approx(LOOKUP_S / 2)
+        await asyncio.sleep(2 * SILENT_S_MAX)
+        assert (await world.other.lookup(1)).hit_count == 1
+        assert await long == [False] * 200
+
+    world.run(scenario)
