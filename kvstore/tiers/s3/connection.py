@@ -9,7 +9,7 @@ import atexit
 import gc
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -29,7 +29,9 @@ CLOSE_S_MAX = 1.0
 RENEW_S_MIN = 1.0
 """Credentials are read at most once in so many seconds."""
 CONNECTIONS_BESIDES = 16
-"""Connections for questions, in addition to those of readers and writers."""
+"""Connections in addition to one for each reader and writer: a read has several ranges, an upload several parts."""
+QUESTIONS_AT_ONCE = 16
+"""Connections that are for questions alone: a lookup has no time to wait until a body has passed."""
 
 
 class RetryBudget:
@@ -94,6 +96,7 @@ class S3Connection:
         self._opening = asyncio.Lock()
         self._random = SystemRandom()
         self._budget = RetryBudget()
+        self._bodies = asyncio.Semaphore(connection_count(settings))
         self.is_conditional = True
         self._hides_until_s = float("-inf")
         start_thread(self._loop.run_forever, "s3")
@@ -119,7 +122,7 @@ class S3Connection:
             held: _Client | None = None
             try:
                 held = await self._ready()
-                async with held.used() as client:
+                async with held.used() as client, nullcontext() if is_urgent else self._bodies:
                     answer = await request(client)
             except Exception as error:
                 refused = refusal_of(error)
@@ -191,6 +194,11 @@ class S3Connection:
         return True
 
 
+def connection_count(settings: S3Settings) -> int:
+    """Return the number of connections that a process has for anything but questions."""
+    return settings.reader_count + settings.writer_count + CONNECTIONS_BESIDES
+
+
 def _client_of(settings: S3Settings) -> Any:
     """Return a client that is not open yet. Imports here: only processes that use S3 pay for it."""
     from aiobotocore.config import AioConfig
@@ -208,7 +216,7 @@ def _client_of(settings: S3Settings) -> Any:
         retries={"total_max_attempts": 1, "mode": "standard"},  # our own retries have a budget
         connect_timeout=min(CONNECT_S_MAX, settings.timeout_s),
         read_timeout=settings.timeout_s,
-        max_pool_connections=settings.reader_count + settings.writer_count + CONNECTIONS_BESIDES,
+        max_pool_connections=connection_count(settings) + QUESTIONS_AT_ONCE,
         request_checksum_calculation="when_required",  # a body's is computed in the lane's thread, not on the loop
         response_checksum_validation="when_required",  # strips have checksums of their own
         proxies={"http": settings.proxy, "https": settings.proxy} if settings.proxy else None,

@@ -12,7 +12,7 @@ import pytest
 from kvstore.config import S3Settings
 from kvstore.errors import DeadlineExceeded, PermissionDenied, Unavailable
 from kvstore.tiers.s3 import writing
-from kvstore.tiers.s3.connection import RetryBudget
+from kvstore.tiers.s3.connection import RetryBudget, connection_count
 from kvstore.tiers.s3.objects import READ_S_MAX
 from kvstore.tiers.s3.refusals import Refused
 from kvstore.tiers.s3.writing import Condition
@@ -20,6 +20,7 @@ from tests.contracts.chunks import LARGE, chunk
 from tests.contracts.shared.s3_stand import S3Stand, tier_of
 from tests.contracts.shared.stands import TIMEOUT_S, found, write
 from tests.fakes import Switch
+from tests.fakes.switches import POLL_S
 from tests.tiers.s3.objects import bytes_of, there
 
 
@@ -186,6 +187,29 @@ def test_a_body_that_ceases_in_the_middle_is_given_up(stand: S3Stand) -> None:
         assert stand.tier.stalled_s() == 0.0
         stand.switches.turn_off()
         assert await found(stand.tier, what)
+
+    stand.run(scenario)
+
+
+def test_a_lookup_does_not_wait_until_bodies_have_passed(stand: S3Stand) -> None:
+    """As many as its process reads at once, for however many tenants."""
+    what, tiers = chunk(1, LARGE), [tier_of(stand.settings) for _ in range(4)]
+    slabs = range(len(LARGE.slabs))
+
+    async def scenario() -> None:
+        await write(stand.tier, what)
+        targets = [[np.empty(slab.byte_count, np.uint8) for slab in LARGE.slabs] for _ in range(16)]
+        opened = [await tiers[number % 4].open(what.name) for number in range(16)]
+        stand.switches.asked.clear()
+        stand.switches.stall_at = 0
+        reading = [asyncio.create_task(each.read(slabs, to)) for each, to in zip(opened, targets, strict=True) if each]
+        while len(stand.switches.asked) < connection_count(stand.settings):  # noqa: ASYNC110 - another thread counts
+            await asyncio.sleep(POLL_S)
+        assert list(await stand.tier.probe([what.header.storage_key], TIMEOUT_S)) == [True]
+        stand.switches.turn_off()
+        await asyncio.gather(*reading, return_exceptions=True)
+        for tier in tiers:
+            await tier.close()
 
     stand.run(scenario)
 
