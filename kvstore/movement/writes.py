@@ -24,7 +24,7 @@ from kvstore.movement.targets import MoveTarget
 from kvstore.seams import Clock, FaultPoints
 from kvstore.spec import Durability
 from kvstore.telemetry import Counters
-from kvstore.tiers import PART, UploadState
+from kvstore.tiers import IS_FULL, PART, UploadState
 
 LANE_COUNT = 8
 """Chunks on their way to a tier at once: enough to keep a device busy and to share its syncs."""
@@ -34,8 +34,8 @@ ROWS_AT_ONCE = 256
 LANE_AT_ONCE = 64
 """Chunks of a lane between two pauses: a tier that is away refuses each at once, and other requests would wait."""
 AWAY = (DeadlineExceeded, PermissionDenied, Unavailable)
-"""Errors of a tier that does not answer, or that this node may not write to. Any other one refuses a chunk, perhaps
-that one alone."""
+"""Errors of a tier that does not answer, or that this node may not write to; a full engine is away, too. Any other one
+refuses a chunk, perhaps that one alone."""
 DRAINING = "an operator drains it (kvstore drain --tier NAME --end has it take chunks again)"
 NO_ROOM = "memory has no room to read it back: raise arena.capacity_bytes"
 EVICTED_FIRST = "evicted before it was written: raise arena.capacity_bytes"
@@ -213,7 +213,7 @@ class Writes:
         except KVStoreError as error:
             is_part = PART in error.fields  # a part of an engine is away: others of its chunks are taken meanwhile
             self._park(row, error.message, is_told=not is_part)
-            self.parked.is_away = isinstance(error, AWAY) and not is_part
+            self.parked.is_away = (isinstance(error, AWAY) or IS_FULL in error.fields) and not is_part
         except Exception:  # noqa: BLE001 - the boundary: a bug of ours keeps this chunk where it is, not the service down
             _log.exception("a chunk could not be written", extra={"tier": self.target.name})
             self._park(row, "an error in the service: see its log")

@@ -15,6 +15,7 @@ were checked against the chunk's header (``contract.check_header`` and ``kvstore
 
 from kvstore.tiers.choice import EncodingFigures
 from kvstore.tiers.contract import (
+    IS_FULL,
     NOTHING,
     PART,
     Buffer,
@@ -36,6 +37,7 @@ from kvstore.tiers.contract import (
 )
 
 __all__ = [
+    "IS_FULL",
     "NOTHING",
     "PART",
     "Buffer",

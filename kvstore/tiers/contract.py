@@ -25,6 +25,8 @@ RESIDENCY_STOP = 1 << 62
 """The catalog uses the bits from here on for itself. It never passes them to a tier."""
 PART = "part"
 """The field of an Unavailable that says: only a part of a shared engine failed, other chunks may well be had."""
+IS_FULL = "is_full"
+"""The field of an Exhausted that says: a shared engine has no room for any chunk, or may take none now."""
 NOTHING = 0
 """Stands for "no write" where the first 8 bytes of a write id are expected."""
 SpaceName = tuple[bytes, Provenance, Exactness]

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvstore.chunk import ChunkHeader, ChunkLayout
 from kvstore.errors import DeadlineExceeded, Exhausted
 from kvstore.spec import Durability, Tier
-from kvstore.tiers import Buffer, ChunkName, TierStatistics, UploadState
+from kvstore.tiers import IS_FULL, Buffer, ChunkName, TierStatistics, UploadState
 from kvstore.tiers.contract import host_memory
 from tests.fakes.chunk import FakeChunk, opened
 from tests.fakes.switches import Switch, Switches
@@ -101,7 +101,7 @@ class EngineTier:
         while engine.values and self._evicts and engine.held_bytes + len(value) > self._capacity_bytes:
             engine.drop(1)
         if engine.held_bytes + len(value) > self._capacity_bytes:
-            raise Exhausted(f"the engine of tiers.{self.name} is full")
+            raise Exhausted(f"the engine of tiers.{self.name} is full", **{IS_FULL: True})
         engine.values[header.storage_key] = value
         self._written_bytes += len(value)
 

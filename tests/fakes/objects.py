@@ -16,7 +16,7 @@ from kvstore.errors import Exhausted, Unavailable
 from kvstore.seams import Workers, WorkerThreads
 from kvstore.seams.jobs import done
 from kvstore.spec import Durability, Tier
-from kvstore.tiers import Buffer, ChunkName, TierStatistics, UploadState
+from kvstore.tiers import IS_FULL, Buffer, ChunkName, TierStatistics, UploadState
 from kvstore.tiers.contract import host_memory
 from kvstore.tiers.s3.depth import are_there
 from tests.fakes.chunk import FakeChunk, opened
@@ -85,7 +85,7 @@ class ObjectTier:
         if self.switches.is_on(Switch.ABSENT):
             return
         if sum(self._sizes()) + layout.total_bytes > self._capacity_bytes:
-            raise Exhausted(f"the engine of tiers.{self.name} is full")
+            raise Exhausted(f"the engine of tiers.{self.name} is full", **{IS_FULL: True})
         self._write_count += 1
         beside = self._directory / f"{header.storage_key.hex()}.{os.getpid()}.{id(self)}.{self._write_count}"
         await self._run(put, beside, self.path(header.storage_key), *host_memory(pieces))

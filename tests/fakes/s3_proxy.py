@@ -24,14 +24,15 @@ OF_A_HOP = {"connection", "keep-alive", "transfer-encoding", "expect", "server",
 class S3Proxy:
     """Listens at ``url``. What it does wrong may be changed at any time.
 
-    ``ignores_conditions``: the server hears of none. ``never_matches``: no object has the ETag of an If-Match, as with
-    Ceph's gateway, which compares the quotes, too. ``cut_at``, ``stall_at``: after so many bytes of a body the
+    ``ignores_conditions``: the server hears of none. ``never_matches``: no object has the ETag of an If-Match, as
+    with Ceph's gateway, which compares the quotes, too. ``cut_at``, ``stall_at``: after so many bytes of a body the
     connection ends, or nothing more comes. ``refusals``: (HTTP status, code) in the place of the next answers;
     ``abort_count``: so many requests end with their connection. ``denied``: the methods that are answered by
-    AccessDenied. ``owner``: whose the bucket is; who expects another one is denied. ``region``: the bucket's; who signs
-    for another one is sent there. ``expired``: an access key that was good once. ``drops``: headers that are lost on
-    the way, there and back. ``loses``: (method, words of the query, refusals); the answer to the next such request is lost
-    once the server has done it, and those are the next answers. ``page``, ``page_status``: what everybody is given, as by a login page. ``asked``: every
+    AccessDenied. ``full``: the code that what writes is answered by. ``owner``: whose the bucket is; who expects
+    another one is denied. ``region``: the bucket's; who signs for another one is sent there. ``expired``: an access
+    key that was good once. ``drops``: headers that are lost on the way, there and back. ``loses``: (method, words
+    of the query, refusals); the answer to the next such request is lost once the server has done it, and those are
+    the next answers. ``page``, ``page_status``: what everybody is given, as by a login page. ``asked``: every
     request: method, path, headers."""
 
     def __init__(self, upstream: str) -> None:
@@ -56,7 +57,7 @@ class S3Proxy:
         self.stall_at: int | None = None
         self.refusals: list[tuple[int, str]] = []
         self.denied: frozenset[str] = frozenset()
-        self.owner = self.region = self.expired = self.page = ""
+        self.full = self.owner = self.region = self.expired = self.page = ""
         self.page_status = 200
         self.drops: frozenset[str] = frozenset()
         self.loses: tuple[str, str, list[tuple[int, str]]] | None = None
@@ -108,6 +109,8 @@ class S3Proxy:
         expected = request.headers.get("x-amz-expected-bucket-owner", self.owner)
         if request.method in self.denied or (self.owner and expected != self.owner):
             return refusal(403, "AccessDenied")
+        if self.full and request.method in ("PUT", "POST"):
+            return refusal(403, self.full)
         dropped = OF_A_HOP | self.drops | (CONDITIONS if self.ignores_conditions else frozenset())
         headers = {name: value for name, value in request.headers.items() if name.lower() not in dropped}
         url = self._upstream + request.raw_path

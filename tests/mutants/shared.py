@@ -347,6 +347,6 @@ MUTANTS = [
         "AWAY = (DeadlineExceeded, PermissionDenied, Unavailable)\n",
         "AWAY = (DeadlineExceeded, Unavailable)\n",
         "a node without the right to write sends all its chunks again every ten seconds, and each is billed",
-        ("tests/tiers/shared/test_away.py::test_a_tier_that_this_node_may_not_write_to_is_sent_one_chunk_for_all",),
+        ("tests/tiers/shared/test_away.py::test_a_tier_that_takes_nothing_from_this_node_is_sent_one_chunk_for_all",),
     ),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from kvstore.errors import DataLoss, Exhausted, KVStoreError, Unavailable
+from kvstore.tiers.contract import IS_FULL
 
 URL = "tiers.redis.url"
 MOVED = "moved"
@@ -61,7 +62,8 @@ def refusal(text: str, where: str) -> KVStoreError:
     if code == "OOM":
         return Exhausted(
             f"the engine of tiers.redis ({where}) is full and gives nothing up: raise its maxmemory, or set its "
-            "maxmemory-policy to allkeys-lru"
+            "maxmemory-policy to allkeys-lru",
+            **{IS_FULL: True},
         )
     if code in _MOVES:
         return Unavailable(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvstore.errors import DataLoss, Exhausted, KVStoreError, PermissionDenied, Unavailable
+from kvstore.tiers.contract import IS_FULL
 
 ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
 ARCHIVED = "InvalidObjectState"
@@ -20,7 +21,7 @@ CHANGED = frozenset({
 already: its last answer was lost."""
 TOO_SHORT = frozenset({"416", "InvalidRange"})
 UNCONDITIONAL = frozenset({"501", "NotImplemented"})
-FULL = frozenset({"QuotaExceeded", "XMinioStorageFull", "507", "InsufficientStorage", "EntityTooLarge"})
+FULL = frozenset({"QuotaExceeded", "XMinioStorageFull", "507", "InsufficientStorage"})
 WORDLESS = frozenset({"301", "307", "400", "401", "403"})
 """Codes of a HEAD that say too little: its answer has no body."""
 RETRIED = frozenset({
@@ -130,7 +131,11 @@ def error_of(refused: Refused, action: str) -> KVStoreError:
     text may name keys."""
     code = refused.code
     if code in FULL:
-        return Exhausted(f"tiers.s3: the store is full ({code}): raise its quota, or have it drop what is old")
+        return Exhausted(
+            f"tiers.s3: the store is full ({code}): raise its quota, or remove what is old", **{IS_FULL: True}
+        )
+    if code == "EntityTooLarge":
+        return Exhausted("tiers.s3: the store takes no object as large as this chunk (EntityTooLarge): raise its limit")
     if code in DENIED or (refused.status == 403 and code not in _REMEDIES):
         what = "tiers.s3.expected_owner must be the bucket's owner, where it is set"
         return PermissionDenied(f"tiers.s3: {action} is denied ({code}): {_RIGHTS[action]}; {what}")

@@ -27,6 +27,7 @@ from kvstore.seams.memory import Bytes, joined
 from kvstore.spec import Durability, Encoding, Tier
 from kvstore.tiers.choice import EncodingChoice
 from kvstore.tiers.contract import (
+    IS_FULL,
     Buffer,
     ChunkName,
     StoredChunk,
@@ -141,8 +142,8 @@ class S3Tier:
     def _check_allowance(self, what: str) -> None:
         """Raise Exhausted when the tier may make no more requests today. ``what`` cannot be done there."""
         if self._is_spent():
-            setting = f"tiers.s3.{self._allowance.reached}"
-            raise Exhausted(f"{setting} is reached: nothing is {what} there before tomorrow; raise it")
+            words = f"tiers.s3.{self._allowance.reached} is reached: nothing is {what} there before tomorrow; raise it"
+            raise Exhausted(words, **{IS_FULL: True})
 
     # ------------------------------------------------------------ look
 

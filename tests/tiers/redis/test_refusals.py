@@ -16,6 +16,7 @@ from redis.retry import Retry
 from kvstore.config import RedisSettings
 from kvstore.errors import Exhausted, PermissionDenied, Unavailable
 from kvstore.seams import SystemClock
+from kvstore.tiers import IS_FULL
 from kvstore.tiers.redis.claims import RedisClaims
 from kvstore.tiers.redis.errands import _problem_of
 from kvstore.tiers.redis.replies import NO_WRITES, RIGHTS, refusal
@@ -182,7 +183,9 @@ def test_a_right_that_a_script_lacks_is_known(words: str) -> None:
 def test_a_refusal_within_a_script_is_known(code: str) -> None:
     found = refusal(f"ERR Error running script (call to f_1): @user_script:27: -{code} words", "here")
     assert found.fields[NO_WRITES] == code
-    assert type(refusal("ERR Error running script: -OOM command not allowed", "here")) is Exhausted
+    full = refusal("ERR Error running script: -OOM command not allowed", "here")
+    assert type(full) is Exhausted
+    assert IS_FULL in full.fields
     assert refusal("ERR ACL failure in script: User lacks permissions", "here").fields[NO_WRITES] == "NOPERM"
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kvstore.config import S3Settings
-from kvstore.errors import DeadlineExceeded, PermissionDenied, Unavailable
+from kvstore.errors import DeadlineExceeded, Exhausted, PermissionDenied, Unavailable
+from kvstore.tiers import IS_FULL
 from kvstore.tiers.s3 import writing
 from kvstore.tiers.s3.connection import RetryBudget, connection_count
 from kvstore.tiers.s3.objects import READ_S_MAX
@@ -50,6 +51,24 @@ def test_what_an_endpoint_refuses_is_unavailable_and_says_what_to_set(
             with pytest.raises(Unavailable, match=words):
                 await call()
             stand.switches.refusals = []
+        assert await found(stand.tier, chunk(1))
+
+    stand.run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "is_full"),
+    [("QuotaExceeded", "quota", True), ("XMinioStorageFull", "quota", True), ("EntityTooLarge", "limit", False)],
+)
+def test_a_store_that_is_full_refuses_all_and_one_that_has_a_limit_a_chunk(
+    stand: S3Stand, code: str, words: str, is_full: bool
+) -> None:
+    async def scenario() -> None:
+        await write(stand.other, chunk(1))
+        stand.switches.full = code
+        with pytest.raises(Exhausted, match=words) as caught:
+            await write(stand.tier, chunk(2))
+        assert (IS_FULL in caught.value.fields) is is_full
         assert await found(stand.tier, chunk(1))
 
     stand.run(scenario)

@@ -13,7 +13,7 @@ import pytest
 from kvstore.config import S3Settings
 from kvstore.errors import DeadlineExceeded, Exhausted, Unavailable
 from kvstore.seams import SystemClock, WorkerThreads
-from kvstore.tiers import pace
+from kvstore.tiers import IS_FULL, pace
 from kvstore.tiers.s3 import Lanes, S3Tier, looking, reading, writing
 from kvstore.tiers.s3.allowance import DAY_S, Allowance
 from tests.contracts.chunks import LARGE, SMALL, chunk
@@ -29,9 +29,10 @@ HEARD_S_MAX = 20.0
 def test_a_day_has_its_limit(stand: S3Stand, limit: str) -> None:
     async def scenario() -> None:
         tier = tier_of(replace(stand.settings, **{limit: 100_000 if limit == "day_bytes_max" else 10}))
-        with pytest.raises(Exhausted, match=f"tiers.s3.{limit}"):
+        with pytest.raises(Exhausted, match=f"tiers.s3.{limit}") as caught:
             for number in range(100):
                 await write(tier, chunk(number))
+        assert IS_FULL in caught.value.fields, "others need not be tried"
         before = len(stand.switches.asked)
         with pytest.raises(Exhausted, match=f"tiers.s3.{limit}"):
             await tier.open(chunk(0).name)

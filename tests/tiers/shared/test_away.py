@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.chunk import ChunkHeader, ChunkLayout
-from kvstore.errors import Exhausted, PermissionDenied
+from kvstore.errors import Exhausted, KVStoreError, PermissionDenied
 from kvstore.movement.parked import RETRY_S
 from kvstore.movement.refusals import TOLD_S
 from kvstore.tiers import Buffer
@@ -99,8 +99,14 @@ def test_others_are_answered_while_a_tier_refuses_thousands_of_chunks(roomy_worl
     run([node], scenario)
 
 
-def test_a_tier_that_this_node_may_not_write_to_is_sent_one_chunk_for_all(roomy_world: World) -> None:
-    """Each is sent whole before it is refused, and in a bucket each is billed. The right may be given later."""
+@pytest.mark.parametrize(
+    "refusal", [PermissionDenied("the bucket does not take writes from this node"), Exhausted("full", is_full=True)]
+)
+def test_a_tier_that_takes_nothing_from_this_node_is_sent_one_chunk_for_all(
+    roomy_world: World, refusal: KVStoreError
+) -> None:
+    """Each is sent whole before it is refused, and in a bucket each is billed. The right, or room, may be given
+    later."""
     sent, may_write = 0, False
 
     class ReadOnly(EngineTier):
@@ -108,7 +114,7 @@ def test_a_tier_that_this_node_may_not_write_to_is_sent_one_chunk_for_all(roomy_
             nonlocal sent
             sent += 1
             if not may_write:
-                raise PermissionDenied("the bucket does not take writes from this node")
+                raise refusal
             await super().write(header, layout, pieces)
 
     node = Node(lambda: ReadOnly(roomy_world.settings), arena_chunks=400, capacity_bytes=64 << 20, region_bytes=4 << 20)
