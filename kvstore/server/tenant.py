@@ -198,7 +198,7 @@ class Tenant:
     @property
     def is_device_asked(self) -> bool:
         """See ``Movement.is_device_asked``."""
-        return self.controller.parts.movement.is_device_asked
+        return self._parts.movement.is_device_asked
 
     async def detach(self) -> None:
         """End all sessions, then stop the tiers cleanly, after the tasks have ended."""
