@@ -115,9 +115,9 @@ class S3Connection:
             raise DeadlineExceeded(words) from error
 
     async def ask(self, request: Callable[[Any], Awaitable[Result]], *, is_urgent: bool = False) -> Result:
-        """Make one request, and read its answer to the end. Try again where that may help, unless it is urgent: then
-        the caller has no time for it. A connection, or credentials, that were kept too long are renewed in any case.
-        Raises Refused."""
+        """Make one request, and read its answer to the end. Try again where that may help, once where it is urgent: the
+        caller has no time for more, but one lookup is many questions, and each would fail it. A connection, or
+        credentials, that were kept too long are renewed in any case. Raises Refused."""
         for attempt in range(ATTEMPTS_MAX):
             held: _Client | None = None
             try:
@@ -128,7 +128,7 @@ class S3Connection:
                 refused = refusal_of(error)
                 is_renewed = refused.code in STALE and held is not None and await self._renew(held)
                 is_closed = (refused.code in CLOSED or is_renewed) and not attempt
-                is_worth_it = is_closed or (refused.code in RETRIED and not is_urgent)
+                is_worth_it = is_closed or (refused.code in RETRIED and not (is_urgent and attempt))
                 is_free = is_renewed and not attempt  # all that are on their way meet old credentials at once
                 if not is_worth_it or attempt + 1 == ATTEMPTS_MAX or not (is_free or self._budget.spend()):
                     raise refused from error

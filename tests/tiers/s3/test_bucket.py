@@ -195,11 +195,11 @@ def test_what_does_not_speak_against_the_bucket_is_a_miss(world: World, code: st
 def test_an_endpoint_that_is_overloaded_has_told_nothing(world: World) -> None:
     async def scenario() -> None:
         for pause_s in (SOON_S, 2 * SOON_S, 4 * SOON_S):
-            world.stand.switches.refusals = [(404, "NoSuchKey"), (503, "SlowDown")]
+            world.stand.switches.refusals = [(404, "NoSuchKey"), (503, "SlowDown"), (503, "SlowDown")]
             assert await world.probe() is False
             world.clock.now_s += pause_s - 0.1
             assert await world.probe() is False, "it is not asked again at once"
-            assert world.asked() == ["HEAD", "GET", "HEAD"]
+            assert world.asked() == ["HEAD", "GET", "GET", "HEAD"]
             assert world.state == ("up", False)
             world.clock.now_s += 0.1
         with pytest.raises(Unavailable):

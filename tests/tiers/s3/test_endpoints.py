@@ -161,6 +161,28 @@ def test_retries_have_a_budget(stand: S3Stand) -> None:
     stand.run(scenario)
 
 
+def test_a_question_that_is_refused_fails_no_lookup(stand: S3Stand) -> None:
+    """A lookup of a long chain is a dozen: of a store that refuses one in twenty most lookups would fail, and after
+    three of them the tier would be left alone. One that refuses all hears hardly more."""
+    keys = [chunk(number).header.storage_key for number in range(20)]
+
+    async def scenario() -> None:
+        for number in range(12):
+            await write(stand.tier, chunk(number))
+        for number in range(3):
+            stand.switches.refusals = [(503, "SlowDown")]
+            answers = await stand.tier.probe(keys, TIMEOUT_S, [len(keys)])
+            assert list(answers) == [True] * 12 + [False] * 8, number
+        stand.switches.asked.clear()
+        stand.switches.refusals = [(503, "SlowDown")] * 1000
+        for _ in range(20):
+            with pytest.raises(Unavailable):
+                await stand.tier.probe(keys[:1], TIMEOUT_S)
+        assert len(stand.switches.asked) <= 20 + RetryBudget.MOST
+
+    stand.run(scenario)
+
+
 def test_a_kept_connection_that_was_closed_is_no_failure(stand: S3Stand) -> None:
     async def scenario() -> None:
         await write(stand.tier, chunk(1))
