@@ -32,6 +32,7 @@ CONNECTIONS_BESIDES = 16
 """Connections in addition to one for each reader and writer: a read has several ranges, an upload several parts."""
 QUESTIONS_AT_ONCE = 16
 """Connections that are for questions alone: a lookup has no time to wait until a body has passed."""
+_CREDENTIALS = "where credentials come from: tiers.s3.profile, tiers.s3.credentials_file, or the machine's role"
 
 
 class RetryBudget:
@@ -111,8 +112,8 @@ class S3Connection:
             async with asyncio.timeout(deadline_s):
                 return await work(self)
         except TimeoutError as error:
-            words = f"tiers.s3: no end after {deadline_s:g} s: check the way to tiers.s3.endpoint_url"
-            raise DeadlineExceeded(words) from error
+            way = "the way to tiers.s3.endpoint_url" if self._client else _CREDENTIALS
+            raise DeadlineExceeded(f"tiers.s3: no end after {deadline_s:g} s: check {way}") from error
 
     async def ask(self, request: Callable[[Any], Awaitable[Result]], *, is_urgent: bool = False) -> Result:
         """Make one request, and read its answer to the end. Try again where that may help, once where it is urgent: the

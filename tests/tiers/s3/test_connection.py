@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 import threading
 import weakref
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore.config import S3Settings
+from kvstore.errors import DeadlineExceeded
 from kvstore.tiers.s3 import connection
 from kvstore.tiers.s3.connection import RetryBudget, S3Connection, together
 from kvstore.tiers.s3.refusals import Refused
@@ -86,6 +89,19 @@ def test_clients_whose_credentials_are_refused_again_and_again_take_no_memory(mo
         gc.enable()
     assert len(met) == 6
     assert len(living) <= 2
+
+
+def test_credentials_that_nobody_gives_are_not_called_a_bad_way_to_the_store(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{silent.getsockname()[1]}/")
+        one = S3Connection(S3Settings(bucket="bucket", region="us-east-1"))
+        with pytest.raises(DeadlineExceeded, match=r"credentials come from: tiers\.s3\.profile"):
+            one.run(S3Connection.open, 1.0)
 
 
 def test_all_requests_that_meet_old_credentials_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
