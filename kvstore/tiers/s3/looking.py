@@ -18,9 +18,22 @@ from kvstore.tiers.s3.bodies import pour
 from kvstore.tiers.s3.connection import S3Connection, connection_to
 from kvstore.tiers.s3.depth import are_there
 from kvstore.tiers.s3.objects import LOOK_S_MAX, READ_S_MAX, finished, object_place
-from kvstore.tiers.s3.refusals import ABSENT, ARCHIVED, DENIED, NO_BUCKET, TOO_SHORT, WORDLESS, Refused, error_of, told
+from kvstore.tiers.s3.refusals import (
+    ABSENT,
+    ARCHIVED,
+    DENIED,
+    NO_BUCKET,
+    ODD,
+    TOO_SHORT,
+    WORDLESS,
+    Refused,
+    error_of,
+    told,
+)
 
 ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
+PARTIAL = 206
+"""The HTTP status of an answer that is a range."""
 RESTORED = 'ongoing-request="false"'
 """An archived object has its bytes again for a while."""
 
@@ -59,6 +72,8 @@ async def first_bytes(
         async with answer["Body"] as body:
             await pour(body, [data, *ahead] if is_ahead else [data])
         whole = answer.get("ContentRange", "").rpartition("/")[2]
+        if not whole.isdecimal() and answer["ResponseMetadata"]["HTTPStatusCode"] == PARTIAL:
+            raise Refused(ODD)  # else a part would be taken for the whole of a damaged object
         return Looked(data.tobytes(), told(answer, "ETag"), int(whole if whole.isdecimal() else length), is_ahead)
 
     try:
