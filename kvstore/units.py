@@ -64,12 +64,16 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def is_port(text: str) -> bool:
+    """True for the number of a TCP port, in ASCII digits."""
+    return re.fullmatch(r"[0-9]{1,5}", text) is not None and int(text) <= 65535
+
+
 def split_address(address: str, name: str) -> tuple[str, int]:
     """Return HOST and PORT of ``HOST:PORT`` or ``[V6]:PORT``. Raises InvalidRequest naming the setting ``name``."""
     host, colon, port = address.rpartition(":")
     is_v6 = host.startswith("[") and host.endswith("]")
-    whole = colon and host and port.isascii() and port.isdigit() and int(port) <= 65535
-    if not whole or (":" in host and not is_v6):
+    if not (colon and host and is_port(port)) or (":" in host and not is_v6):
         raise InvalidRequest(f"{name} = {address}: use HOST:PORT, like 127.0.0.1:9500 or [::1]:9500", setting=name)
     return host[1:-1] if is_v6 else host, int(port)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.config.fields import Duration, Size, check_setting
+from kvstore.config.fields import NATIVE_NUMBER_MAX, Duration, Size, check_setting
 from kvstore.units import GIB, MIB
 
 IDLE_S_MAX = 24 * 86400.0
 """gRPC counts the milliseconds in 31 bits."""
+CALL_COUNT_MAX = NATIVE_NUMBER_MAX // 4
+"""gRPC counts the calls of both kinds, and some that are refused, in 31 bits."""
 OPERATOR_SESSION_COUNT = 4
 """Sessions beyond limits.session_count_max, for operators alone: the reload that raises that limit takes one itself."""
 
@@ -81,6 +83,8 @@ class LimitSettings:
             "model_count_max", "namespace_count_max",
         ):  # fmt: skip
             check_setting(getattr(self, name) >= 1, f"limits.{name}", getattr(self, name), "use 1 or more")
+        calls = self.call_count_max
+        check_setting(calls <= CALL_COUNT_MAX, "limits.call_count_max", calls, f"use at most {CALL_COUNT_MAX}")
         idle_s = self.connection_idle_s_max
         check_setting(idle_s <= IDLE_S_MAX, "limits.connection_idle_s_max", idle_s, "use 24 d or less")
         fits = 4096 <= self.message_bytes_max <= GIB

@@ -17,7 +17,7 @@ from kvstore.config.s3 import S3Settings
 from kvstore.config.tenants import DEFAULT_TENANT, TenantSettings
 from kvstore.policy import POLICIES
 from kvstore.spec import ENCODING_SETTINGS, ENVELOPES, Durability
-from kvstore.units import GIB, MIB, PAGE_BYTES
+from kvstore.units import GIB, MIB, PAGE_BYTES, is_port
 
 LEVEL_SETTINGS = {
     Durability.LOCAL: "tiers.nvme.capacity_bytes",
@@ -212,7 +212,9 @@ class EventSettings:
                 "use tcp://127.0.0.1:PORT or ipc:///path; whoever reaches another address reads what is stored, so "
                 "that takes events.allow_remote = true, too"
             )
-            known = local or (self.allow_remote and address.startswith("tcp://"))
+            port = address.rpartition(":")[2]
+            has_place = address.startswith("ipc://") or port == "*" or is_port(port)  # ZMQ takes 65537 for port 1
+            known = has_place and (local or (self.allow_remote and address.startswith("tcp://")))
             check_setting(not address or known, f"events.{name}", address, remedy)
         needs = not self.replay_endpoint or bool(self.endpoint)
         check_setting(needs, "events.replay_endpoint", self.replay_endpoint, "set events.endpoint, too")
@@ -234,7 +236,8 @@ class TracingSettings:
     engine's trace follow its sampling decision."""
 
     def __post_init__(self) -> None:
-        known = not self.endpoint or re.fullmatch(r"https?://[^/\s@]+:\d{1,5}", self.endpoint) is not None
+        at = re.fullmatch(r"https?://[^/\s@]+:(\d+)", self.endpoint)
+        known = not self.endpoint or (at is not None and is_port(at[1]))
         check_setting(known, "tracing.endpoint", self.endpoint, "use http://HOST:PORT or https://HOST:PORT")
         check_setting(self.sample_one_in >= 0, "tracing.sample_one_in", self.sample_one_in, "use 0 or more")
 

@@ -65,7 +65,11 @@ def test_flags_beat_environment_beats_file_beats_default(tmp_path: Path) -> None
         ("[limits]\nconnection_idle_s_max = '25 d'\n", ["limits.connection_idle_s_max", "24 d"]),
         ("[limits]\nmessage_bytes_max = '2 GiB'\n", ["limits.message_bytes_max", "1 GiB"]),
         ("[remote]\nconnection_count_max = 3_000_000_000\n", ["remote.connection_count_max", "2147483647"]),
+        ("[limits]\ncall_count_max = 3_000_000_000\n", ["limits.call_count_max", "536870911"]),
         ("[events]\nbuffer_count = 3_000_000_000\n", ["events.buffer_count", "2147483647"]),
+        ("[events]\nendpoint = 'tcp://127.0.0.1:65536'\n", ["events.endpoint", "tcp://127.0.0.1:PORT"]),
+        ("[events]\nendpoint = 'tcp://127.0.0.1:'\n", ["events.endpoint", "tcp://127.0.0.1:PORT"]),
+        ("[tracing]\nendpoint = 'http://127.0.0.1:65536'\n", ["tracing.endpoint", "http://HOST:PORT"]),
         (
             "[events]\nendpoint = 'ipc:///e'\nreplay_endpoint = 'ipc:///e'\n",
             ["events.replay_endpoint", "it is events.endpoint, too"],
