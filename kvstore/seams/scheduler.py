@@ -140,5 +140,8 @@ def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
     try:
         thread.start()
     except RuntimeError as error:
-        raise Unavailable(f"{error}: allow this process more threads (ulimit -u), or memory for them") from error
+        raise Unavailable(
+            f"{error}: allow this process more threads (ulimit -u, TasksMax= of systemd, a container's limit on pids), "
+            "or memory for them (ulimit -v)"
+        ) from error
     return thread

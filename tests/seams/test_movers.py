@@ -67,3 +67,27 @@ def test_movers_end_with_their_process(how: signal.Signals) -> None:
         process.wait(WAIT_S)
     for pid in pids:
         until(lambda pid=pid: not is_running(pid))  # type: ignore[misc]
+
+
+WITHOUT_THREADS = """
+import asyncio, os, resource
+from kvstore.seams import MoverProcesses, SystemMemory
+
+async def scenario():
+    movers = MoverProcesses(1)
+    (pid,) = movers.pids
+    memory = SystemMemory(movers).read_only_to_others("memory", 4096)  # the mover has started when it is there
+    room = int(open(f"/proc/{pid}/statm").read().split()[0]) * resource.getpagesize() + (1 << 20)
+    resource.prlimit(pid, resource.RLIMIT_AS, (room, room))  # a thread's stack takes more
+    lane = movers.lane("lane", 1)
+    os.waitpid(pid, 0)
+
+asyncio.run(scenario())
+"""
+
+
+def test_a_mover_that_may_start_no_thread_names_the_limits() -> None:
+    command = [sys.executable, "-c", WITHOUT_THREADS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert "can't start new thread: allow this process more threads (ulimit -u" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -5,24 +5,27 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import signal
 import socket
 import threading
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
 from kvstore.errors import Internal, Unavailable
 from kvstore.seams.mapping import Bytes, SharedMap
 from kvstore.seams.movers.crossing import Failure, number_of, pack_answer, resolve_with, unpack, unpack_order
-from kvstore.seams.scheduler import lower_priority
+from kvstore.seams.scheduler import lower_priority, start_thread
 
 PACKET_BYTES_MAX = 1 << 17
 ARRIVAL_TIMEOUT_S = 10.0
 """Longest wait of a job for the memory or the file that it names. Both were sent before the job."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
+_log = logging.getLogger("kvstore.movers")
 
 
 def run(control: socket.socket, parent_pid: int) -> NoReturn:
@@ -39,6 +42,8 @@ def run(control: socket.socket, parent_pid: int) -> NoReturn:
         _keep_only(control.fileno())
         _Mover(control).listen()
         status = 0
+    except Unavailable as error:
+        _log.error(f"a byte mover ends: {error.message}")
     except BaseException:  # noqa: BLE001 - nobody else could say it
         traceback.print_exc()
     finally:
@@ -126,7 +131,7 @@ class _Mover:
             return
         lane = socket.socket(fileno=descriptors[0])
         for number in range(thread_count):
-            threading.Thread(target=_serve, args=(lane, nice), name=f"{name}-{number}", daemon=True).start()
+            start_thread(partial(_serve, lane, nice), f"{name}-{number}")
 
 
 def _serve(lane: socket.socket, nice: int) -> None:
