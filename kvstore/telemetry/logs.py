@@ -67,7 +67,7 @@ class _JsonFormatter(logging.Formatter):
 class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = " ".join(f"{name}={value}" for name, value in vars(record).items() if name not in _OWN)
-        when = datetime.fromtimestamp(record.created, UTC).strftime("%H:%M:%S")
+        when = datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         text = _on_one_line(f"{when} {record.levelname.lower():7} {record.getMessage()} {fields}".rstrip())
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterator
+from datetime import UTC, datetime
 
 import pytest
 
@@ -69,3 +70,11 @@ def test_a_name_that_a_client_chose_is_no_line_of_its_own(form: str, capfd: pyte
     assert len(captured.splitlines()) == 2
     assert "\x1b" not in captured
     assert form == "json" or "jörg" in captured
+
+
+def test_a_line_says_its_day_and_that_its_time_is_utc(form: str, capfd: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", form)
+    _log.info("said")
+    line = capfd.readouterr().err
+    when = datetime.fromisoformat(json.loads(line)["time"] if form == "json" else line.split()[0])
+    assert abs((datetime.now(UTC) - when).total_seconds()) < 60
