@@ -359,7 +359,8 @@ def main() -> None:
         try:
             command()()
         except SystemExit as ended:
-            code = ended.code
+            is_lost = isinstance(ended.__context__, BrokenPipeError)  # typer and rich end with 1 then, as after a bug
+            code = OUTPUT_LOST if is_lost else ended.code
         except KVStoreError as error:
             code = failed(error)
         if sys.stdout is not None:

@@ -242,6 +242,16 @@ class FullText(io.TextIOBase):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_reader_that_goes_early_is_no_bug_of_the_command(form: tuple[str, ...]) -> None:
+    reader, out = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "kvstore_ops.cli", "config", *form]
+    done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, cwd=ROOT, check=False, timeout=60)
+    os.close(out)
+    assert (done.returncode, done.stderr) == (12, b"")
+
+
 def test_a_program_that_runs_a_command_keeps_its_own_output(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -126,7 +126,7 @@ class StreamSession(ClientSession):
             if isinstance(found, Unavailable):
                 found = Unavailable(
                     f"no sidecar answers on {self._address} ({error.details()}): start it with remote.address set, and "
-                    "see that tls= is what it expects"
+                    "see that tls= (--tls of commands) is what it expects"
                 )
             self._failure = found
         self.close()
