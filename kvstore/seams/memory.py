@@ -101,9 +101,9 @@ class _MemfdMapping:
 def _cannot_share(byte_count: int, error: OSError) -> KVStoreError:
     if error.errno in OUT_OF_DESCRIPTORS:
         return Exhausted(f"cannot share {byte_count} bytes of memory ({error.strerror}): {MORE_DESCRIPTORS}")
-    return Unavailable(
-        f"cannot share {byte_count} bytes of memory ({error.strerror}); kvstore needs Linux 5.1 or newer"
-    )
+    is_limited = error.errno == errno.EFBIG
+    remedy = "raise the limit on file sizes (ulimit -f)" if is_limited else "kvstore needs Linux 5.3 or newer"
+    return Unavailable(f"cannot share {byte_count} bytes of memory ({error.strerror}): {remedy}")
 
 
 class SystemMemory:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import resource
 from typing import Any
 
 import numpy as np
@@ -198,3 +199,13 @@ def test_a_run_of_staging_lies_inside_it(run: tuple[int, int]) -> None:
     assert staging.run(64, 0).size == 0
     with pytest.raises(InvalidRequest, match="outside"):
         staging.run(*run)
+
+
+def test_a_limit_on_file_sizes_is_named() -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(Unavailable, match="ulimit -f"):
+            SystemMemory().writable_by_others("test", 8192)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
