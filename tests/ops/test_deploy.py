@@ -26,6 +26,7 @@ from kvstore.server.web.site import gate_of
 from kvstore.units import is_loopback, parse_bytes
 from tests.conftest import ROOT
 from tests.fakes.redis_server import RedisServer
+from tests.ops.test_commands import kvstore
 from tests.server.test_web import ask, port_of
 
 PLACE = ROOT / "ops" / "deploy"
@@ -189,6 +190,14 @@ def test_the_unit_fits_the_settings(tmp_path: Path) -> None:
     assert found["RuntimeDirectoryMode"] == ["0700"]
     assert int(found["TimeoutStopSec"][0]) > 2 * server.shutdown_grace_s + DETACH_TIMEOUT_S
     assert shlex.split(found["ExecStart"][0])[1:3] == ["serve", "--config"]
+    assert shlex.split(found["ExecReload"][0])[1:] == ["reload", "--socket", f"{server.socket_directory}/kvstore.sock"]
+    assert found["LimitMEMLOCK"] == ["infinity"], "as the doctor has it"
+
+
+def test_the_units_reload_is_a_command_that_a_sidecar_answers(sidecar: Sidecar) -> None:
+    command = shlex.split(unit()["ExecReload"][0])[1:-1]
+    done = kvstore(*command, sidecar.socket_address.removeprefix("unix://"))
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
