@@ -63,6 +63,7 @@ class Proxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
+            _send_at_once(client)
             if self.is_cut:
                 client.close()
                 continue
@@ -80,7 +81,9 @@ class Proxy:
 
     def _connected(self) -> socket.socket:
         if not isinstance(self._upstream, str):
-            return socket.create_connection(self._upstream, 2.0)
+            server = socket.create_connection(self._upstream, 2.0)
+            _send_at_once(server)
+            return server
         server = socket.socket(socket.AF_UNIX)
         server.connect(self._upstream)
         return server
@@ -130,3 +133,8 @@ class Proxy:
         self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _send_at_once(line: socket.socket) -> None:
+    """Have no piece wait until the one before is acknowledged, which takes 40 ms where an answer comes in two."""
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

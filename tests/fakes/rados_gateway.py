@@ -66,7 +66,7 @@ log file = {place}/$name.log
 admin socket = {place}/$name.sock
 keyring = {place}/keyring
 rgw data = {place}/rgw
-rgw frontends = beast endpoint=127.0.0.1:{port}
+rgw frontends = beast endpoint=127.0.0.1:{port} tcp_nodelay=1
 rgw dynamic resharding = false
 rgw enable usage log = false
 rgw run sync thread = false
