@@ -19,11 +19,21 @@ from tests.contracts.shared.real import run_real
 from tests.fakes.s3_proxy import S3Proxy
 from tests.fakes.s3_server import S3Server
 
+STANDS = "stand-"
+"""How the prefixes of all stands begin."""
+
+
+def new_server() -> S3Server:
+    """Start a server, or take the one that is named, whose bucket may have what an earlier run of the tests stored."""
+    found = S3Server()
+    found.drop(STANDS)
+    return found
+
 
 @cache
 def server() -> S3Server:
     """One for all stands of this process."""
-    found = S3Server()
+    found = new_server()
     atexit.register(found.stop)
     return found
 
@@ -56,7 +66,7 @@ class S3Stand:
     def __init__(self, home: Path) -> None:
         self.server = server()
         self.switches = S3Proxy(self.server.url)
-        prefix = f"stand-{next(NUMBERS)}"
+        prefix = f"{STANDS}{next(NUMBERS)}"
         self.settings = S3Settings(
             bucket=self.server.bucket, prefix=prefix, endpoint_url=self.switches.url, chunk_bytes_min=0,
             addressing="path", range_bytes=8192, timeout_s=3.0, encoding=self.encoding,
