@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 import torch
@@ -280,6 +281,35 @@ def test_nor_is_it_for_a_prompt_with_documents(
             os.kill(own_sidecar.pid, signal.SIGCONT)
         assert torch.equal(found.logits, expected)
         assert found.plan.reused_token_count == 0
+        is_free(client)
+        cached.close()
+
+
+def test_nor_is_it_to_give_back_what_it_held_before_it_stood_still(
+    own_sidecar: Sidecar, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has answered the lookup, and stops before a document's fetch."""
+    monkeypatch.setattr(inquiry, "ANSWER_S_MIN", 0.1)
+    with connect(own_sidecar.address, planning="on", timeout_s=3.0) as client:
+        cached, ids = CachedModel(model, client, chunk_tokens=STEP), tokens(COUNT, 89)
+        cached.generate(ids[:, : STEP + 1], max_new_tokens=1).report.wait_stored(10.0)
+        for receipt in cached.remember([ids[0, 64:128]]):
+            receipt.wait(10.0)
+        runner, reuse = TransformersRunner(model, spec=cached.spec), Recompute.reuse()
+        begin = client.start_fetch_segment
+
+        def stopped(*args: Any, **options: Any) -> Any:
+            os.kill(own_sidecar.pid, signal.SIGSTOP)
+            return begin(*args, **options)
+
+        monkeypatch.setattr(client, "start_fetch_segment", stopped)
+        try:
+            found = client.partial_prefill(runner, ids[0], segments=[(64, 128)], recompute=reuse)
+            assert client.statistics()["unavailable"] == 0, "a call's deadline was waited for"
+        finally:
+            os.kill(own_sidecar.pid, signal.SIGCONT)
+        assert found.plan.reused_token_count == 0
+        assert client.statistics()["loads_given_up"] == 1
         is_free(client)
         cached.close()
 

@@ -122,6 +122,14 @@ MUTANTS = [
         (f"{T_PATIENCE}::test_a_prompt_with_documents_does_so_too",),
     ),
     Mutant(
+        "what-is-given-back-waits-for-a-calls-deadline",
+        "clients/kvstore_client/recompute/arrivals.py",
+        "            done_in_time(self._client, self._request, lambda: [release(each) for each in tickets])\n",
+        "            [release(each) for each in tickets]\n",
+        "a sidecar that stops between two answers costs a prompt with documents ten seconds for each of its tickets",
+        (f"{T_PATIENCE}::test_nor_is_it_to_give_back_what_it_held_before_it_stood_still",),
+    ),
+    Mutant(
         "engines-faster-than-any-device",
         ENGINES,
         "        if prefill.seconds * FASTEST_OPERATIONS_S < operations.token * prefill.new_tokens:\n",

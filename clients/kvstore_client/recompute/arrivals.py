@@ -14,7 +14,7 @@ from kvstore.spec import Exactness, ModelSpec
 from kvstore_client.caches import Caches
 from kvstore_client.fetch.transfer import Transfer
 from kvstore_client.prompt import Prompt
-from kvstore_client.recompute.inquiry import Held, answer_in_time
+from kvstore_client.recompute.inquiry import Held, answer_in_time, done_in_time
 from kvstore_client.recompute.merged import dense_planes
 from kvstore_client.recompute.request import Request
 from kvstore_client.recompute.runs import Run
@@ -56,7 +56,7 @@ class Arrivals:
                 Run(planned.token_start, planned.token_count, source, planned.rotated_from, planned.sender,
                     planned.is_exact)
             )  # fmt: skip
-        self._release()
+        self._release([])
         self._ahead.clear()  # the runs keep these transfers until each took its E
         return runs, planes
 
@@ -89,16 +89,16 @@ class Arrivals:
             source.close()
         for transfer in self._ahead.values():
             transfer.cancel(self._timeout_s)
-        while self._given:  # a ticket of which a chunk was lost stays open: the transfer could not redeem it
-            self._client.release_ticket(self._given[-1])
-            self._given.pop()
-        self._release()
+        self._release(self._given)  # a ticket of which a chunk was lost stays open: the transfer could not redeem it
         return all(each.is_done for each in self._transfers.values())
 
-    def _release(self) -> None:
-        for spec, ticket in list(self.held.tickets.items()):
-            self._client.release_ticket(ticket)
-            del self.held.tickets[spec]  # now only: a release that is interrupted is made again
+    def _release(self, given: list[bytes]) -> None:
+        """Release the tickets that no transfer was given, and these."""
+        tickets, release = [*self.held.tickets.values(), *given], self._client.release_ticket
+        if tickets:
+            done_in_time(self._client, self._request, lambda: [release(each) for each in tickets])
+        self.held.tickets.clear()  # now only: a release that is interrupted is made again
+        given.clear()
 
     def _source(self, plan: Plan, run: PlannedRun) -> FetchedRun:
         runner = self._request.runner

@@ -99,13 +99,19 @@ def answer_in_time(
 ) -> Answer | None:
     """Return the sidecar's answer. Where plans are carried out, one that stands still is not waited for much longer
     than a plain prefill takes: None, and ``undo`` gets an answer that comes later."""
-    if client.planner.mode_under(request.terms) != "on":
-        return question()
-    left_s = max(ANSWER_S_MIN, with_budget(plain_s(client, request)))
-    answer = result_in_time(question, left_s, undo)
+    answer = done_in_time(client, request, question, undo)
     if answer is None:
         client.planner.given_up()
     return answer
+
+
+def done_in_time(
+    client: Caches, request: Request, work: Callable[[], Answer], undo: Callable[[Answer], object] = lambda _: None
+) -> Answer | None:
+    """As ``answer_in_time``, for work that loads nothing, as to give tickets back: no load is given up."""
+    if client.planner.mode_under(request.terms) != "on":
+        return work()
+    return result_in_time(work, max(ANSWER_S_MIN, with_budget(plain_s(client, request))), undo)
 
 
 def _planned(client: Caches, request: Request, held: Held) -> _Own:
