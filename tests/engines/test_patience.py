@@ -14,6 +14,7 @@ import torch
 from kvstore_client import Client, connect
 from kvstore_client.engines import pause
 from kvstore_client.engines.transformers import CachedModel, TransformersRunner
+from kvstore_client.loading import patience
 from kvstore_client.loading.patience import Patience, prior_s, result_in_time
 from kvstore_client.recompute import inquiry, recompute
 from kvstore_ops.sidecar import Sidecar
@@ -102,6 +103,20 @@ def test_an_answer_that_comes_too_late_is_undone() -> None:
     with pytest.raises(ZeroDivisionError):
         result_in_time(lambda: 1 / 0, 10.0, lambda _: None)
     assert undone.empty()
+
+
+def test_an_answer_that_comes_after_an_interrupt_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what a lookup holds is held until its ticket ends by itself."""
+    comes, undone = threading.Event(), SimpleQueue[bool]()
+
+    def interrupted(*_: object) -> None:
+        comes.set()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(patience, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        result_in_time(lambda: comes.wait(10.0), 10.0, undone.put)
+    assert undone.get(timeout=10.0)
 
 
 def test_where_no_prefill_was_measured_a_slow_engine_is_assumed(

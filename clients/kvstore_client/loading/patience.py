@@ -57,10 +57,13 @@ def result_in_time(action: Callable[[], Result], left_s: float, undo: Callable[[
         start_thread(within_trace(within_streams(run)), "kvstore-in-time")
     except KVStoreError:
         return action()
-    if not wait([outcome], min(max(left_s, LEFT_S_MIN), LEFT_S_MAX)).done:
-        outcome.add_done_callback(partial(_undone, undo))
-        return None
-    return outcome.result()
+    is_there = False
+    try:
+        is_there = bool(wait([outcome], min(max(left_s, LEFT_S_MIN), LEFT_S_MAX)).done)
+        return outcome.result() if is_there else None
+    finally:
+        if not is_there:  # also after an interrupt: nobody else gives back what comes
+            outcome.add_done_callback(partial(_undone, undo))
 
 
 def _undone(undo: Callable[[Result], object], outcome: Future[Result]) -> None:
