@@ -247,6 +247,22 @@ def a_mover_that_ends_is_told_of_and_its_jobs_end(movers: MoverProcesses, _: Pat
     run(movers, scenario)
 
 
+def a_signal_to_all_processes_of_the_service_ends_no_mover(movers: MoverProcesses, _: Path) -> None:
+    """As "systemctl kill" sends it, and a terminal. The service alone has a word for each."""
+
+    async def scenario(lane: Lane) -> None:
+        async def who_work() -> set[int]:
+            return set(await asyncio.gather(*(done(lane, slow, 0.02) for _ in range(20))))
+
+        assert await who_work() == set(movers.pids)
+        for pid in movers.pids:
+            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+                os.kill(pid, number)
+        assert await who_work() == set(movers.pids)
+
+    run(movers, scenario)
+
+
 def a_mover_that_answers_too_late_ends_with_the_others(movers: MoverProcesses, _: Path) -> None:
     """Its answer would be taken for the next one's."""
     for control in movers._controls:
@@ -362,6 +378,7 @@ SCENARIOS = (
     a_job_that_nobody_waits_for_any_more_is_not_begun,
     closing_finishes_what_was_taken,
     a_mover_that_ends_is_told_of_and_its_jobs_end,
+    a_signal_to_all_processes_of_the_service_ends_no_mover,
     a_mover_that_answers_too_late_ends_with_the_others,
     movers_that_end_with_jobs_unread_fail_them,
     a_job_that_could_not_be_sent_is_never_done,

@@ -32,7 +32,7 @@ def run(control: socket.socket, parent_pid: int) -> NoReturn:
     """Serve until the service ends, then end this process. Never returns."""
     status = 1
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # the service handles them, and needs movers until it ends
         libc = ctypes.CDLL(None)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
