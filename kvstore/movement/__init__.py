@@ -10,7 +10,7 @@ where a chain continues beyond the chunks of the node.
 - ``removal``   removes copies: given up, removed, quarantined
 - ``queue``     moves that wait: bounded, by priority and age, one per chunk
 - ``writes``    moves to slower tiers, to ``targets``; ``readbacks``: of chunks that memory gave up before;
-  ``parked``: chunks that wait to be tried again; ``refusals``: the log of them
+  ``parked``: chunks that wait to be tried again; ``refusals``: the log of them; ``left``: chunks that other nodes write
 - ``loads``     moves into memory, layer by layer, from ``sources``, in ``pieces``
 - ``meters``  measures how fast tiers are read
 - ``shared``    the chunks of one shared tier; ``breaker``: pauses requests to a tier that fails
