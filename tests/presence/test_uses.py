@@ -78,3 +78,21 @@ def test_few_uses_wait_for_the_interval() -> None:
     told.clock.advance(INTERVAL_S)
     told.fetched(2)
     assert told.told() == [1, 2]
+
+
+def test_a_signal_handler_may_close_the_client_in_the_midst_of_a_report() -> None:
+    """A close tells what was not told."""
+    told, interrupts = Told(), [1]
+
+    class Interrupted(bytes):
+        def hex(self, *_: object) -> str:
+            while interrupts:
+                interrupts.pop()
+                told.presence.tell()
+            return bytes(self).hex()
+
+    told.fetched(1)
+    for number in (2, 3):
+        told.presence.use(NAME, Interrupted(number.to_bytes(32, "big")), 16)
+    told.presence.tell()
+    assert told.told()[:3] == [1, 2, 3]

@@ -297,9 +297,10 @@ class Presence:
         with self._counting:
             self._told_s = self._clock.monotonic()
             most = {"fetch_bytes": FETCHED_BYTES_MAX}
-            told = {name: min(count, most.get(name, COUNTED_MAX)) for name, count in self._counts.items()}
-            used = tuple((name.fingerprint.hex(), *name[1:], last.hex()) for name, last in self._used)
-            if told and self._send(LookedUp(**told, used=used, used_amounts=tuple(self._used.values()))):
+            counts, uses = dict(self._counts), dict(self._used)  # a signal handler may tell, too, meanwhile
+            told = {name: min(count, most.get(name, COUNTED_MAX)) for name, count in counts.items()}
+            used = tuple((name.fingerprint.hex(), *name[1:], last.hex()) for name, last in uses)
+            if told and self._send(LookedUp(**told, used=used, used_amounts=tuple(uses.values()))):
                 self._counts -= Counter(told)
                 self._used.clear()
 
