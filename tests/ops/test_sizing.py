@@ -11,6 +11,7 @@ from kvstore_client import ModelSpec, connect
 from kvstore.chunk import layout_of
 from kvstore.config import RedisSettings, S3Settings
 from kvstore.tiers.redis.names import FIELD_BYTES_MAX
+from kvstore.tiers.s3.connection import CONNECTIONS_BESIDES, QUESTIONS_AT_ONCE, connection_count
 from tests.conftest import ROOT
 from tests.e2e.two_nodes import TieredNode, two_nodes
 from tests.fakes.redis_server import RedisServer
@@ -62,7 +63,7 @@ def test_a_node_has_no_more_connections_than_is_said() -> None:
     redis, s3 = RedisSettings(), S3Settings()
     bound = 2 * redis.control_count + redis.reader_count + redis.writer_count + 4
     assert f"4 to a Redis, {bound}\n  by default" in TEXT
-    assert f"16 to S3, {s3.reader_count + s3.writer_count + 16} by default" in TEXT
+    assert f"{CONNECTIONS_BESIDES + QUESTIONS_AT_ONCE} to S3, {connection_count(s3) + QUESTIONS_AT_ONCE} by" in TEXT
 
     def use(node: TieredNode, first: int) -> None:
         with connect(node.socket_address) as client:
