@@ -21,7 +21,7 @@ from kvstore.seams import SystemClock, WorkerThreads
 from kvstore.spec import CacheKind, Encoding, LayerSpec
 from kvstore.tiers.s3 import Lanes, S3Tier, writing
 from kvstore.tiers.s3.reading import check_slabs
-from tests.contracts.chunks import SMALL, chunk
+from tests.contracts.chunks import SMALL, Chunk, chunk
 from tests.contracts.shared.s3_stand import S3Stand, tier_of
 from tests.contracts.shared.stands import found, write
 from tests.specs import small_spec
@@ -235,11 +235,16 @@ def test_a_chunk_takes_one_request_and_one_more_where_that_was_the_wrong_guess(
     stand.run(scenario)
 
 
-def test_large_chunks_go_in_parts_and_no_part_is_left(stand: S3Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_parts(monkeypatch: pytest.MonkeyPatch, token_count: int) -> Chunk:
+    """A chunk that goes in several parts."""
     monkeypatch.setattr(writing, "MULTIPART_BYTES", 4 << 20)
     monkeypatch.setattr(writing, "PART_BYTES", 5 << 20)
-    wide = small_spec(layers=(LayerSpec(kv_heads=32, k_dim=128, v_dim=128),) * 2, chunk_tokens=400)
-    what = chunk(1, layout_of(wide, CacheKind.KV, 400))
+    wide = small_spec(layers=(LayerSpec(kv_heads=32, k_dim=128, v_dim=128),) * 2, chunk_tokens=token_count)
+    return chunk(1, layout_of(wide, CacheKind.KV, token_count))
+
+
+def test_large_chunks_go_in_parts_and_no_part_is_left(stand: S3Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    what = in_parts(monkeypatch, 400)
     stand.settings = replace(stand.settings, range_bytes=1 << 20)
 
     async def scenario() -> None:
@@ -265,10 +270,7 @@ def test_an_upload_whose_last_answer_was_lost_is_found_there(
     stand: S3Stand, monkeypatch: pytest.MonkeyPatch, then: tuple[int, str]
 ) -> None:
     """The store is asked once more to end it. One says that the object is there, another that it knows no upload."""
-    monkeypatch.setattr(writing, "MULTIPART_BYTES", 4 << 20)
-    monkeypatch.setattr(writing, "PART_BYTES", 5 << 20)
-    wide = small_spec(layers=(LayerSpec(kv_heads=32, k_dim=128, v_dim=128),) * 2, chunk_tokens=200)
-    what = chunk(1, layout_of(wide, CacheKind.KV, 200))
+    what = in_parts(monkeypatch, 200)
     stand.settings = replace(stand.settings, range_bytes=4 << 20)
 
     async def scenario() -> None:
