@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from time import sleep
 from typing import Any
 
@@ -11,10 +12,11 @@ from kvstore_client import Client, Exactness, LayerStream, Recompute, connect
 from kvstore_client.engines.transformers import TransformersRunner
 from kvstore_client.fetch.target import DenseTarget
 from kvstore_client.lookup import calls
+from kvstore_client.planes.shared_memory.session import MappedSession
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import DataLoss, InvalidRequest
-from tests.e2e.prefills import FULL, FUSED, MODEL, RECEIVER, SENDER, STEP, in_full, keep
+from tests.e2e.prefills import FULL, FUSED, MODEL, RECEIVER, SENDER, STEP, in_full, keep, same
 from tests.e2e.test_partial_prefill import SIBLINGS
 from tests.recompute.models import prompt, sibling_of
 from tests.server.raw import eventually
@@ -47,7 +49,9 @@ def killed_before_the_fetch(sidecar: Sidecar, client: Client) -> None:
     start_fetch = client.start_fetch
 
     def gone(*arguments: Any, **options: Any) -> Any:
+        session = client.connect_now()
         sidecar.stop(kill=True)
+        assert session.ended.wait(10.0), "the client never noticed"
         return start_fetch(*arguments, **options)
 
     client.start_fetch = gone  # type: ignore[method-assign]
@@ -76,6 +80,28 @@ def test_a_sidecar_that_goes_in_the_middle_costs_time_only(
         found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=FUSED)
         in_full(found, tokens)
         assert "computed in full" in found.plan.reason
+
+
+def test_a_kill_that_nobody_has_noticed_yet_changes_nothing(
+    local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was found is copied from the memory that both have mapped, and checked there."""
+    tokens = prompt(40, 407)
+    with monkeypatch.context() as patch, connect(local_sidecar.address, timeout_s=2.0) as client:
+        keep(client, SENDER, tokens, 1)
+        keep(client, RECEIVER, tokens[:16])
+        ask = partial(client.partial_prefill, RECEIVER, tokens, senders=[SENDER.spec], recompute=FUSED)
+        expected, start_fetch = ask(), client.start_fetch
+
+        def gone(*arguments: Any, **options: Any) -> Any:
+            local_sidecar.stop(kill=True)
+            return start_fetch(*arguments, **options)
+
+        patch.setattr(MappedSession, "close", lambda _: None)  # so the thread that watches ends nothing
+        client.start_fetch = gone  # type: ignore[method-assign]
+        found = ask()
+        same(found, expected)
+        assert found.exactness is Exactness.DERIVED
 
 
 def test_no_sidecar_is_a_plain_prefill_that_says_so(own_sidecar: Sidecar) -> None:
