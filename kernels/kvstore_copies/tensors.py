@@ -6,32 +6,67 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore_copies.compiled import compiled_path
 
 ATTRIBUTE, CAPSULE = "__dlpack_c_exchange_api__", b"dlpack_exchange_api"
-Tell = Callable[[int, list[object], int, int, int, int], int]
+Tell = Callable[[int, type, list[Any], int, int, list[Any], list[Any], tuple[Any, ...], int], int]
 
 
-def alike_addresses(tensors: Sequence[object], kinds: int = 1) -> tuple[array[int], int] | None:
-    """Return where tensors of one class begin, and the smallest distance in bytes between two of them, if all are in
-    the CPU's memory, and have the dtype, shape and strides of the first of their kind: there are ``kinds``, one after
-    the other, and as many tensors of each. None where they are not, one has no memory, or it cannot be told: without
-    compiled code, and where the class has no ``__dlpack_c_exchange_api__`` (torch has it from 2.10 on)."""
-    kind: Any = type(tensors[0]) if tensors else None
+class Questions(NamedTuple):
+    """The methods of a class of tensors that tell of one. ``is_odd``: True where its items are not what lies in memory;
+    ``storage``: the memory that it is a view of; ``begin`` and ``size``: that memory's address and bytes."""
+
+    is_odd: Callable[[Any], bool]
+    storage: Callable[[Any], object]
+    begin: Callable[[Any], int]
+    size: Callable[[Any], int]
+
+
+class Alike(NamedTuple):
+    """Tensors in columns, those of each alike. ``tensors``: all of them, column after column; ``addresses``: where each
+    begins; ``distance``: the smallest distance in bytes between two of these; ``rooms``: per column, the fewest bytes
+    that one has from its begin to its storage's end; ``storages`` keep the memory. The last two without ``Questions``
+    are worthless."""
+
+    tensors: list[Any]
+    addresses: Sequence[int]
+    distance: int
+    rooms: Sequence[int]
+    storages: list[object]
+
+    @property
+    def columns(self) -> list[list[Any]]:
+        """The tensors of each column."""
+        count = len(self.tensors) // len(self.rooms)
+        return [self.tensors[start : start + count] for start in range(0, len(self.tensors), count)]
+
+
+def alike_columns(
+    entries: Sequence[Sequence[object]], width: int, kind: type, questions: Questions | tuple[()] = ()
+) -> Alike | None:
+    """Return the tensors of ``entries``, if each entry is a plain tuple or list of ``width`` of them, all are of the
+    class ``kind`` and in the CPU's memory, none is odd, and those of each column have one dtype, shape and strides.
+    None where they are not, one has no memory, or it cannot be told: without compiled code, and where the class has
+    no ``__dlpack_c_exchange_api__`` (torch has it from 2.10 on)."""
     tell, table = _compiled(), _table_of(kind)
     if tell is None or not table:
         return None
-    own = list(tensors)  # nobody else shortens it meanwhile
-    count = len(own)
-    words = array("q", bytes(16 * count + 8))
-    place = words.buffer_info()[0]
+    own = list(entries)  # nobody else shortens it meanwhile
+    total = len(own) * width
+    tensors: list[Any] = [None] * total
+    storages: list[object] = [None] * total
+    words = array("q", bytes(8 * (2 * total + 1 + width)))
     try:
-        is_alike = tell(table, own, count, count // kinds, place, place + 16 * count)
+        is_alike = tell(
+            table, kind, own, len(own), width, tensors, storages, questions, words.buffer_info()[0]
+        )  # fmt: skip
     except (RuntimeError, TypeError, ValueError, BufferError):  # the class cannot tell of one of them
         return None
-    return (words[:count], words[-1]) if is_alike else None
+    if not is_alike:
+        return None
+    return Alike(tensors, words[:total], words[2 * total], words[2 * total + 1 :], storages)
 
 
 @cache
@@ -56,10 +91,11 @@ def _compiled() -> Tell | None:
     if path is None:
         return None
     try:
-        tell = getattr(ctypes.PyDLL(path), "kvstore_alike_3", None)  # None: of another release
+        tell = getattr(ctypes.PyDLL(path), "kvstore_alike_4", None)  # None: of another release
     except OSError:
         return None
     if tell is not None:
-        tell.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.c_uint64, ctypes.c_uint64] + [ctypes.c_void_p] * 2
+        number, any_object, address = ctypes.c_uint64, ctypes.py_object, ctypes.c_void_p
+        tell.argtypes = [address, any_object, any_object, number, number, *[any_object] * 3, address]
         tell.restype = ctypes.c_int
     return tell

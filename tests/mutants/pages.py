@@ -9,6 +9,7 @@ PAGED = "clients/kvstore_client/fetch/paged.py"
 T_PAGED = "tests/e2e/test_paged.py"
 T_WARM = "tests/e2e/test_warm.py"
 GIVEN = "clients/kvstore_client/fetch/given.py"
+IN_MEMORY = "clients/kvstore_client/fetch/in_memory.py"
 FUSED = "clients/kvstore_client/fetch/fused.py"
 T_STORED = "tests/e2e/test_stored_in_one_pass.py"
 
@@ -31,9 +32,9 @@ MUTANTS = [
     ),
     Mutant(
         "alike-without-a-look",
-        GIVEN,
-        "(_shape, _dtype, _is_cpu, type(first).stride)",
-        "(_shape, _is_cpu, type(first).stride)",
+        IN_MEMORY,
+        "(_shape, _dtype, _is_cpu, kind.stride)",
+        "(_shape, _is_cpu, kind.stride)",
         "a last layer of another dtype is fetched into as if it were right",
         ("tests/e2e/test_targets.py::test_one_odd_plane_among_planes_that_are_right_is_found",),
     ),
@@ -47,8 +48,8 @@ MUTANTS = [
     ),
     Mutant(
         "alike-and-not-yet-negated",
-        GIVEN,
-        " or any(map(torch.Tensor.is_neg, flat)):",
+        IN_MEMORY,
+        " or any(map(asked.is_odd, flat)):",
         ":",
         "a fetch into a negated view leaves the negative of the cache",
         ("tests/e2e/test_targets.py::test_one_odd_plane_among_planes_that_are_right_is_found",),
@@ -56,7 +57,7 @@ MUTANTS = [
     Mutant(
         "alike-and-over-each-other",
         GIVEN,
-        "    if distance is None or told[1] < distance:\n",
+        "    if distance is None or found.distance < distance:\n",
         "    if distance is None:\n",
         "a layer is fetched over another one",
         ("tests/e2e/test_doors.py::test_planes_that_share_memory_are_refused_and_interleaved_ones_are_not",),
@@ -87,19 +88,22 @@ MUTANTS = [
     ),
     Mutant(
         "alike-in-other-shapes",
-        GIVEN,
-        "(_shape, _dtype, _is_cpu, type(first).stride)",
-        "(_dtype, _is_cpu, type(first).stride)",
+        IN_MEMORY,
+        "(_shape, _dtype, _is_cpu, kind.stride)",
+        "(_dtype, _is_cpu, kind.stride)",
         "a fetch into layers of unlike room ends with an error of torch's",
         ("tests/e2e/test_targets.py::test_layers_of_one_stride_have_room_of_their_own",),
     ),
     Mutant(
         "alike-in-other-strides",
-        GIVEN,
-        "(_shape, _dtype, _is_cpu, type(first).stride)",
+        IN_MEMORY,
+        "(_shape, _dtype, _is_cpu, kind.stride)",
         "(_shape, _dtype, _is_cpu)",
         "a layer is fetched over another one, which lies between its heads",
-        ("tests/e2e/test_targets.py::test_a_plane_that_reaches_over_another_one_is_found",),
+        (
+            "tests/e2e/test_targets.py::test_a_plane_that_reaches_over_another_one_is_found",
+            "tests/e2e/test_plain_copies.py::test_planes_of_several_strides",
+        ),
     ),
     Mutant(
         "pages-from-the-middle-of-one",

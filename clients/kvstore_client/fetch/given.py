@@ -9,20 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
-from operator import attrgetter, sub
 from typing import NamedTuple
-
-from kvstore_copies import alike_addresses
 
 from kvstore.errors import InvalidRequest
 from kvstore_client.arrays import Layer, Tensor, dtype_of, is_tensor, settle_device, torch_module
 from kvstore_client.fetch.fused import Planes
-from kvstore_client.fetch.in_memory import placed_at
+from kvstore_client.fetch.in_memory import alike, placed
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.halves import checked_layers
 from kvstore_client.overlap import ByteGeometry, check_targets
-
-_shape, _dtype, _is_cpu = map(attrgetter, ("shape", "dtype", "is_cpu"))
 
 
 class Given(NamedTuple):
@@ -68,43 +63,18 @@ def _alike(wanted: Wanted, into: Sequence[Layer]) -> Given | None:
     """Return the planes where all K, and all V, are plain CPU tensors of the right shape and dtype and of one stride,
     and no two of them meet. None where this does not tell that they are right."""
     torch, kept = torch_module(), wanted.kept_by_all
-    if torch is None or kept is None:
+    found = alike(into, 2) if torch is not None and kept is not None else None
+    if found is None:
         return None
-    if not set(map(type, into)) <= {tuple, list} or set(map(len, into)) != {2}:
+    sides = found.columns
+    k, v, dtype = sides[0][0], sides[1][0], dtype_of(wanted.spec.cache_dtype)
+    if type(k) is not torch.Tensor or k.dtype != dtype or v.dtype != dtype:
         return None
-    sides = list(zip(*into, strict=True))
-    flat, k, v = [*sides[0], *sides[1]], sides[0][0], sides[1][0]
-    dtype = dtype_of(wanted.spec.cache_dtype)
-    if set(map(type, flat)) != {torch.Tensor} or k.dtype != dtype or v.dtype != dtype:
-        return None
-    told = alike_addresses(flat, len(sides)) or _starts(sides)
-    if told is None or any(map(torch.Tensor.is_neg, flat)):
-        return None  # conjugates have complex items
     distance = _distance(kept, k.shape, v.shape, k.stride(), v.stride(), k.element_size())
-    if distance is None or told[1] < distance:
+    if distance is None or found.distance < distance:
         return None
-    placed = placed_at(sides, flat, told[0])
-    if not placed:
-        return None
-    return Given(into, [k.shape[1]] * len(into), True, Planes(sides, placed=placed))
-
-
-def _starts(sides: Sequence[Sequence[Tensor]]) -> tuple[list[int], int] | None:
-    """Return what ``alike_addresses`` does, by torch alone."""
-    starts: list[int] = []
-    for planes in sides:
-        first = planes[0]
-        if not first.is_cpu:
-            return None
-        try:
-            looks = [list(map(look, planes)) for look in (_shape, _dtype, _is_cpu, type(first).stride)]
-            if any(look.count(look[0]) != len(planes) for look in looks):
-                return None
-            starts.extend(map(type(first).data_ptr, planes))
-        except RuntimeError:  # one has no strides, or no memory of its own
-            return None
-    in_order = sorted(starts)
-    return (starts, min(map(sub, in_order[1:], in_order))) if in_order[0] else None
+    places = placed(found)
+    return Given(into, [k.shape[1]] * len(into), True, Planes(sides, placed=places)) if places else None
 
 
 @lru_cache(maxsize=256)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import islice
-from operator import add, sub
-from typing import NamedTuple
+from functools import cache
+from operator import attrgetter, sub
+from typing import Any, NamedTuple
 
-from kvstore_copies import Blocks, address_of, alike_addresses
+from kvstore_copies import Alike, Blocks, Questions, address_of, alike_columns
 
 from kvstore_client.arrays import Tensor, is_tensor, torch_module
+
+_shape, _dtype, _is_cpu = map(attrgetter, ("shape", "dtype", "is_cpu"))
 
 
 class PlacedPlanes(NamedTuple):
@@ -37,19 +39,13 @@ class PlacedPlanes(NamedTuple):
 
 
 def placed_planes(sides: Sequence[Sequence[Tensor]]) -> list[PlacedPlanes]:
-    """Return where planes lie: K and V, each a list of as many tensors or arrays. Empty where those of a side have
-    several strides, and for planes without plain memory of the CPU. Empty for subclasses, too, which may refuse to tell
-    of their storage."""
+    """Return where planes lie: K and V, each a list of as many tensors or arrays. Empty where those of a side differ,
+    and for planes without plain memory of the CPU. Empty for subclasses, too, which may refuse to tell of their
+    storage."""
     flat = [plane for side in sides for plane in side]
     if is_tensor(flat[0]):
-        torch = torch_module()
-        if not set(map(type, flat)) <= {torch.Tensor, torch.nn.Parameter}:
-            return []
-        try:
-            told = alike_addresses(flat, len(sides))
-            return placed_at(sides, flat, told[0] if told else _addresses(sides))
-        except (RuntimeError, NotImplementedError):  # one has no memory of its own
-            return []
+        found = alike(list(zip(*sides, strict=True)), len(sides))
+        return placed(found) if found else []
     if any(is_tensor(plane) for plane in flat) or any(
         plane.strides != side[0].strides for side in sides for plane in side
     ):
@@ -60,33 +56,63 @@ def placed_planes(sides: Sequence[Sequence[Tensor]]) -> list[PlacedPlanes]:
     ]
 
 
-def placed_at(
-    sides: Sequence[Sequence[Tensor]], flat: Sequence[Tensor], addresses: Sequence[int]
-) -> list[PlacedPlanes]:
-    """Return the same of plain tensors. ``flat``: all of them; ``addresses``: where each of these begins, empty where
-    that is not known. Raises RuntimeError or NotImplementedError where one has no memory of its own."""
-    if not addresses:
-        return []
-    kind, size = torch_module(), flat[0].element_size()
-    storages = list(map(kind.Tensor.untyped_storage, flat))
-    ends = map(add, map(kind.UntypedStorage.data_ptr, storages), map(kind.UntypedStorage.nbytes, storages))
-    rooms, start, found = map(sub, ends, addresses), 0, []
-    for side in sides:
-        steps, part = side[0].stride(), slice(start, start := start + len(side))
+def placed(found: Alike) -> list[PlacedPlanes]:
+    """Return where tensors lie: those of each column as planes of their own. Empty where these have not three axes."""
+    count, places = len(found.tensors) // len(found.rooms), []
+    for start, room in zip(range(0, len(found.tensors), count), found.rooms, strict=True):
+        first = found.tensors[start]
+        steps, size = first.stride(), first.element_size()
         if len(steps) != 3:
             return []
         strides = (steps[0] * size, steps[1] * size, steps[2] * size)
-        found.append(PlacedPlanes(addresses[part], strides, size, min(islice(rooms, len(side))), storages))
-    return found
+        places.append(PlacedPlanes(found.addresses[start : start + count], strides, size, room, found.storages))
+    return places
 
 
-def _addresses(sides: Sequence[Sequence[Tensor]]) -> list[int]:
-    """Return where tensors begin, if all are the CPU's and have the strides of the first of their side. Empty where
-    they are not, and where one has no memory."""
-    addresses: list[int] = []
-    for planes in sides:
-        strides = planes[0].stride()
-        if not all(plane.is_cpu and plane.stride() == strides for plane in planes):
-            return []
-        addresses.extend(map(torch_module().Tensor.data_ptr, planes))
-    return addresses if all(addresses) else []
+def alike(entries: Sequence[Sequence[Tensor]], width: int) -> Alike | None:
+    """Return the tensors of ``entries``, each a plain tuple or list of ``width``, where all of them are plain and of
+    one class, lie in the CPU's memory as they are (not yet to be negated), and those of each column have one dtype,
+    shape and strides. None where they are not."""
+    kinds, questions = _asked_of_torch()
+    first = next(iter(entries), None)
+    kind = type(first[0]) if isinstance(first, tuple | list) and first else None
+    if kind not in kinds:
+        return None
+    return alike_columns(entries, width, kind, questions) or _alike_by_torch(entries, width, kind, questions)
+
+
+@cache
+def _asked_of_torch() -> tuple[tuple[type, ...], Questions]:
+    """Return the classes of plain tensors, and what these are asked. Conjugates have complex items: no cache has."""
+    torch = torch_module()
+    tensor, storage = torch.Tensor, torch.UntypedStorage
+    questions = Questions(tensor.is_neg, tensor.untyped_storage, storage.data_ptr, storage.nbytes)
+    return (tensor, torch.nn.Parameter), questions
+
+
+def _alike_by_torch(
+    entries: Sequence[Sequence[Tensor]], width: int, kind: Any, asked: Questions
+) -> Alike | None:  # fmt: skip
+    """Return what ``alike`` does, by torch alone."""
+    if not set(map(type, entries)) <= {tuple, list} or set(map(len, entries)) != {width}:
+        return None
+    columns = list(zip(*entries, strict=True))
+    flat = [each for column in columns for each in column]
+    if set(map(type, flat)) != {kind} or any(map(asked.is_odd, flat)):
+        return None
+    try:
+        looks = [list(map(look, flat)) for look in (_shape, _dtype, _is_cpu, kind.stride)]
+        starts = list(map(kind.data_ptr, flat))
+        storages = list(map(asked.storage, flat))
+        ends = [asked.begin(each) + asked.size(each) for each in storages]
+    except (RuntimeError, NotImplementedError):  # one has no strides, or no memory of its own
+        return None
+    parts = [slice(start, start + len(entries)) for start in range(0, len(flat), len(entries))]
+    if not all(starts) or not all(looks[2]):
+        return None
+    if any(look[part].count(look[part.start]) != len(entries) for look in looks for part in parts):
+        return None
+    in_order = sorted(starts)
+    apart = min(map(sub, in_order[1:], in_order), default=sys.maxsize)
+    rooms = [min(map(sub, ends[part], starts[part])) for part in parts]
+    return Alike(flat, starts, apart, rooms, storages)
