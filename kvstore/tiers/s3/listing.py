@@ -41,8 +41,8 @@ SEVERAL_BYTES_MAX = 64 << 20
 WHOLE_AT_ONCE = 4
 EXAMINE_S_MAX = 600.0
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Pauses before the same is asked again of a store that asks for fewer requests, or fails: a scan takes hours, and
-would begin anew."""
+"""Pauses before a page of the list, or an object, is asked for again of a store that asks for fewer requests, or fails:
+a scan takes hours, and would begin anew."""
 _OF_A_LIST = ("Contents", "IsTruncated", "KeyCount", "Name", "NextContinuationToken")
 """Every store's list has some of these."""
 
@@ -76,7 +76,8 @@ def pages(settings: S3Settings) -> Iterator[tuple[list[Listed], int]]:
     PermissionDenied, Unavailable."""
     token = before = ""
     while True:
-        found, others, token = _finished(settings, "read", partial(_page, settings, token), LOOK_S_MAX * 3)
+        page = partial(_patient, partial(_page, settings, token))
+        found, others, token = _finished(settings, "read", page, LOOK_S_MAX * 3)
         yield found, others
         if not token:
             return
@@ -132,20 +133,20 @@ def examine(
 
 def delete_objects(settings: S3Settings, listed: Sequence[Listed]) -> None:
     """Delete these objects. An object that is not there is no error. Blocking. Raises PermissionDenied, Unavailable."""
-    places = [_place(settings, each) for each in listed]
-    _finished(settings, "remove", partial(remove_all, places), REMOVE_S_MAX)
+    _finished(settings, "remove", partial(_all, settings, listed, _removed, HEADERS_AT_ONCE), REMOVE_S_MAX)
 
 
 def _finished(
     settings: S3Settings, action: str, work: Callable[[S3Connection], Coroutine[Any, Any, Result]], deadline_s: float
 ) -> Result:
-    """As ``finished``, and patient with a store that is busy."""
-    return finished(settings, action, partial(_patient, work), deadline_s + sum(PAUSES_S))
+    """As ``finished``, with time for the pauses of ``_patient``."""
+    return finished(settings, action, work, deadline_s + sum(PAUSES_S))
 
 
 async def _patient(
     work: Callable[[S3Connection], Coroutine[Any, Any, Result]], connection: S3Connection
 ) -> Result:  # fmt: skip
+    """Do something again after a pause while the store is busy."""
     for pause_s in PAUSES_S:
         try:
             return await work(connection)
@@ -157,10 +158,15 @@ async def _patient(
 
 
 async def _all(
-    settings: S3Settings, listed: Sequence[Listed], examined: Callable[..., Coroutine[Any, Any, Examined]],
-    at_once: int, connection: S3Connection,
-) -> list[Examined]:  # fmt: skip
-    return await together((examined(settings, each, connection) for each in listed), at_once)
+    settings: S3Settings, listed: Sequence[Listed], work: Callable[..., Coroutine[Any, Any, Result]], at_once: int,
+    connection: S3Connection,
+) -> list[Result]:  # fmt: skip
+    """Do the same with each object. What is done again is one object's, not that of all."""
+    return await together((_patient(partial(work, settings, each), connection) for each in listed), at_once)
+
+
+async def _removed(settings: S3Settings, each: Listed, connection: S3Connection) -> None:
+    await remove_all([_place(settings, each)], connection)
 
 
 async def _by_header(settings: S3Settings, each: Listed, connection: S3Connection) -> Examined:

@@ -16,6 +16,7 @@ from kvstore.tiers.s3 import listing
 from kvstore.tiers.s3.listing import Listed
 from kvstore.tiers.s3.looking import Looked
 from kvstore.tiers.s3.objects import object_key
+from kvstore.tiers.s3.refusals import Refused
 from tests.contracts.chunks import chunk
 from tests.contracts.shared.s3_stand import S3Stand
 from tests.contracts.shared.stands import write
@@ -82,7 +83,7 @@ def test_objects_that_are_read_whole_have_time_for_their_bytes(monkeypatch: pyte
     given: list[tuple[int, float]] = []
 
     def finished(settings: S3Settings, action: str, work: Any, deadline_s: float) -> list[Any]:
-        given.append((sum(each.byte_count for each in work.args[0].args[1]), deadline_s))
+        given.append((sum(each.byte_count for each in work.args[1]), deadline_s))
         return []
 
     monkeypatch.setattr(listing, "finished", finished)
@@ -136,3 +137,18 @@ def test_a_store_that_is_busy_for_a_while_ends_no_scan(stand: S3Stand, monkeypat
         assert not stand.server.keys(stand.settings.prefix)
 
     stand.run(scenario)
+
+
+async def test_only_the_object_that_was_refused_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "PAUSES_S", (0.0,))
+    asked: list[int] = []
+
+    async def examined(settings: S3Settings, each: Listed, connection: Any) -> int:
+        asked.append(each.byte_count)
+        if asked == [0, 1, 2]:
+            raise Refused("SlowDown")
+        return each.byte_count
+
+    objects = [Listed(bytes(32), "", number, 0.0) for number in range(4)]
+    assert await listing._all(SETTINGS, objects, examined, 1, Store()) == [0, 1, 2, 3]  # type: ignore[arg-type]  # it is asked nothing
+    assert asked == [0, 1, 2, 2, 3]
