@@ -266,6 +266,14 @@ MUTANTS = [
         (f"{SCAN}::test_what_is_sealed_with_a_key_of_the_configuration_is_opened",),
     ),
     Mutant(
+        "a-scan-without-patience",
+        f"{ROOM}/listing.py",
+        "_patient(partial(work, settings, each), connection)",
+        "work(settings, each, connection)",
+        "a scan of hours ends at the first object that a busy bucket refuses",
+        ("tests/tiers/s3/test_listing.py::test_only_the_object_that_was_refused_is_asked_for_again",),
+    ),
+    Mutant(
         "what-no-key-opens-counts-as-checked",
         f"{ROOM}/listing.py",
         "is_unopened=opened is None)",
