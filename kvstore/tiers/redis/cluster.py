@@ -21,6 +21,7 @@ from redis.exceptions import (
     ClusterDownError,
     MaxConnectionsError,
     MovedError,
+    RedisClusterException,
     RedisError,
     SlotNotCoveredError,
 )
@@ -232,12 +233,18 @@ class ClusterNodes:
         self._is_doubted = False
 
     async def _mapped(self, reading: Awaitable[object]) -> None:
-        """Await a reading of the map. Where no node has a slot, redis-py fails with an IndexError and forgets whom to
-        ask: an operator may give them slots later, so the nodes of the settings are asked again."""
+        """Await a reading of the map. After it redis-py asks only the nodes of the map. Where none of these answers, all
+        of them may have other addresses by now: the nodes of the settings are asked, too, from then on. So they are
+        where no node has a slot: redis-py fails with an IndexError then, and forgets whom to ask, but an operator may
+        give them slots later."""
+        nodes = self.client.nodes_manager
         try:
             await reading
+        except RedisClusterException:
+            nodes.startup_nodes = self._named | nodes.startup_nodes
+            raise
         except IndexError as error:
-            self.client.nodes_manager.startup_nodes = dict(self._named)
+            nodes.startup_nodes = dict(self._named)
             raise SlotNotCoveredError("no node has slots") from error
 
     def doubt(self) -> None:

@@ -16,6 +16,7 @@ from kvstore.tiers import PART
 from kvstore.tiers.redis.tier import RedisTier
 from kvstore.tiers.redis.topology import topology_of
 from tests.contracts.chunks import Chunk, chunk
+from tests.fakes.proxy import Proxy
 from tests.fakes.redis_server import RedisServer
 from tests.ports import free_port
 from tests.tiers.redis.test_topology import COUNT, SLOT_COUNT, Cluster
@@ -223,3 +224,16 @@ async def test_a_cluster_is_found_that_gets_its_slots_after_the_first_question()
                 await tier.probe(KEYS, 5.0)
             cluster.join()
             await until_written(tier, CHUNKS)
+
+
+async def test_a_cluster_is_found_again_whose_nodes_all_have_other_addresses() -> None:
+    """As after a restart where addresses are lent: only the name in the settings leads to it."""
+    with ExitStack() as stack, ExitStack() as former:
+        old, new = Cluster(former, None), Cluster(stack, None)
+        name = stack.enter_context(Proxy(("127.0.0.1", old.servers[0].port)))
+        async with redis_tier("redis+cluster://{}:{}".format(*name.address)) as tier:
+            await put(tier, CHUNKS[0])
+            name.lead_to(("127.0.0.1", new.servers[0].port))
+            former.close()
+            await until_written(tier, CHUNKS)
+            assert all([await got(tier, each) for each in CHUNKS])
