@@ -22,6 +22,8 @@ from kvstore.tiers.redis.access import Access, Server
 from kvstore.tiers.redis.cluster import ClusterNodes
 from kvstore.tiers.redis.line import CONNECT_S_MAX
 
+SENTINEL_S_MAX = 1.0
+"""A Sentinel that takes more seconds than this for an answer is asked again on a new line."""
 SPARE_COUNT = 8
 """Connections to each node of a cluster beyond those of calls: a call fails where a connection is missing."""
 
@@ -61,7 +63,8 @@ def topology_of(settings: RedisSettings, address: RedisAddress, control_count: i
     if address.kind == "cluster":
         return ClusterNodes(address, access, {**options, "max_connections": control_count + SPARE_COUNT})
     if address.kind == "sentinel":
-        asked = {key: each for key, each in _options(Access.of_sentinels(settings, address)).items() if key != "db"}
+        asked = _options(Access.of_sentinels(settings, address)) | {"socket_timeout": SENTINEL_S_MAX}
+        del asked["db"]
         return SentinelPrimary(address, access, options, asked)
     return SingleServer(address, access, options)
 

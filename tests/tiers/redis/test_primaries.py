@@ -4,6 +4,7 @@ but one are real processes."""
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvstore.config import RedisAddress, RedisSettings
 from kvstore.directory import NodeDirectory
 from kvstore.errors import PermissionDenied, Unavailable
 from kvstore.seams import SystemClock, SystemRandom
+from kvstore.tiers.redis import topology
 from kvstore.tiers.redis.commands import Commands
 from kvstore.tiers.redis.topology import Sentinels, topology_of
 from tests.contracts.chunks import chunk
@@ -113,6 +115,22 @@ async def test_a_sentinel_that_stands_still_delays_nobody() -> None:
             assert await got(tier, await put(tier, chunk(1)))
 
 
+async def test_a_line_to_a_sentinel_that_is_never_answered_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A balancer keeps it although nobody is behind it any more: all later questions wait for the same answer."""
+    monkeypatch.setattr(topology, "SENTINEL_S_MAX", 0.2)
+    with watched() as (sentinels, _), socket.create_server(("127.0.0.1", 0)) as nobody:
+        with Proxy(nobody.getsockname()[:2]) as name:
+            url = "redis+sentinel://{}:{}/main".format(*name.address)
+            primary = topology_of(RedisSettings(url=url), RedisAddress.of(url), 2)
+            asked = asyncio.ensure_future(primary.server_of(b""))
+            kept, _ = await asyncio.to_thread(nobody.accept)
+            name.lead_to(("127.0.0.1", sentinels[0].port))
+            async with asyncio.timeout(20.0):
+                await asked
+            kept.close()
+            await primary.close()
+
+
 class Word:
     """A Sentinel that says at once where the primary is; ``is_deaf``: it stands still, and so does redis-py, which may
     go on reading after it was cancelled."""
@@ -147,15 +165,15 @@ async def test_a_sentinel_that_stands_still_is_asked_once_and_not_waited_for() -
 
 async def test_sentinels_that_fail_in_turn_are_all_asked_again() -> None:
     with watched() as (sentinels, url):
-        topology = topology_of(RedisSettings(url=url), RedisAddress.of(url), 2)
+        primary = topology_of(RedisSettings(url=url), RedisAddress.of(url), 2)
         for one in sentinels:
             one.kill()
-            topology.doubt()
-            clients = [topology.client.ping() for _ in range(4)]  # each connects, and asks who the primary is
-            assert all(await asyncio.gather(*clients, topology.server_of(b"")))
-            await topology.reconnect()
+            primary.doubt()
+            clients = [primary.client.ping() for _ in range(4)]  # each connects, and asks who the primary is
+            assert all(await asyncio.gather(*clients, primary.server_of(b"")))
+            await primary.reconnect()
             one.start()
-        await topology.close()
+        await primary.close()
 
 
 async def test_sentinels_have_a_password_of_their_own(tmp_path: Path) -> None:
