@@ -144,6 +144,8 @@ class NodeDirectory:
         self._incarnation = self._drawn()
         self._began_s = float("inf")
         """The time at which this process was first heard, by Redis's clock."""
+        self._beat_s = float("-inf")
+        """The time of the last beat, by Redis's clock."""
         self._ahead_s = 0.0
         """The seconds by which Redis's clock is ahead of this process's."""
         self._newest_s = 0.0
@@ -171,32 +173,34 @@ class NodeDirectory:
 
     @_of_redis
     async def beat(self) -> bool:
-        """Say that this node lives, and learn who else does; call it several times within ``LIVE_S``. False: Redis did
-        not know this incarnation, and may have lost its entries. A node that may only read learns who lives before this
-        raises PermissionDenied."""
+        """Say that this node lives, and learn who else does; call it several times within ``LIVE_S``. False: Redis does
+        not have the last beat of this incarnation. It lost its keys, or came back as it was before, as from a snapshot,
+        and may have lost entries. A node that may only read learns who lives before this raises PermissionDenied."""
         async with self._beating:  # a beat of a former incarnation must not come after the end of that
             return await self._beat()
 
     async def _beat(self) -> bool:
         nodes = self._nodes
         time, heard = await self._asked([(nodes, ("TIME",)), (nodes, ("ZRANGE", nodes, 0, -1, "WITHSCORES"))])
-        self._learn(_known(heard), time)
+        scores = {member: float(at_s) for member, at_s in zip(_members(_known(heard)[::2]), heard[1::2], strict=True)}
+        self._learn(scores, time)
+        is_known = scores.get((self.node, self._incarnation)) == self._beat_s
         now_s, formers = _seconds(_known(time)), set(self._formers)
+        beat = f"{now_s:.6f}"
         told = [
-            ("ZADD", nodes, f"{now_s:.6f}", self._member),
+            ("ZADD", nodes, beat, self._member),
             ("ZREM", nodes, "", *formers),
             ("ZREMRANGEBYSCORE", nodes, "-inf", f"{now_s - FORGOTTEN_S:.6f}"),
         ]
         added, *_ = map(_known, await self._asked([(nodes, words) for words in told]))
-        self._began_s = min(self._began_s, now_s)
-        self._look_for_rival(heard)
+        self._began_s, self._beat_s = min(self._began_s, now_s), float(beat)
+        self._look_for_rival(scores)
         self._formers = deque((each for each in self._formers if each not in formers), FORMER_COUNT_MAX)
-        return not added
+        return is_known and not added
 
-    def _learn(self, heard: Sequence[bytes], time: Any) -> None:
-        """Learn Redis's time and the living members. A node that may not ask for the time takes that at which somebody
-        was heard lately for it."""
-        scores = {member: float(at_s) for member, at_s in zip(_members(heard[::2]), heard[1::2], strict=True)}
+    def _learn(self, scores: Mapping[Member, float], time: Any) -> None:
+        """Learn Redis's time and the living members. ``scores``: when each was heard. A node that may not ask for the
+        time takes that at which somebody was heard lately for it."""
         newest_s, now_s = max(scores.values(), default=0.0), self._clock.monotonic()
         if not isinstance(time, KVStoreError):
             self._ahead_s = _seconds(time) - now_s
@@ -206,14 +210,14 @@ class NodeDirectory:
         since_s = now_s + self._ahead_s - LIVE_S
         self._live, self._live_s = {member for member, at_s in scores.items() if at_s >= since_s}, now_s
 
-    def _look_for_rival(self, heard: Sequence[bytes]) -> None:
+    def _look_for_rival(self, scores: Mapping[Member, float]) -> None:
         """Log an error, once, when another node uses this node's name. A member of that name that was heard after this
         process began is another node; one that was not is this node before it started again."""
         own = {self._member, *self._formers}
-        lately = [
-            member for member, at_s in zip(heard[::2], heard[1::2], strict=True) if float(at_s) > self._began_s
-        ]  # fmt: skip
-        has_rival = any(node == self.node and f"{node} {each}" not in own for node, each in _members(lately))
+        has_rival = any(
+            node == self.node and at_s > self._began_s and f"{node} {incarnation}" not in own
+            for (node, incarnation), at_s in scores.items()
+        )
         if has_rival and not self._has_rival:
             _log.error("another node has this node's name: set server.node to its own", extra={"node": self.node})
         self._has_rival = has_rival

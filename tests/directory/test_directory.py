@@ -133,6 +133,19 @@ async def test_a_redis_that_lost_all_says_so_at_the_next_beat(server: RedisServe
         assert not await a.beat()
 
 
+async def test_a_redis_that_comes_back_as_it_was_before_says_so_at_the_next_beat(server: RedisServer) -> None:
+    """It died, and loads its last snapshot: the node is in it, and what the node told since is not."""
+    async with node(server, "a") as a:
+        await a.beat()
+        server.client().save()
+        assert await a.beat()
+        await a.tell({KEYS[0]: Tier.DRAM})
+        server.kill()
+        server.start()
+        assert not await a.beat()
+        assert await a.beat()
+
+
 async def test_what_others_wrote_there_is_no_entry(server: RedisServer) -> None:
     async with node(server, "b") as b, node(server, "a") as a:
         await b.beat()
