@@ -24,7 +24,7 @@ CONNECT_S_MAX = 2.0
 SILENCE_S_MAX = 3.0
 """A server that moves no byte for so many seconds is given up."""
 KEPT_S_MAX = 60.0
-"""A kept line that was not used for so many seconds is closed: its server may be gone for ever."""
+"""A kept line that was not used for so many seconds is closed: its server may be gone for ever, or the way to it."""
 TICK_S = 0.25
 """Seconds between two checks of the time during a wait."""
 LINE_BYTES_MAX = 4096
@@ -255,8 +255,8 @@ def on_line(server: Server, until_s: float, work: Callable[[Line], Result]) -> R
     """Do work on this thread's line to a server, or on a new line where the last was left in doubt. Do it once more, on
     a new line, where the kept line turns out to be dead before the server sends a byte; so ``work`` must be repeatable.
     Raises as ``Line``."""
-    line = _kept.lines.pop(server, None)
     _close_stale()
+    line = _kept.lines.pop(server, None)
     if line is not None and line.is_idle:
         try:
             return _used(line, until_s, work)
@@ -269,7 +269,8 @@ def on_line(server: Server, until_s: float, work: Callable[[Line], Result]) -> R
 
 
 def _close_stale() -> None:
-    """Close this thread's lines to servers that it has not asked for a long time."""
+    """Close this thread's lines that it has not used for a long time: what lies between, as a firewall, may have
+    forgotten them, and then nobody answers."""
     for server, line in list(_kept.lines.items()):
         if line.is_stale:
             del _kept.lines[server]

@@ -170,6 +170,20 @@ def test_a_line_that_nobody_uses_is_not_kept_for_ever(server: RedisServer, monke
         assert kept._socket.fileno() < 0
 
 
+def test_a_line_to_the_same_server_that_was_not_used_for_long_is_made_anew(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A firewall forgets a line on which nothing passes, and tells nobody."""
+    until_s = SystemClock().monotonic() + 20.0
+    with Proxy(server.path) as forgotten, Proxy(forgotten.address) as way:
+        away = Server(Access(), *way.address)
+        assert line.on_line(away, until_s, lambda one: one.ask(b"PING")) == b"PONG"
+        way.lead_to(server.path)
+        forgotten.is_silent = True
+        monkeypatch.setattr(line, "KEPT_S_MAX", 0.0)
+        assert line.on_line(away, until_s, lambda one: one.ask(b"PING")) == b"PONG"
+
+
 async def test_jobs_end_although_the_server_is_silent(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a read, of a write, and before a connection is made."""
     monkeypatch.setattr(line, "SILENCE_S_MAX", 0.3)
