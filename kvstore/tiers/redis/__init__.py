@@ -9,6 +9,7 @@ there whole or not at all, and a replacement during a read is a miss, never a mi
     ``control``   questions and scripts (redis-py)      ``moves``   fields between extents and a server,
     ``topology``  which server has a key                            each strip checked before a caller sees it
     ``cluster``   several servers at once               ``line``    a blocking connection
+    ``tls``       its encrypted connections
     ``commands``  for the directory of nodes
     ``errands``   background work in batches
     ``claims``    nodes' claims on chunks that they are about to write to S3

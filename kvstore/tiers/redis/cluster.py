@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from redis.asyncio.cluster import ClusterNode, PipelineCommand, RedisCluster
+from redis.asyncio.connection import SSLConnection
 from redis.exceptions import (
     AskError,
     ClusterDownError,
@@ -30,6 +31,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from kvstore.config import RedisAddress
 from kvstore.tiers.redis.access import Access, Server
+from kvstore.tiers.redis.tls import renewable
 
 REFRESH_S_MIN = 1.0
 """Seconds between two refreshes of the map that failures cause: each refresh makes all connections anew."""
@@ -65,6 +67,10 @@ class ClusterNodes:
         self._trials: set[asyncio.Task[None]] = set()
         # A slot without a node costs the chunks of that slot: redis-py would refuse the whole cluster.
         self.client: Any = RedisCluster(startup_nodes=nodes, require_full_coverage=False, **options)
+        if access.is_tls:
+            kind = self.client.connection_kwargs["connection_class"] = renewable(SSLConnection, access)
+            for each in self.client.startup_nodes:
+                each.connection_class = kind
         self._named: dict[str, Any] = dict(self.client.nodes_manager.startup_nodes)
         """The nodes that the settings name."""
 
@@ -233,10 +239,10 @@ class ClusterNodes:
         self._is_doubted = False
 
     async def _mapped(self, reading: Awaitable[object]) -> None:
-        """Await a reading of the map. After it redis-py asks only the nodes of the map. Where none of these answers, all
-        of them may have other addresses by now: the nodes of the settings are asked, too, from then on. So they are
-        where no node has a slot: redis-py fails with an IndexError then, and forgets whom to ask, but an operator may
-        give them slots later."""
+        """Await a reading of the map. After it redis-py asks the nodes of the map alone. Where none of these answers
+        they may all have other addresses by now: the nodes of the settings are asked, too, from then on. The same
+        where no node has a slot: redis-py fails with an IndexError, and forgets whom to ask, but an operator may give
+        them slots later."""
         nodes = self.client.nodes_manager
         try:
             await reading

@@ -21,6 +21,7 @@ from kvstore.errors import Unavailable
 from kvstore.tiers.redis.access import Access, Server
 from kvstore.tiers.redis.cluster import ClusterNodes
 from kvstore.tiers.redis.line import CONNECT_S_MAX
+from kvstore.tiers.redis.tls import renewable
 
 SENTINEL_S_MAX = 1.0
 """A Sentinel that takes more seconds than this for an answer is asked again on a new line."""
@@ -80,10 +81,7 @@ def _options(access: Access) -> dict[str, Any]:
     if access.password or access.password_file:
         found["credential_provider"] = _Credentials(access)
     if access.is_tls:
-        found.update(
-            ssl=True, ssl_ca_certs=access.ca_file or None, ssl_certfile=access.certificate_file or None,
-            ssl_keyfile=access.key_file or None, ssl_cert_reqs="required", ssl_check_hostname=True,
-        )  # fmt: skip
+        found["ssl"] = True  # ``tls`` says with which files
     return found
 
 
@@ -101,6 +99,12 @@ class _Credentials(CredentialProvider):
 
     async def get_credentials_async(self) -> Any:
         return self.get_credentials()
+
+
+def _renew_certificates(access: Access, *clients: Any) -> None:
+    """Have clients without a cluster read the files of TLS at each connect, if they use it."""
+    for pool in (each.connection_pool for each in clients if access.is_tls):
+        pool.connection_class = renewable(pool.connection_class, access)
 
 
 async def _close_idle(client: Any) -> None:
@@ -123,6 +127,7 @@ class SingleServer:
             self._server = Server(access, host, port)
             place = {"host": host, "port": port}
         self.client: Any = Redis(**place, **options)
+        _renew_certificates(access, self.client)
 
     async def server_of(self, key: bytes) -> Server:
         return self._server
@@ -208,6 +213,7 @@ class SentinelPrimary:
         self._access = access
         self._server: Server | None = None
         self.client: Any = self._sentinel.master_for(address.service)
+        _renew_certificates(access, self.client, *self._sentinel.sentinels)
 
     async def server_of(self, key: bytes) -> Server:
         if self._server is None:
