@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from itertools import islice
 
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import Clock
@@ -18,6 +19,8 @@ ACCOUNT_EVERY = 5
 PENDING_COUNT_MAX = 65_536
 """Keys that are remembered, at most: as many as uses are told of in a minute. All of these may come in one second, and
 of what is not remembered nothing is told in that minute."""
+REMOVED_COUNT_MAX = 4096
+"""Keys that are removed in one round: while a node of a cluster is away, its keys are tried in every round."""
 _log = logging.getLogger("kvstore.redis")
 
 
@@ -80,7 +83,10 @@ class Errands:
         await self._control.touch(used, self._ttl_ms)
 
     async def _remove(self) -> None:
-        removed = list(self._given_up)
+        """Remove the keys that were given up first. Those that fail are tried again after all others."""
+        removed = list(islice(self._given_up, REMOVED_COUNT_MAX))
+        for key in removed:
+            self._given_up[key] = self._given_up.pop(key)
         await self._control.remove(removed)
         for key in removed:  # others were given up meanwhile
             del self._given_up[key]

@@ -10,7 +10,7 @@ from typing import Any
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.movement.uses import TOUCH_COUNT_MAX
 from kvstore.tiers.redis.control import Account
-from kvstore.tiers.redis.errands import Errands
+from kvstore.tiers.redis.errands import REMOVED_COUNT_MAX, Errands
 from kvstore.tiers.redis.replies import refusal
 from tests.simulated import LoopClock, simulate
 
@@ -21,6 +21,8 @@ class Server:
     def __init__(self) -> None:
         self.removed: list[bytes] = []
         self.touched: list[bytes] = []
+        self.asked: list[Sequence[bytes]] = []
+        """What each call was to remove."""
         self.failures = 0
         self.refusal: KVStoreError | None = None
         self.is_silent = False
@@ -37,6 +39,7 @@ class Server:
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         await asyncio.sleep(0.5)
+        self.asked.append(keys)
         if keys and self.failures:
             self.failures -= 1
             raise Unavailable("not now")
@@ -100,5 +103,26 @@ def test_every_chunk_that_uses_tell_in_a_minute_stays_longer() -> None:
         with suppress(asyncio.CancelledError):
             await errands.end()
         assert len(server.touched) == TOUCH_COUNT_MAX
+
+    simulate(scenario(), seed=1)
+
+
+def test_keys_that_cannot_be_removed_keep_none_of_the_others_and_do_not_fill_the_rounds() -> None:
+    """A node of a cluster is away, and everything that was begun there was given up."""
+
+    async def scenario() -> None:
+        server: Any = Server()
+        errands = Errands(server, LoopClock(), 1000)
+        server.failures = 5
+        for number in range(4 * REMOVED_COUNT_MAX):
+            errands.given_up(b"%d" % number)
+        errands.begin()
+        await asyncio.sleep(3.5)
+        assert max(map(len, server.asked)) == REMOVED_COUNT_MAX
+        assert not set(server.asked[0]) & set(server.asked[1])
+        await asyncio.sleep(20.0)
+        with suppress(asyncio.CancelledError):
+            await errands.end()
+        assert len(server.removed) == len(set(server.removed)) == 4 * REMOVED_COUNT_MAX
 
     simulate(scenario(), seed=1)
