@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 from kvstore.config import RedisAddress, RedisSettings
@@ -59,14 +61,29 @@ class Access:
         return (self.username, password) if self.username else (password,)
 
     def tls(self) -> ssl.SSLContext:
-        """Return a TLS context. Raises Unavailable naming the files."""
+        """Return a TLS context of the files as they are now. Raises Unavailable naming the files."""
+        trusted = self.ca_file or ssl.get_default_verify_paths().cafile or ""
         try:
-            context = ssl.create_default_context(cafile=self.ca_file or None)
-            if self.certificate_file:
-                context.load_cert_chain(self.certificate_file, self.key_file)
+            states = _states_of((trusted, self.certificate_file, self.key_file))
+            return _context(self.ca_file, self.certificate_file, self.key_file, states)
         except (OSError, ssl.SSLError) as error:
             raise Unavailable(f"tiers.redis.ca_file, certificate_file or key_file cannot be used: {error}") from error
-        return context
+
+
+def _states_of(paths: tuple[str, ...]) -> tuple[tuple[int, int, int], ...]:
+    """Return what differs once a file was replaced."""
+    found = [os.stat(path) for path in paths if path]
+    return tuple((each.st_ino, each.st_mtime_ns, each.st_size) for each in found)
+
+
+@lru_cache(maxsize=8)
+def _context(ca_file: str, certificate_file: str, key_file: str, _states: tuple[object, ...]) -> ssl.SSLContext:
+    """Return a context of files in these states. It is kept: reading the system's authorities takes 20 ms and more, in
+    which the service does nothing else."""
+    context = ssl.create_default_context(cafile=ca_file or None)
+    if certificate_file:
+        context.load_cert_chain(certificate_file, key_file)
+    return context
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.config import RedisAddress, RedisSettings
+from kvstore.tiers.redis.access import Access
 from kvstore.tiers.redis.topology import topology_of
 from tests.fakes.proxy import Proxy
 from tests.fakes.redis_server import RedisServer
@@ -66,6 +67,17 @@ async def test_renewed_certificates_are_used_from_the_next_connect_on(
         async with asyncio.timeout(20.0):
             assert await topology.client.ping()
         await topology.close()
+
+
+def test_files_are_read_once_in_each_of_their_states(places: list[Path], tmp_path: Path) -> None:
+    """The system's authorities are many: to read them at each connect would hold up the service."""
+    use(places[0], tmp_path)
+    files = {name: str(tmp_path / file) for name, file in FILES.items()}
+    for access in (Access(is_tls=True, **files), Access(is_tls=True)):
+        former = access.tls()
+        assert access.tls() is former
+        use(places[1], tmp_path)
+        assert (access.tls() is former) == (not access.ca_file)
 
 
 def door_to(server: RedisServer, place: Path) -> AbstractAsyncContextManager[int]:
