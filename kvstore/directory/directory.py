@@ -37,7 +37,7 @@ LIVE_S = 30.0
 ENTRY_S = 7 * 86400
 """The entries of a chunk expire when no node told of the chunk, or kept it, for so many seconds."""
 KEEP_S = ENTRY_S / 4
-"""Seconds between the beginnings of two passes in which a node keeps all that it has."""
+"""Seconds between the beginnings of two passes in which a node keeps all that it has, at most."""
 FORGOTTEN_S = 3600
 """A node that was not heard for so many seconds is removed from the members."""
 KEPT_S = 600.0
@@ -134,6 +134,9 @@ class NodeDirectory:
         """True when Redis answered the last question, if only with a refusal."""
         self.problem = ""
         """The reason why others cannot hear of this node, for operators; empty while they can, or Redis is away."""
+        self.lost_count = 0
+        """The entries of this node that were gone when they were kept: Redis drops what nobody asks for when it is
+        full."""
         self._servers = servers
         self._prefix = prefix
         self._nodes = f"{prefix}:v1:nodes:{owner or 'default'}"
@@ -246,9 +249,10 @@ class NodeDirectory:
     async def keep(self, here: Mapping[bytes, Tier]) -> list[bytes]:
         """``tell`` again what is here, so that it does not expire, and remove what nodes told of these chunks that are
         no members any more. A node that comes back begins anew, and tells all that it has."""
-        failed = await self.tell(here)
         names = [self._entry(key) for key in here]
         found = await self._asked([(name, ("HGETALL", name)) for name in names])
+        self.lost_count += sum(isinstance(each, dict) and self.node.encode() not in each for each in found)
+        failed = await self.tell(here)
         [heard] = await self._asked(
             [(self._nodes, ("ZRANGE", self._nodes, 0, -1))]
         )  # after the entries: who told, beat

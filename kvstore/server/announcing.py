@@ -17,6 +17,8 @@ from kvstore.spec import CacheKind, EventKind, Tier
 BATCH_COUNT_MAX = 64
 """Chunks that are told in one Redis pipeline, which takes a millisecond of the loop."""
 BEAT_S = LIVE_S / 3
+KEEP_S_MIN = 600.0
+"""Seconds between the beginnings of two passes that keep all chunks, at least, as far as one does not take longer."""
 LOOK_S = 1.0
 """Seconds between two checks whether everything must be told anew, and between two batches of chunks that are kept."""
 NOWHERE = bytes(32)
@@ -30,7 +32,9 @@ class Announcer:
     a node of a cluster does not answer, the others are told on, and everything is told again once it answers.
 
     Each ``KEEP_S`` all chunks are kept, so that their entries do not expire: ``BATCH_COUNT_MAX`` a ``LOOK_S`` at most,
-    so at most three commands for each of 64 chunks a second, and 38 million chunks before the first entries expire."""
+    so at most three commands for each of 64 chunks a second, and 38 million chunks before the first entries expire.
+    Where entries are gone, as from a full Redis, all are kept again after ``KEEP_S_MIN``; this time doubles with each
+    pass that misses none."""
 
     def __init__(
         self,
@@ -53,9 +57,11 @@ class Announcer:
         """True from the log line that something fails, until everything was told."""
         self._missed: bytes | None = None
         """A key whose node of a cluster did not answer; its answer shows that everything can be told again."""
-        self._kept: Iterator[list[Event]] = iter(())
+        self._kept: Iterator[list[Event]] | None = None
+        """What this pass has yet to keep; None between passes."""
         self._keep_s = self._pass_s = float("inf")
         """The time at which the next batch is kept, and that at which its pass began."""
+        self._period_s = KEEP_S_MIN
         self._watcher = controller.watch_all()
 
     async def run(self) -> None:
@@ -123,8 +129,8 @@ class Announcer:
             await self._send(self._directory.tell, events)
             if self._is_behind:
                 return
-        self._kept, self._pass_s = iter(()), self._clock.monotonic()
-        self._keep_s = self._pass_s + KEEP_S
+        self._kept, self._period_s = None, KEEP_S_MIN
+        self._keep_s = self._clock.monotonic() + self._period_s
         self._directory.problem = ""
         if self._missed is None:
             self._is_troubled = False
@@ -134,14 +140,17 @@ class Announcer:
         now_s = self._clock.monotonic()
         if not self._may_tell or now_s < self._keep_s:
             return
+        if self._kept is None:
+            self._kept, self._pass_s = self._controller.stored(BATCH_COUNT_MAX), now_s
+            self._directory.lost_count = 0
         events = next(self._kept, None)
         if events is not None:
             self._keep_s = now_s + LOOK_S
             await self._send(self._directory.keep, events)
-        elif self._pass_s + KEEP_S <= now_s:
-            self._kept, self._pass_s = self._controller.stored(BATCH_COUNT_MAX), now_s
-        else:
-            self._keep_s = self._pass_s + KEEP_S
+            return
+        self._kept = None
+        self._period_s = KEEP_S_MIN if self._directory.lost_count else min(2 * self._period_s, KEEP_S)
+        self._keep_s = self._pass_s + self._period_s
 
     async def _send(self, tell: Callable[[dict[bytes, Tier]], Awaitable[list[bytes]]], events: Iterable[Event]) -> None:
         changes = {

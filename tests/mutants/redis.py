@@ -308,8 +308,8 @@ MUTANTS = [
     Mutant(
         "any-certificate-will-do",
         "kvstore/tiers/redis/access.py",
-        "            context = ssl.create_default_context(cafile=self.ca_file or None)\n",
-        "            context = ssl._create_unverified_context(cafile=self.ca_file or None)\n",
+        "    context = ssl.create_default_context(cafile=ca_file or None)\n",
+        "    context = ssl._create_unverified_context(cafile=ca_file or None)\n",
         "chunks and passwords go to whoever answers",
         (f"{TOPOLOGY}::test_an_encrypted_line_wants_the_right_certificates",),
     ),

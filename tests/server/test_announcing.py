@@ -37,7 +37,7 @@ def server() -> Iterator[RedisServer]:
 def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "ENTRY_S", SHORT_S)
     monkeypatch.setattr(directory, "FORGOTTEN_S", SHORT_S)
-    for name, seconds in {"KEEP_S": SHORT_S / 4, "LOOK_S": 0.05, "BEAT_S": 0.1}.items():
+    for name, seconds in {"KEEP_S": SHORT_S / 4, "KEEP_S_MIN": SHORT_S / 4, "LOOK_S": 0.05, "BEAT_S": 0.1}.items():
         monkeypatch.setattr(announcing, name, seconds)
 
 
@@ -103,6 +103,28 @@ async def test_entries_of_a_living_node_stay_and_those_of_a_dead_one_go(server: 
         )
     for each in (a, b, dead):
         await each.directory.close()
+
+
+async def test_entries_that_a_full_redis_drops_are_told_again_soon(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It drops what was used least, and those are entries: chunks are used. The members' own key is used all the time,
+    so nothing else shows it."""
+    monkeypatch.setattr(announcing, "KEEP_S", 3600.0)
+    monkeypatch.setattr(directory, "ENTRY_S", 3600.0)
+    a = Told(server.url, "a")
+    await a.service.store(a.session, 1)
+    name, client = f"kvstore:v1:d:{{{a.key(1).hex()}}}", server.client()
+
+    async def is_told() -> bool:
+        return bool(client.hexists(name, "a"))
+
+    async with a.announced():
+        for _ in range(3):
+            await until(is_told)
+            client.delete(name)
+        await until(is_told)
+    await a.directory.close()
 
 
 async def test_what_told_anew_meanwhile_is_not_removed_with_the_dead(server: RedisServer) -> None:
