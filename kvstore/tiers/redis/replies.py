@@ -46,6 +46,8 @@ _REMEDIES = {
     "NOREPLICAS": "it takes no writes because it has too few replicas: look at min-replicas-to-write",
     "CLUSTERDOWN": f"the cluster is down or has slots without a node: look at CLUSTER INFO on {URL}",
     "TRYAGAIN": "the key's slot is moving between nodes: it is asked again later",
+    "maxclients": "it has as many clients as it takes: raise its maxclients, or lower tiers.redis.control_count, "
+    "reader_count and writer_count",
     "CROSSSLOT": f"it is a node of a cluster: use redis+cluster:// in {URL}",
 }
 _MOVES = ("MOVED", "ASK")
@@ -75,6 +77,8 @@ def refusal(text: str, where: str) -> KVStoreError:
         return Unavailable(rest)  # the text is an error of our own
     if code == "ERR" and "invalid password" in rest:
         code = "WRONGPASS"
+    if code == "ERR" and "max number of clients" in rest:
+        code = "maxclients"
     if code == "ERR" and "unauthenticated" in rest:
         code = "NOAUTH"
     if code == "ERR" and "without any password" in rest:

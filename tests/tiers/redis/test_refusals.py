@@ -200,6 +200,7 @@ def test_a_refusal_within_a_script_is_known(code: str) -> None:
         ("ASK 1 127.0.0.1:1", "redis+cluster://"),
         ("CROSSSLOT Keys in request don't hash to the same slot", "redis+cluster://"),
         ("ERR unknown command 'HSTRLEN'", "Redis 6.2"),
+        ("ERR max number of clients reached", "clients"),
         ("MISCONF Redis is configured to save RDB snapshots", "persistence"),
     ],
 )
@@ -231,6 +232,12 @@ async def test_what_is_no_redis_is_unavailable(reply: bytes) -> None:
     port = server.sockets[0].getsockname()[1]
     async with server:
         assert len(await refusals(f"redis://127.0.0.1:{port}")) == 3
+
+
+def test_a_server_with_too_many_clients_is_no_old_one() -> None:
+    said = refusal("ERR max number of clients reached", "here").message
+    assert "maxclients" in said
+    assert "6.2" not in said
 
 
 def test_a_password_that_a_server_repeats_goes_no_further() -> None:
