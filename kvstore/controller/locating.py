@@ -18,6 +18,10 @@ LOCATED_CHUNKS_MAX = 16_384
 """Chunks of all chains of a call, times their parts."""
 KEYS_AT_ONCE = 256
 """Chunks whose keys are computed between two pauses."""
+DIRECTORY_S = 1.0
+DIRECTORY_CHUNKS_PER_S = 4000
+"""The directory may take ``DIRECTORY_S`` for its answer, and the time for its chunks. What this node has does not wait
+longer for a Redis that stands still."""
 SPEED = (Tier.HBM, Tier.DRAM, Tier.NVME, Tier.REDIS, Tier.S3)
 """The tiers, the fastest first."""
 NO_DIRECTORY = "other nodes are not known here: set tiers.redis.url to a server that they use, too"
@@ -68,8 +72,9 @@ class Locates:
         if directory is None:
             return nothing, NO_DIRECTORY
         asked = list(dict.fromkeys(key for chunks in chains for keys in chunks for key in keys))
+        timeout_s = min(deadline.answerable_s, DIRECTORY_S + len(asked) / DIRECTORY_CHUNKS_PER_S)
         try:
-            said = await directory.where(asked, deadline.left_s)
+            said = await directory.where(asked, timeout_s)
         except Unavailable as error:
             return nothing, error.message
         found = dict(zip(asked, said.chunks, strict=True))

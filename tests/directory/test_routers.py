@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
 import redis.asyncio
 
+from kvstore.controller import locating
 from kvstore.directory import NodeDirectory
 from kvstore.directory.directory import PIPELINE_COUNT, PIPELINES_AT_ONCE, SLOW_S
 from kvstore.errors import Unavailable
-from kvstore.seams import SystemClock, SystemRandom
+from kvstore.seams import Deadline, SystemClock, SystemRandom
 from kvstore.spec import Tier
+from tests.controller.service import Service
 from tests.directory.test_directory import servers
 from tests.fakes.redis_server import RedisServer
 
@@ -47,6 +50,27 @@ async def test_a_caller_without_patience_leaves_the_directory_to_the_others(serv
         server.go_on()
     await a.close()
     await b.close()
+
+
+async def test_a_redis_that_stands_still_takes_no_router_what_the_node_itself_has(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is certain. It must come before the router gives up, and need not wait for hints about others."""
+    monkeypatch.setattr(locating, "DIRECTORY_S", 0.2)
+    clock = SystemClock()
+    service, a = Service(clock=clock), node(server, "a")
+    object.__setattr__(service.parts, "directory", a)  # parts are frozen
+    await a.beat()
+    await service.store(service.controller.open_session(), 1)
+    server.stop()
+    try:
+        async with asyncio.timeout(8.0):
+            found = await service.controller.locate([service.query(1)], Deadline.of(clock, 60.0, 60.0))
+    finally:
+        server.go_on()
+    assert [(each.tier, each.chunk_count) for each in found.chains[0]] == [(Tier.DRAM, 1)]
+    assert "in time" in found.reason
+    await a.close()
 
 
 async def test_a_newer_releases_tier_is_no_entry(server: RedisServer) -> None:
