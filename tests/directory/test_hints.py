@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.directory.hints import CHAIN_COUNT_MAX, HINT_BYTES_MAX, pack_hints, unpack_hints
-from kvstore.errors import DataLoss, Unavailable
+from kvstore.errors import DataLoss
 from tests.directory.test_directory import node, server  # noqa: F401 - a fixture
 from tests.fakes.redis_server import RedisServer
 
@@ -86,5 +86,5 @@ async def test_a_strange_value_is_no_hint(server: RedisServer) -> None:  # noqa:
         assert await a.hints(MODEL) == b"of a"
         assert 0 < client.ttl(name) <= 3600
         client.set(name, b"a string")
-        with pytest.raises(Unavailable):
+        with pytest.raises(DataLoss):
             await a.hints(MODEL)

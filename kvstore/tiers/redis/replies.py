@@ -16,7 +16,7 @@ REPLICA = "READONLY"
 """The value of that field where the server is a replica: the name by which it was reached may lead to the primary."""
 _WRITE_REFUSALS = frozenset({"NOPERM", REPLICA, "MISCONF", "NOREPLICAS"})
 _IN_SCRIPT = re.compile(
-    "-(NOPERM|READONLY|MISCONF|NOREPLICAS|OOM) |ACL failure in script|user executing the script can't"
+    "(?:-|: )(NOPERM|READONLY|MISCONF|NOREPLICAS|OOM|WRONGTYPE) |ACL failure in script|user executing the script can't"
 )
 """The refusal of a command in a script: the server puts it into the text of another error. Where the user lacks a right
 Redis 6 and 7 name no code, and Redis 7 begins with these words."""
