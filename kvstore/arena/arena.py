@@ -100,14 +100,32 @@ class Arena:
             )
         if not self._slots:
             return None
-        while True:
+        while self.has_bytes(total):
             extents = self._contiguous(total) or self._split(piece_bytes)
             if extents:
                 return self._place(extents, piece_bytes)
-            if self.capacity_bytes - self.used_bytes < total:
-                return None
             if not self._grow(max(total, self.region_bytes // 16)):
                 return None
+        return None
+
+    def has_bytes(self, byte_count: int) -> bool:
+        """Return True when so many bytes are free, in one run or in many."""
+        return self.capacity_bytes - self.used_bytes >= byte_count
+
+    def run_from(self, placement: Placement, byte_count: int) -> list[int] | None:
+        """Return the generation slots of the placements, this one first, without which ``byte_count`` bytes would be
+        free in one run that begins where it does; None where the region ends before."""
+        region, start = self.regions[placement.extents[0].region], placement.extents[0].offset
+        found: dict[int, None] = {}
+        at = start
+        while at < start + byte_count:
+            slot, size = region.owners.get(at) or (None, region.size_at(at))
+            if not size:
+                return None
+            if slot is not None:
+                found[slot] = None
+            at += size
+        return list(found)
 
     def _contiguous(self, total: int) -> list[Extent]:
         for region in self.regions:
@@ -139,6 +157,7 @@ class Arena:
         spans: list[ExtentSpan] = []
         for extent in extents:
             data = self.regions[extent.region].mapping.bytes
+            self.regions[extent.region].owners[extent.offset] = slot, extent.byte_count
             offset, end = extent.offset, extent.offset + extent.byte_count
             first = len(pieces)
             while offset < end:
@@ -159,6 +178,7 @@ class Arena:
         self._faults.reach("arena.free.bumped")
         for extent in placement.extents:
             region = self.regions[extent.region]
+            del region.owners[extent.offset]
             region.mapping.forget(extent.offset, extent.byte_count)
             region.give_back(extent.offset, extent.byte_count)
         self._slots.append(placement.slot)

@@ -50,6 +50,11 @@ class FreeRuns:
         self.free_bytes -= byte_count
         return offset
 
+    def size_at(self, offset: int) -> int:
+        """Return the size of the free run that begins at ``offset``; 0 where none begins."""
+        index = bisect_left(self._offsets, offset)
+        return self._sizes[index] if index < len(self._offsets) and self._offsets[index] == offset else 0
+
     def give_back(self, offset: int, byte_count: int) -> None:
         """Free a run of bytes, and join it with its free neighbours."""
         index = bisect_left(self._offsets, offset)
@@ -81,6 +86,8 @@ class Region(FreeRuns):
         self.byte_count = byte_count
         self.usable = 0
         self.backed = 0
+        self.owners: dict[int, tuple[int, int]] = {}
+        """By the offset of each extent in use: the generation slot of its placement, and its size."""
 
     def extend(self, byte_count: int) -> None:
         """Make ``byte_count`` more bytes usable."""

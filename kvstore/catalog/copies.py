@@ -157,6 +157,8 @@ class MappedCopies(Copies):
         super().__init__(tier, policy)
         self.on_leaving: list[Callable[[int], None]] = []
         """Called with each row that is about to leave memory."""
+        self._rows = array("i")
+        """By residency: the row whose copy has it, or had it last."""
 
     def take(self, row: int, reason: MissReason) -> list[Residency]:
         """See ``Copies.take``."""
@@ -174,4 +176,12 @@ class MappedCopies(Copies):
 
     def put_placement(self, row: int, placement: Placement) -> None:
         """Take note that a chunk, filled by a store or a load, is in memory now."""
-        self.put(row, self.tier.adopt(placement))
+        residency = self.tier.adopt(placement)
+        self._rows.extend([ABSENT] * (residency + 1 - len(self._rows)))
+        self._rows[residency] = row
+        self.put(row, residency)
+
+    def row_at(self, residency: Residency) -> int:
+        """Return the row whose copy has this place; ABSENT for a place that no chunk of the catalog has."""
+        row = self._rows[residency] if residency < len(self._rows) else ABSENT
+        return row if row != ABSENT and self.column[row] == residency else ABSENT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvstore.catalog import ROOT_ROW, Catalog, Copies
 from kvstore.movement.removal import Removal
+from kvstore.policy import ABSENT
 from kvstore.seams import FaultPoints
 from kvstore.spec import MissReason
 from kvstore.telemetry import Counters
@@ -22,6 +23,8 @@ LOOK_COUNT = 256
 """Copies that stay and are passed one by one, before all of the tier are looked at together: 0.1 ms."""
 AHEAD_COUNT, AHEAD_COUNT_MAX = 1024, 65_536
 """Victims that are chosen together then: more, where few of those chosen before could go."""
+RUNS_TRIED = 16
+"""Runs of neighbours that cannot go, one after the other, before copies go one by one again."""
 NEED_COUNT_MAX = 64
 """Needs for which chosen victims are remembered."""
 
@@ -83,6 +86,39 @@ class Eviction:
                 if enough():
                     return True
         return False
+
+    def evict_runs(
+        self, run_of: Callable[[int], Sequence[int] | None], enough: Callable[[], bool],
+        keep: frozenset[int] = frozenset(), *, last_copies: bool = True,
+    ) -> bool:  # fmt: skip
+        """Give up copies and their neighbours until ``enough`` is true, which is asked after each run. ``run_of``: the
+        rows without which a run of room is free that begins at a row's copy, ABSENT for what the catalog does not know;
+        None where there is no such run. A run goes whole or not at all, and no chunk of it leaves children behind: a
+        slower tier has it, or its children go with it. Returns whether ``enough`` came true; False after
+        ``RUNS_TRIED`` runs in a row that cannot go."""
+        refused = 0
+        for row in self._copies.policy.victims(self._copies.__contains__):
+            rows = run_of(row)
+            if rows is None or not self._may_go_together(rows, keep, last_copies=last_copies):
+                refused += 1
+                if refused == RUNS_TRIED:
+                    break
+                continue
+            for each in rows:
+                self._give_up(each)
+            refused = 0
+            if enough():
+                return True
+        return False
+
+    def _may_go_together(self, rows: Sequence[int], keep: frozenset[int], *, last_copies: bool) -> bool:
+        table, copies = self._table, self._copies
+        slower = table.copies[table.copies.index(copies) + 1 :]
+        if any(row == ABSENT or row in keep or table.is_held(row) for row in rows):
+            return False
+        alone = [row for row in rows if not any(row in each for each in slower)]
+        children = Counter(table.parents[row] for row in rows)
+        return not alone or (last_copies and all(table.child_counts[row] == children[row] for row in alone))
 
     def evict_all(self, residencies: Sequence[Residency]) -> bool:
         """See ``tiers.Evictor``. A chunk whose other copy is not proven leaves the tier: what was acknowledged of it

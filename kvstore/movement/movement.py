@@ -86,7 +86,7 @@ class Movement:
         self._shared: list[SharedWrites] = []
         self._shared_targets: list[SharedTarget] = []
         self.demotions = Demotions(catalog, parts.clock, parts.counters, self._shared)
-        self.room = Room(parts.arena, self._eviction(self.memory), revoke_stale)
+        self.room = Room(parts.arena, self.memory, self._eviction(self.memory), revoke_stale)
         self.shared_tiers = SharedTiers(catalog, self.names, parts.clock, parts.counters, parts.tracing)
         self.loads = Loads(
             catalog, self.memory, self.room, parts.arena, self.names, self.removal, self.shared_tiers, self._entered,

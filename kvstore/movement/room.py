@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstore.arena import Arena, Placement
+from kvstore.catalog import MappedCopies
 from kvstore.movement.eviction import Eviction
+
+APART_COUNT = 16
+"""Copies that go one by one once enough bytes are free, but apart, before neighbours go together."""
 
 
 class Room:
-    """Allocates in the arena, giving up copies until the chunk fits."""
+    """Allocates in the arena, giving up copies until the chunk fits.
 
-    def __init__(self, arena: Arena, eviction: Eviction, revoke_stale: Callable[[], bool]) -> None:
+    Copies go one by one, in the policy's order. Where those that are next to go are smaller than what comes, and lie
+    apart, nearly all of memory would go before some of them are neighbours: then the neighbours of one go with it.
+    """
+
+    def __init__(
+        self, arena: Arena, memory: MappedCopies, eviction: Eviction, revoke_stale: Callable[[], bool]
+    ) -> None:  # fmt: skip
         self._arena = arena
+        self._memory = memory
         self._eviction = eviction
         self._revoke_stale = revoke_stale
 
@@ -25,15 +36,34 @@ class Room:
         Raises: InvalidRequest when the chunk could never fit.
         """
         placement = self._arena.allocate(piece_bytes)
+        apart_count = 0
 
         def fits() -> bool:
             nonlocal placement
             placement = self._arena.allocate(piece_bytes)
             return placement is not None
 
+        def fits_or_lies_apart() -> bool:
+            nonlocal apart_count
+            apart_count += self._arena.has_bytes(sum(piece_bytes))
+            return fits() or apart_count == APART_COUNT  # from then on one by one: no other way is left
+
         while placement is None:
-            if not self._eviction.evict(lambda _: True, fits, keep, last_copies=evict_unwritten):
-                if not self._revoke_stale():
-                    return None
-                placement = self._arena.allocate(piece_bytes)
+            if self._eviction.evict(lambda _: True, fits_or_lies_apart, keep, last_copies=evict_unwritten):
+                for byte_count in (sum(piece_bytes), max(piece_bytes)) if placement is None else ():
+                    if self._eviction.evict_runs(self._run_of(byte_count), fits, keep, last_copies=evict_unwritten):
+                        break
+            elif self._revoke_stale():
+                fits()
+            else:
+                return None
         return placement
+
+    def _run_of(self, byte_count: int) -> Callable[[int], list[int] | None]:
+        """Return a function that gives the rows without which ``byte_count`` bytes are free from a row's place on."""
+
+        def rows_of(row: int) -> list[int] | None:
+            slots = self._arena.run_from(self._memory.placement(row), byte_count)
+            return None if slots is None else list(map(self._memory.row_at, slots))
+
+        return rows_of

@@ -56,6 +56,30 @@ class ArenaMachine(RuleBasedStateMachine):
             self.arena.free(placement)
             assert all((piece == POISON).all() for piece in placement.pieces)
 
+    @rule(data=st.data(), pages=st.integers(1, 12))
+    def free_run(self, data: st.DataObject, pages: int) -> None:
+        """What lies in a run goes, and nothing else; the run can be had then."""
+        if not self.out:
+            return
+        first, _ = data.draw(st.sampled_from(self.out))
+        slots = self.arena.run_from(first, pages * PAGE)
+        region, start = self.arena.regions[first.extents[0].region], first.extents[0].offset
+        if slots is None:
+            assert start + pages * PAGE > region.usable
+            return
+        stop = start + pages * PAGE
+        for placement, number in list(self.out):
+            lies_there = any(
+                extent.region == region.index and extent.offset < stop and extent.offset + extent.byte_count > start
+                for extent in placement.extents
+            )
+            assert lies_there == (placement.slot in slots)
+            if lies_there:
+                self.out.remove((placement, number))
+                self.arena.free(placement)
+        offset, size = max((a, size) for a, size in zip(region._offsets, region._sizes, strict=True) if a <= start)
+        assert offset + size >= stop
+
     @invariant()
     def nobody_wrote_over_another(self) -> None:
         for placement, number in self.out:

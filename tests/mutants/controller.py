@@ -141,6 +141,22 @@ MUTANTS = [
         ("tests/movement/test_eviction.py::test_a_child_of_another_size_goes_before_its_parent_wherever_it_is_found",),
     ),
     Mutant(
+        "held-neighbours-are-evicted",
+        EVICTION,
+        "row == ABSENT or row in keep or table.is_held(row) for row in rows",
+        "row == ABSENT for row in rows",
+        "what a client copies is given up under its copy, because a larger chunk needs the room beside it",
+        ("tests/movement/test_room.py::test_neighbours_that_are_in_use_stay",),
+    ),
+    Mutant(
+        "neighbours-leave-their-children",
+        EVICTION,
+        "table.child_counts[row] == children[row] for row in alone",
+        "True for row in alone",
+        "chunks stay in memory that nobody finds any more",
+        ("tests/movement/test_room.py::test_neighbours_go_for_a_larger_chunk_and_leave_no_child_behind",),
+    ),
+    Mutant(
         "leases-without-a-limit",
         LEASES,
         "        if held.byte_count + byte_count > self._limits.leased_bytes_max:\n",
