@@ -45,20 +45,40 @@ class Erasures:
         """Slots (region, slot) that a caller of ``alone_at`` has to itself; resolved when that ends."""
 
     async def erase_doomed(self) -> None:
-        """Erase the ``doomed`` slots, and free them. A slot that the device refuses to erase stays out of use."""
+        """Erase the ``doomed`` slots, up to ``AT_ONCE`` of a file with one sync, and free them. A slot that the device
+        refuses to erase stays out of use."""
         async with self._erasing:
             while self.doomed:
-                residency = self.doomed.pop()
+                some = self.doomed[-AT_ONCE:]
+                del self.doomed[-AT_ONCE:]
+                files: dict[int, list[Residency]] = {}
+                for residency in some:
+                    files.setdefault(residency >> 32 & 0xFFFFFF, []).append(residency)
                 try:
-                    region, slot = self._regions.find(residency)
-                    await self._erase(region, slot)
-                    self._regions.give_back(region, slot)
-                except KVStoreError as error:
-                    _log.warning("a chunk that was given up could not be erased", extra={"reason": error.message})
-                    self._regions.keep_unerased(residency)
-                except BaseException:
-                    self.doomed.append(residency)  # the caller was cancelled; the next one erases it
+                    for key in list(files):
+                        await self._erase_and_free(files[key])
+                        del files[key]
+                except BaseException:  # the caller was cancelled; the next one erases them
+                    self.doomed += (residency for left in files.values() for residency in left)
                     raise
+
+    async def _erase_and_free(self, residencies: list[Residency]) -> None:
+        """Erase slots of one file, and free them. Where the device refuses they are erased one by one, so that one bad
+        place keeps no other slot out of use."""
+        try:
+            places = list(map(self._regions.find, residencies))
+            await self._erase(places[0][0], *(slot for _, slot in places))
+        except KVStoreError as error:
+            if len(residencies) > 1:
+                while residencies:
+                    await self._erase_and_free(residencies[-1:])
+                    residencies.pop()
+                return
+            _log.warning("a chunk that was given up could not be erased", extra={"reason": error.message})
+            self._regions.keep_unerased(residencies[0])
+        else:
+            for region, slot in places:
+                self._regions.give_back(region, slot)
 
     @asynccontextmanager
     async def alone_at(self, region: RegionFile, slot: int) -> AsyncIterator[None]:

@@ -1,0 +1,53 @@
+"""Very many chunks that must not come back, as when an operator clears a device: few syncs, and one place that the
+device refuses keeps no other out of use."""
+
+from __future__ import annotations
+
+import errno
+from unittest.mock import patch
+
+from kvstore.spec import MissReason
+from tests.tiers.nvme.chains import PATHS, served, stored
+from tests.tiers.service import DeviceService
+
+
+def cleared(service: DeviceService) -> int:
+    """Every chunk is given up for ever. Return how many there were."""
+    rows = list(service.device.rows())
+    for row in rows:
+        service.controller.parts.movement.removal.remove(row, MissReason.EVICTED, erase=True)
+    return len(rows)
+
+
+def test_many_erasures_share_a_sync(service: DeviceService) -> None:
+    async def scenario() -> None:
+        await stored(service)
+        count = cleared(service)
+        assert count == 2 * len(PATHS)
+        with patch.object(service.disk, "sync", wraps=service.disk.sync) as sync:
+            await service.nvme.tidy()
+        assert sync.call_count == len(service.region_files()) < count / 4
+        assert not service.nvme.statistics().chunk_count
+        service.balance()
+        await service.restart(kill=True)
+        assert len(await served(service)) == len(PATHS)
+
+    service.run(scenario)
+
+
+def test_one_place_that_cannot_be_erased_keeps_no_other_out_of_use(service: DeviceService) -> None:
+    async def scenario() -> None:
+        await stored(service)
+        count = cleared(service)
+        service.disk.fail("pwrite", errno.EIO, path_contains="region", after=2, times=2)
+        await service.nvme.erasures.erase_doomed()
+        unerased = [slot for each in service.nvme.regions.by_number.values() for slot in each.unerased]
+        assert len(unerased) == 1
+        assert not service.nvme.statistics().chunk_count
+        service.balance()
+        await service.nvme.tidy()
+        await service.restart(kill=True)
+        assert len(await served(service)) == len(PATHS)
+        assert count == 2 * len(PATHS)
+
+    service.run(scenario)
