@@ -265,7 +265,8 @@ def _pack(columns: IndexColumns) -> bytes:
 
 
 def _unpack(packed: bytes) -> IndexColumns | None:
-    """Return the snapshot's columns, or None when the bytes are not a snapshot. Their checksum was compared before."""
+    """Return the snapshot's columns, or None when the bytes are not a snapshot, or name what this release does not
+    know. Their checksum was compared before."""
     if len(packed) < _INDEX_HEAD.size:
         return None
     magic, _, reader, _, name_count, count = _INDEX_HEAD.unpack_from(packed)
@@ -275,10 +276,10 @@ def _unpack(packed: bytes) -> IndexColumns | None:
     if len(packed) != _INDEX_HEAD.size + name_count * _SPACE.size + count * row_bytes:
         return None
     place = _INDEX_HEAD.size
-    names = [
-        (name, _PROVENANCES[provenance], _EXACTNESSES[exactness])
-        for name, provenance, exactness in _SPACE.iter_unpack(packed[place : place + name_count * _SPACE.size])
-    ]
+    spoken = list(_SPACE.iter_unpack(packed[place : place + name_count * _SPACE.size]))
+    if any(one >= len(_PROVENANCES) or other >= len(_EXACTNESSES) for _, one, other in spoken):
+        return None
+    names = [(name, _PROVENANCES[provenance], _EXACTNESSES[exactness]) for name, provenance, exactness in spoken]
     place += name_count * _SPACE.size
 
     def column(dtype: Any) -> NDArray[Any]:
@@ -288,5 +289,7 @@ def _unpack(packed: bytes) -> IndexColumns | None:
         return values
 
     numbers, marks, counts, spaces = column(np.int64), column(np.uint64), column(np.int32), column(np.uint16)
+    if count and spaces.max() >= name_count:
+        return None
     middle = place + count * DIGEST_BYTES
     return IndexColumns(names, numbers, marks, counts, spaces, packed[place:middle], packed[middle:])

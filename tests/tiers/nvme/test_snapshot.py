@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
+import xxhash
 
+from kvstore.tiers.nvme import directory
 from tests.simulated import SimulatedDisk
 from tests.tiers.nvme.chains import PATHS, served, storable, stored
 from tests.tiers.service import HOME, DeviceService
@@ -38,6 +42,38 @@ def test_a_damaged_snapshot_costs_a_scan(service: DeviceService, name: str, dama
         assert await served(service) == {}
         service.balance()
         await storable(service)
+
+    service.run(scenario)
+
+
+def of_an_unknown_provenance(data: bytes) -> bytes:
+    """The first namespace is of a third one."""
+    at = directory._INDEX_HEAD.size + 32
+    return data[:at] + b"\x02" + data[at + 1 :]
+
+
+def of_an_unknown_namespace(data: bytes) -> bytes:
+    columns = directory._unpack(data)
+    assert columns is not None
+    return directory._pack(replace(columns, spaces=columns.spaces + 1))
+
+
+@pytest.mark.parametrize("change", [of_an_unknown_provenance, of_an_unknown_namespace])
+def test_a_snapshot_that_names_what_is_not_known_costs_a_scan(
+    service: DeviceService, change: Callable[[bytes], bytes]
+) -> None:  # fmt: skip
+    """Its checksum is right: another release wrote it."""
+
+    def written(data: bytes) -> bytes:
+        index = change(service.disk.read_file(HOME / "index"))
+        service.disk.write_file(HOME / "index", index)
+        return json.dumps({**json.loads(data), "clean": xxhash.xxh3_128_hexdigest(index)}).encode()
+
+    async def scenario() -> None:
+        await stored(service)
+        await service.restart(meanwhile=rewrite(service, "format", written))
+        assert await served(service) == {}
+        service.balance()
 
     service.run(scenario)
 
