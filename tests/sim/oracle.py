@@ -163,7 +163,9 @@ class Oracle:
                 remove(row, reason, erase=erase)
 
         async def on_quarantine(copies: Copies, row: int, residency: int) -> bool:
-            if copies is life.memory and not life.is_over:
+            if copies.residency(row) != residency:
+                pass  # it left while it was read, and was perhaps stored anew: nothing is given up
+            elif copies is life.memory and not life.is_over:
                 placement = life.memory.placement(row)
                 place = placement.slot, placement.generation
                 known = place in self.tainted
