@@ -19,6 +19,8 @@ from kvstore.tiers.nvme.slots import RegionFile
 
 AT_ONCE = 256
 """Headers that are erased before one sync."""
+REFUSED_MAX = 4
+"""Slots that the device refuses to erase before others of the same file wait for a later time."""
 _log = logging.getLogger("kvstore.nvme")
 
 
@@ -55,30 +57,46 @@ class Erasures:
                 for residency in some:
                     files.setdefault(residency >> 32 & 0xFFFFFF, []).append(residency)
                 try:
-                    for key in list(files):
-                        await self._erase_and_free(files[key])
-                        del files[key]
+                    for number in list(files):
+                        await self._erase_and_free(files[number])
+                        del files[number]
                 except BaseException:  # the caller was cancelled; the next one erases them
                     self.doomed += (residency for left in files.values() for residency in left)
                     raise
 
     async def _erase_and_free(self, residencies: list[Residency]) -> None:
-        """Erase slots of one file, and free them. Where the device refuses they are erased one by one, so that one bad
-        place keeps no other slot out of use."""
+        """Erase slots of one file, and free them."""
         try:
             places = list(map(self._regions.find, residencies))
-            await self._erase(places[0][0], *(slot for _, slot in places))
         except KVStoreError as error:
-            if len(residencies) > 1:
-                while residencies:
-                    await self._erase_and_free(residencies[-1:])
-                    residencies.pop()
-                return
-            _log.warning("a chunk that was given up could not be erased", extra={"reason": error.message})
-            self._regions.keep_unerased(residencies[0])
-        else:
-            for region, slot in places:
+            _log.warning("chunks that were given up could not be erased", extra={"reason": error.message})
+            return  # their file is gone, or away
+        erased = set(await self._erased(places[0][0], [slot for _, slot in places]))
+        for residency, (region, slot) in zip(residencies, places, strict=True):
+            if slot in erased:
                 self._regions.give_back(region, slot)
+            else:
+                self._regions.keep_unerased(residency)
+
+    async def _erased(self, region: RegionFile, slots: list[int]) -> list[int]:
+        """Erase slots of one file with one sync, and return them. Where the device refuses they are erased one by one,
+        until it has refused ``REFUSED_MAX``: one bad place keeps no other slot out of use. Return those that were."""
+        try:
+            await self._erase(region, *slots)
+            return slots
+        except KVStoreError as error:
+            _log.warning("chunks that were given up could not be erased", extra={"reason": error.message})
+        erased: list[int] = []
+        refused = 0
+        for slot in slots if len(slots) > 1 else ():
+            try:
+                await self._erase(region, slot)
+                erased.append(slot)
+            except KVStoreError:
+                refused += 1
+                if refused == REFUSED_MAX:
+                    break
+        return erased
 
     @asynccontextmanager
     async def alone_at(self, region: RegionFile, slot: int) -> AsyncIterator[None]:
@@ -165,9 +183,9 @@ class Erasures:
                 for slot in todo[first : first + AT_ONCE]:
                     await alone.enter_async_context(self.alone_at(region, slot))
                 left = [slot for slot in todo[first : first + AT_ONCE] if slot in region.unerased]
-                try:  # slots that others erased meanwhile may be in use again
-                    await self._erase(region, *left)
-                except KVStoreError:
-                    break
-            erased += [(region, slot) for slot in left]
+                # slots that others erased meanwhile may be in use again
+                found = await self._erased(region, left) if left else []
+            erased += [(region, slot) for slot in found]
+            if left and not found:
+                break
         return erased

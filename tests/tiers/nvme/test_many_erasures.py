@@ -4,9 +4,12 @@ device refuses keeps no other out of use."""
 from __future__ import annotations
 
 import errno
+from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from kvstore.spec import MissReason
+from tests.simulated import SimulatedDisk
 from tests.tiers.nvme.chains import PATHS, served, stored
 from tests.tiers.service import DeviceService
 
@@ -35,19 +38,38 @@ def test_many_erasures_share_a_sync(service: DeviceService) -> None:
     service.run(scenario)
 
 
+def refusing(disk: SimulatedDisk, place: tuple[Path, int]) -> Any:
+    """The device refuses every write to one place, for ever."""
+
+    def pwrite(descriptor: int, buffer: memoryview, offset: int) -> int:
+        if (disk._find(descriptor).path, offset) == place:
+            raise OSError(errno.EIO, "a bad block")
+        return SimulatedDisk.pwrite(disk, descriptor, buffer, offset)
+
+    return patch.object(disk, "pwrite", pwrite)
+
+
+def out_of_use(service: DeviceService) -> list[int]:
+    return [slot for each in service.nvme.regions.by_number.values() for slot in each.unerased]
+
+
 def test_one_place_that_cannot_be_erased_keeps_no_other_out_of_use(service: DeviceService) -> None:
+    """Neither when chunks are given up, nor when a start erases anew what an earlier process erased."""
+
     async def scenario() -> None:
         await stored(service)
-        count = cleared(service)
-        service.disk.fail("pwrite", errno.EIO, path_contains="region", after=2, times=2)
-        await service.nvme.erasures.erase_doomed()
-        unerased = [slot for each in service.nvme.regions.by_number.values() for slot in each.unerased]
-        assert len(unerased) == 1
-        assert not service.nvme.statistics().chunk_count
-        service.balance()
+        place = service.place(*PATHS[0])
+        with refusing(service.disk, place):
+            cleared(service)
+            await service.nvme.tidy()
+            assert len(out_of_use(service)) == 1
+            assert not service.nvme.statistics().chunk_count
+            service.balance()
         await service.nvme.tidy()
-        await service.restart(kill=True)
+        with refusing(service.disk, place):
+            await service.restart(kill=True)
+            assert len(out_of_use(service)) == 1
         assert len(await served(service)) == len(PATHS)
-        assert count == 2 * len(PATHS)
+        service.balance()
 
     service.run(scenario)
