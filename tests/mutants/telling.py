@@ -171,6 +171,14 @@ MUTANTS = [
         (f"{T_PLACED}::test_who_peeks_to_hold_is_told_to_call",),
     ),
     Mutant(
+        "free-without-being-erased",
+        "kvstore/tiers/nvme/erasures.py",
+        "            if slot in erased:\n",
+        "            if True:\n",
+        "what the device refused to erase among many lies in a free slot, and comes back",
+        ("tests/tiers/nvme/test_many_erasures.py::test_one_place_that_cannot_be_erased_keeps_no_other_out_of_use",),
+    ),
+    Mutant(
         "newest-before-the-format-says-so",
         NEWEST,
         "            self._directory.require(NEWEST)  # first: there is no moment at which an earlier release could be"
