@@ -187,7 +187,7 @@ class NodeDirectory:
         time, heard = await self._asked([(nodes, ("TIME",)), (nodes, ("ZRANGE", nodes, 0, -1, "WITHSCORES"))])
         scores = {member: float(at_s) for member, at_s in zip(_members(_known(heard)[::2]), heard[1::2], strict=True)}
         self._learn(scores, time)
-        is_known = scores.get((self.node, self._incarnation)) == self._beat_s
+        is_known = scores.get((self.node, self._incarnation), 0.0) >= self._beat_s  # later: an answer was lost
         now_s, formers = _seconds(_known(time)), set(self._formers)
         beat = f"{now_s:.6f}"
         told = [

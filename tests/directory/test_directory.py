@@ -146,6 +146,13 @@ async def test_a_redis_that_comes_back_as_it_was_before_says_so_at_the_next_beat
         assert await a.beat()
 
 
+async def test_a_beat_whose_answer_was_lost_has_nothing_told_anew(server: RedisServer) -> None:
+    async with node(server, "a") as a:
+        await a.beat()
+        server.client().zincrby(a._nodes, 0.5, a._member)  # Redis took a beat, and its answer never came
+        assert await a.beat()
+
+
 async def test_what_others_wrote_there_is_no_entry(server: RedisServer) -> None:
     async with node(server, "b") as b, node(server, "a") as a:
         await b.beat()
