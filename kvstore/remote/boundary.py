@@ -13,6 +13,7 @@ import grpc
 from kvstore.config import DEFAULT_TENANT
 from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, PermissionDenied, Unauthenticated
 from kvstore.remote.node import Node
+from kvstore.remote.renewal import LOOK_INTERVAL_S
 from kvstore.remote.session import SidecarSession
 from kvstore.remote.tokens import AccessTokens
 from kvstore.server.rpc import LASTING, Context, abort
@@ -57,6 +58,12 @@ class Guard:
                 "this token may not ask what operators ask: write the word admin after it in the sidecar's token file "
                 "(remote.token_file, or its tenant's), or ask by the unix socket"
             )
+
+    async def until_gone(self, node: Node, context: Context) -> None:
+        """Wait for the client to go. Raises Unauthenticated once his token does not name this tenant any more."""
+        while self.node(context.invocation_metadata()) is node:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+        raise Unauthenticated("the token is another tenant's by now: connect again")
 
     def said(self, node: Node) -> str:
         """Return the tenant's name in logs; empty where the default tenant is the only one."""

@@ -173,7 +173,7 @@ class Door:
         return forward
 
     async def _connect(self, request: bytes, context: Context) -> None:
-        """Open a session, which lasts until the client ends the call."""
+        """Open a session, which lasts until the client ends the call, or its token is gone."""
         version = decode(rpb.ConnectRequest, request).version
         if version != PROTOCOL_VERSION:
             raise InvalidRequest(
@@ -189,7 +189,7 @@ class Door:
                 message_bytes=self._message_bytes,
             )  # fmt: skip
             await context.write(opened.SerializeToString())
-            await asyncio.get_running_loop().create_future()  # until the client goes
+            await self._guard.until_gone(node, context)
         finally:
             node.close_session(session)
             _log.info("session ended", extra={"session": session.session_id})

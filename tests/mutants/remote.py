@@ -45,6 +45,14 @@ MUTANTS = [
         (f"{T_RENEWAL}::test_tokens_come_and_go_with_their_file",),
     ),
     Mutant(
+        "a-session-outlives-its-token",
+        "kvstore/remote/boundary.py",
+        "        while self.node(context.invocation_metadata()) is node:\n",
+        "        while True:\n",
+        "who has a token that leaked hears of the tenant's chunks after it was taken back",
+        (f"{T_RENEWAL}::test_a_token_that_is_gone_ends_the_sessions_that_it_opened",),
+    ),
+    Mutant(
         "received-and-unchecked",
         STRIPS,
         '        return b"".join(found) == self.chunk.checksums[start * CHECKSUM_BYTES : stop * CHECKSUM_BYTES]\n',

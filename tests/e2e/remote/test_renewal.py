@@ -12,8 +12,9 @@ from kvstore_ops.sidecar import TOKEN, Sidecar
 from kvstore.errors import Unauthenticated, Unavailable
 from kvstore.remote.renewal import LOOK_INTERVAL_S, RenewedFiles
 from kvstore.spec import Durability
+from kvstore.v1 import cache_pb2 as pb
 from tests.e2e.remote.certificates import make_certificates, needs_openssl, shown, tls_sidecar
-from tests.e2e.remote.peers import SPEC
+from tests.e2e.remote.peers import SPEC, Peer, left, status
 from tests.e2e.test_failures import until
 from tests.specs import random_cache, tokens_of
 
@@ -69,6 +70,27 @@ def test_tokens_come_and_go_with_their_file(own_remote: Sidecar) -> None:
         assert is_let_in(own_remote, token=OTHER)
         with pytest.raises(Unauthenticated):
             client.stats()
+
+
+def test_a_token_that_is_gone_ends_the_sessions_that_it_opened(own_remote: Sidecar) -> None:
+    """Its bearer hears of no chunk any more, and holds nothing."""
+    file = own_remote.directory / "tokens"
+    file.write_text(f"{TOKEN}\n{OTHER}\n")
+    until(lambda: is_let_in(own_remote, token=OTHER), WAIT_S)
+    with Peer(own_remote) as gone, Peer(own_remote, OTHER) as stays:
+        watches = [
+            each.call("unary_stream", "/kvstore.v1.CacheService/Watch", pb.WatchRequest().SerializeToString())
+            for each in (gone, stays)
+        ]
+        for each in watches:
+            next(each)
+        assert left(own_remote)[0] == 2
+        file.write_text(f"{OTHER}\n")
+        until(lambda: left(own_remote)[0] == 1, WAIT_S)
+        assert status(gone.stream) == "UNAUTHENTICATED"
+        assert status(watches[0]) == "OK"
+        stays.reserve(SPEC, 1, 1)
+        watches[1].cancel()
 
 
 def test_files_are_read_again_when_they_change_and_only_then(tmp_path: Path) -> None:
