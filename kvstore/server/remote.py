@@ -23,6 +23,8 @@ STOP_TIMEOUT_S = 5.0
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 """By default the C library gives memory of a message's size back to the kernel at once, and faults it in anew for the
 next message. These limits prevent that."""
+QUIET = {"GRPC_VERBOSITY": "ERROR"}
+"""By default gRPC logs each handshake that fails: whoever reaches the port, without a token, could fill the log's disk."""
 _log = logging.getLogger("kvstore.remote")
 
 
@@ -45,7 +47,7 @@ class RemoteDoor:
         command = [sys.executable, "-m", "kvstore.remote"]
         pipe = asyncio.subprocess.PIPE
         self._process = process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, env={**ALLOCATOR, **os.environ}
+            *command, stdin=pipe, stdout=pipe, env={**ALLOCATOR, **QUIET, **os.environ}
         )
         assert process.stdin is not None
         assert process.stdout is not None
