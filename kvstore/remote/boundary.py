@@ -61,7 +61,7 @@ class Guard:
 
     async def until_gone(self, node: Node, context: Context) -> None:
         """Wait for the client to go. Raises Unauthenticated once his token does not name this tenant any more."""
-        while self.node(context.invocation_metadata()) is node:
+        while self.node(context.invocation_metadata()) is node:  # noqa: ASYNC110 - files change without a word
             await asyncio.sleep(LOOK_INTERVAL_S)
         raise Unauthenticated("the token is another tenant's by now: connect again")
 

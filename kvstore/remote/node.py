@@ -15,6 +15,7 @@ from kvstore.handoff.messages import RegionsAnswer, RegionsQuestion, Welcome
 from kvstore.handoff.passing import check_descriptors
 from kvstore.remote.inbox import TENANT_MESSAGES, Inbox
 from kvstore.remote.session import SidecarSession
+from kvstore.seams import LongWork, SystemClock
 from kvstore.seams.mapping import Bytes, SharedMap, closing_all
 from kvstore.spec import ModelSpec
 from kvstore.v1 import cache_pb2 as pb
@@ -43,6 +44,8 @@ class Node:
         self._growing = asyncio.Lock()
         self._sessions: dict[bytes, SidecarSession] = {}
         self.inbox = Inbox(TENANT_MESSAGES, "tenant")
+        self.long_work = LongWork(SystemClock())
+        """The pauses of the tenant's long streams: this process's loop is all tenants'."""
         self._models: OrderedDict[bytes, ModelSpec] = OrderedDict()
         self.generations = np.empty(0, np.uint64)
         options = (("grpc.max_receive_message_length", REPLY_BYTES_MAX), ("grpc.use_local_subchannel_pool", 1))

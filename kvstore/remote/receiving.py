@@ -88,20 +88,27 @@ class Receiving:
         """Have the sidecar fill from staging, once it is done with the previous message. Return the bytes."""
         try:
             await self._filled()
+            request = await self._request(fields, segment)
         except BaseException:
             self._session.give_back(segment)
             raise
+        call = self._node.cache.Store(request, timeout=FILL_TIMEOUT_S, metadata=self._session.metadata)
+        self._filling = _Filling(call, segment, fields.reservation_id)
+        return byte_count
+
+    async def _request(self, fields: rpb.StoreBytesRequest, segment: StagingSegment) -> pb.StoreRequest:
+        """Return the request to fill a message's runs from staging. There may be many, so others are served in
+        between."""
         request = pb.StoreRequest(fill=pb.FillStrips(reservation_id=fields.reservation_id))
-        place = 0
+        place, pauses = 0, self._node.long_work.begin()
         for run in fields.runs:
             request.fill.fills.add(
                 chunk=run.chunk, strip_first=run.strip_first, strip_count=run.strip_count,
                 staging_id=segment.staging_id, staging_offset=place,
             )  # fmt: skip
             place += run.byte_count
-        call = self._node.cache.Store(request, timeout=FILL_TIMEOUT_S, metadata=self._session.metadata)
-        self._filling = _Filling(call, segment, fields.reservation_id)
-        return byte_count
+            await pauses.between()
+        return request
 
     async def _filled(self) -> None:
         """Wait for the previous fill. Raises its error."""

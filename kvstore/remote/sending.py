@@ -82,12 +82,19 @@ class Sending:
         if head is None:
             raise Unavailable("the sidecar ended the fetch before it began")
         self._lease_id = head.lease_id
+        pauses = self._node.long_work.begin()
+        shown = _shown(head)
+        of_part: list[list[_Chunk]] = [[] for _ in self._parts]
         for number, entry in enumerate(head.chunks):
-            self._chunks.append(await self._open(number, entry))
-        yield rpb.FetchBytesResponse(head=_shown(head)).SerializeToString()
+            chunk = await self._open(number, entry)
+            self._chunks.append(chunk)
+            of_part[entry.part].append(chunk)
+            shown.chunks.add(index=entry.index, part=entry.part, token_count=entry.token_count, is_arriving=True)
+            await pauses.between()
+        yield rpb.FetchBytesResponse(head=shown).SerializeToString()
         for part, slab, first, stop in self._steps:
-            for chunk in self._chunks:
-                if chunk.entry.part == part and chunk.entry.index < self._stop:
+            for chunk in of_part[part]:
+                if chunk.entry.index < self._stop:
                     while not self._is_there(chunk, slab):
                         if self._runs or self._lost:
                             yield self._message()
@@ -95,6 +102,7 @@ class Sending:
                     if chunk.entry.index < self._stop:
                         for message in self._add(chunk, slab, first, stop):
                             yield message
+                await pauses.between()
         if self._runs or self._lost:
             yield self._message()
 
@@ -238,12 +246,7 @@ def _steps(
 
 
 def _shown(head: pb.FetchResponse) -> pb.FetchResponse:
-    """Return the first message without the fields that mean nothing on another host: lease, extents, generations."""
-    shown = pb.FetchResponse()
-    shown.CopyFrom(head)
-    shown.lease_id = 0
-    for chunk in shown.chunks:
-        chunk.ClearField("extents")
-        chunk.generation_slot = chunk.generation = 0
-        chunk.is_arriving = True
-    return shown
+    """Return the first message without its chunks, and without what means nothing on another host."""
+    return pb.FetchResponse(
+        hit_count=head.hit_count, tier=head.tier, reason=head.reason, tails=head.tails, tail_lengths=head.tail_lengths
+    )

@@ -24,7 +24,7 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": 
 """By default the C library gives memory of a message's size back to the kernel at once, and faults it in anew for the
 next message. These limits prevent that."""
 QUIET = {"GRPC_VERBOSITY": "ERROR"}
-"""By default gRPC logs each handshake that fails: whoever reaches the port, without a token, could fill the log's disk."""
+"""By default gRPC logs each handshake that fails: whoever reaches the port, without a token, could fill the disk."""
 _log = logging.getLogger("kvstore.remote")
 
 

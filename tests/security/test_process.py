@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hmac
 import os
+import socket
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ import pytest
 from kvstore_client import connect
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.errors import InvalidRequest, Unauthenticated
+from kvstore.errors import InvalidRequest, Unauthenticated, Unavailable
 from kvstore.remote import tokens
 from kvstore.remote.tokens import AccessTokens, TokenFile, read_tokens
+from kvstore.units import split_address
+from tests.e2e.remote.certificates import make_certificates, needs_openssl, shown, tls_sidecar
 from tests.security.tenancy import write_private
 from tests.server.confined import confined
 from tests.server.raw import eventually
@@ -134,3 +138,22 @@ def test_every_token_is_compared_in_constant_time_whatever_was_found(
     else:
         assert known.tenant(f"Bearer {given}") == ("a" if "first" in given else "b")
     assert len(compared) == 2
+
+
+@needs_openssl
+def test_handshakes_that_fail_leave_the_log_as_it_is(tmp_path: Path) -> None:
+    """Anybody who reaches the port can fail as often as he likes."""
+    make_certificates(tmp_path)
+    with tls_sidecar(tmp_path, mutual=True) as sidecar:
+        for _ in range(3):
+            with socket.create_connection(split_address(sidecar.address, ""), 10.0) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                with suppress(ConnectionResetError):
+                    stranger.recv(1)
+            with pytest.raises(Unavailable):
+                connect(sidecar.address, tls=shown(tmp_path, "stranger"), timeout_s=5.0)
+        with connect(sidecar.address, tls=shown(tmp_path, "client")) as client:
+            client.stats()
+        log = (sidecar.directory / "log").read_text()
+    assert "session opened" in log
+    assert all(line.startswith("{") for line in log.splitlines()), log

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest, Unauthenticated, Unavailable
 from kvstore.spec import Durability
-from kvstore.units import split_address
 from tests.e2e.remote.certificates import make_certificates, needs_openssl, shown, tls_sidecar
 from tests.e2e.remote.peers import SPEC, left
 from tests.e2e.test_failures import until
@@ -90,24 +87,6 @@ def test_mutual_tls(certificates: Path) -> None:
                 connect(sidecar.address, tls=tls, timeout_s=5.0)
         with pytest.raises(InvalidRequest, match="certificate_file"):
             connect(sidecar.address, tls=TLS(key_file=certificates / "client.key"))
-
-
-@needs_openssl
-def test_handshakes_that_fail_leave_the_log_as_it_is(certificates: Path) -> None:
-    """Anybody who reaches the port can fail as often as he likes."""
-    with tls_sidecar(certificates, mutual=True) as sidecar:
-        for _ in range(3):
-            with socket.create_connection(split_address(sidecar.address, ""), 10.0) as stranger:
-                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-                with suppress(ConnectionResetError):
-                    stranger.recv(1)
-            with pytest.raises(Unavailable):
-                connect(sidecar.address, tls=shown(certificates, "stranger"), timeout_s=5.0)
-        with connect(sidecar.address, tls=shown(certificates, "client")) as client:
-            client.stats()
-        log = (sidecar.directory / "log").read_text()
-    assert "session opened" in log
-    assert all(line.startswith("{") for line in log.splitlines()), log
 
 
 def test_tls_to_a_port_without(remote: Sidecar) -> None:
