@@ -119,12 +119,14 @@ def _refusal(error: KVStoreError) -> Any:
 
 
 def guarded(function: Callable[..., Awaitable[Any]], name: str, counters: Counters) -> Callable[..., Awaitable[Any]]:
-    """Return the handler with its errors turned into statuses. A call whose client does not take the status is
-    cancelled."""
+    """Return the handler with its errors turned into statuses. A call whose client has gone, or does not take the
+    status, is cancelled."""
 
     async def handle(request: Any, context: Context) -> Any:
         try:
             return await function(request, context)
+        except grpc.aio.InternalError as error:  # nothing could be written or read: gRPC tells of the client's end later
+            raise asyncio.CancelledError from error
         except Exception as error:  # noqa: BLE001 - the boundary: everything becomes a status
             if isinstance(error, DeadlineExceeded):
                 _log.warning("stream given up", extra={"rpc": name, "reason": error.message})
