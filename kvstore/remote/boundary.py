@@ -125,7 +125,7 @@ def guarded(function: Callable[..., Awaitable[Any]], name: str, counters: Counte
     async def handle(request: Any, context: Context) -> Any:
         try:
             return await function(request, context)
-        except grpc.aio.InternalError as error:  # nothing could be written or read: gRPC tells of the client's end later
+        except grpc.aio.InternalError as error:  # its client went: gRPC says so a moment later
             raise asyncio.CancelledError from error
         except Exception as error:  # noqa: BLE001 - the boundary: everything becomes a status
             if isinstance(error, DeadlineExceeded):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvstore.config import DEFAULT_TENANT, OPERATOR_SESSION_COUNT, Settings
@@ -11,6 +11,8 @@ from kvstore.errors import InvalidRequest
 
 OWN_COUNT = 192
 """The process's own open files: movers, lanes, event loop, gRPC, logs, metrics and the connections that read them."""
+LISTENER_OWN_COUNT = 128
+"""The same of the process that serves other hosts, with the descriptors of a hand-off's packet."""
 SOFT_LIMIT_MAX = 1 << 20
 """Enough for any settings. With a hard limit of "infinity" no larger limit is set: some programs walk all possible
 descriptors."""
@@ -53,10 +55,30 @@ def needs(settings: Settings) -> list[Need]:
 
 
 def check_needs(tenants: Mapping[str, Settings], limit: int, of_tiers: Callable[[Settings], list[Need]]) -> None:
-    """Check that the needs of all tenants and of their tiers fit the limit. Raises InvalidRequest naming the setting
-    that asks for the most files."""
+    """Check that the needs of all tenants and of their tiers fit the limit, and those of the process that serves other
+    hosts. Raises InvalidRequest naming the setting that asks for the most files."""
     every = [(need, name) for name, each in tenants.items() for need in (*needs(each), *of_tiers(each))]
-    total = OWN_COUNT + sum(need.files for need, _ in every)
+    _check(every, OWN_COUNT, limit)
+    check_listener(tenants, limit)
+
+
+def check_listener(tenants: Mapping[str, Settings], limit: int) -> None:
+    """Check that the connections from other hosts and the sessions on them fit the limit of the process that has them:
+    past it, strangers' connections would take the files that clients' stores need. Raises as ``check_needs``."""
+    served = {name: each for name, each in tenants.items() if each.remote.address and each.remote.token_file}
+    every: list[tuple[Need, str]] = []
+    for name, each in served.items():
+        count = each.limits.session_count_max
+        every.append((Need(count, "limits.session_count_max", count, "one each: lower it"), name))
+    if served:
+        count = next(iter(served.values())).remote.connection_count_max
+        every.append((Need(count, "remote.connection_count_max", count, "one each: lower it"), DEFAULT_TENANT))
+        _check(every, LISTENER_OWN_COUNT, limit)
+
+
+def _check(every: Sequence[tuple[Need, str]], own_count: int, limit: int) -> None:
+    """``every``: the needs of a process, and whose they are; ``own_count``: the files that it has without them."""
+    total = own_count + sum(need.files for need, _ in every)
     if total <= limit:
         return
     most, name = max(every, key=lambda found: found[0].files)

@@ -53,6 +53,17 @@ MUTANTS = [
         (f"{T_RENEWAL}::test_a_token_that_is_gone_ends_the_sessions_that_it_opened",),
     ),
     Mutant(
+        "more-connections-than-files",
+        "kvstore/server/descriptors.py",
+        "    check_listener(tenants, limit)\n",
+        "",
+        "who reaches the port takes the files that clients' stores need, without a token",
+        (
+            "tests/server/test_descriptors.py::"
+            "test_the_connections_of_other_hosts_fit_the_limit_of_the_process_that_has_them",
+        ),
+    ),
+    Mutant(
         "received-and-unchecked",
         STRIPS,
         '        return b"".join(found) == self.chunk.checksums[start * CHECKSUM_BYTES : stop * CHECKSUM_BYTES]\n',

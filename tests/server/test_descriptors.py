@@ -17,7 +17,7 @@ from kvstore_ops.sidecar import Sidecar
 
 from kvstore.config import load
 from kvstore.errors import InvalidRequest
-from kvstore.server.descriptors import Need, check_needs
+from kvstore.server.descriptors import Need, check_listener, check_needs
 from kvstore.server.tiers import TIERS, Builder, Tiers
 from kvstore.spec import Durability
 from kvstore.tiers import LocalTier
@@ -70,6 +70,23 @@ NEEDS = {
     "limits.connection_count_max": {"limits.connection_count_max": 600},
     "limits.session_count_max": {"limits.session_count_max": 600},
 }
+
+
+def test_the_connections_of_other_hosts_fit_the_limit_of_the_process_that_has_them(tmp_path: Path) -> None:
+    """Else whoever reaches the port, without a token, takes the files that clients' stores need there."""
+    base: dict[str, object] = {
+        "server.state_directory": tmp_path, "arena.capacity_bytes": "8 MiB", "tiers.nvme.capacity_bytes": "1 MiB",
+        "limits.staging_count_total_max": 16, "limits.connection_count_max": 16, "limits.session_count_max": 16,
+    }  # fmt: skip
+    listening: dict[str, object] = {**base, "remote.address": "127.0.0.1:0", "remote.token_file": "tokens"}
+    for flags in (base, {**listening, "remote.connection_count_max": 200}):
+        check_needs({"default": load(None, {}, flags).settings}, 400, TIERS.needs)
+    with pytest.raises(InvalidRequest, match=r"remote\.connection_count_max = 512") as refused:
+        check_needs({"default": load(None, {}, listening).settings}, 400, TIERS.needs)
+    assert refused.value.fields["setting"] == "remote.connection_count_max"
+    few = load(None, {}, {**listening, "remote.connection_count_max": 200}).settings
+    with pytest.raises(InvalidRequest, match=r"remote\.connection_count_max = 200"):
+        check_listener(dict.fromkeys(("default", *"abcd"), few), 400)
 
 
 @pytest.mark.parametrize("name", NEEDS)
