@@ -308,9 +308,11 @@ class Controller:
         self.parts.movement.levels.check(durability)
         return self.reservations.join(session, ticket, fingerprint, durability)
 
-    async def begin_fill(self, session: Session, reservation_id: int, fills: Iterable[Fill]) -> Sequence[Fill]:
+    async def begin_fill(
+        self, session: Session, reservation_id: int, fills: Iterable[Fill], deadline: Deadline
+    ) -> Sequence[Fill]:
         """Start the moves of a long list. Return its last fills, for the ``fill`` or ``commit`` that follows."""
-        return await self.fills.begin(session, reservation_id, fills)
+        return await self.fills.begin(session, reservation_id, fills, deadline)
 
     async def fill(
         self, session: Session, reservation_id: int, fills: Sequence[Fill], deadline: Deadline | None = None
@@ -365,12 +367,11 @@ class Controller:
         arena, spaces, movement = parts.arena, parts.catalog.spaces, parts.movement
         return Stats(
             capacity_bytes=arena.capacity_bytes, prefaulted_bytes=arena.prefaulted_bytes, used_bytes=arena.used_bytes,
-            leased_bytes=parts.leases.byte_count, pinned_bytes=parts.pins.byte_count,
-            reserved_bytes=self.reservations.reserved_bytes,
-            region_count=len(arena.regions), chunk_count=arena.chunk_count, session_count=len(sessions),
+            leased_bytes=parts.leases.byte_count, pinned_bytes=parts.pins.byte_count, chunk_count=arena.chunk_count,
+            reserved_bytes=self.reservations.reserved_bytes, region_count=len(arena.regions),
             reservation_count=sum(len(self.reservations.of(session)) for session in sessions),
             ticket_count=len(self.tickets), ticket_bytes=self.tickets.held_bytes, lease_count=len(parts.leases),
-            stream_count=sum(session.stream_count for session in sessions),
+            session_count=len(sessions), stream_count=sum(session.stream_count for session in sessions),
             watcher_count=len(spaces.events.watchers), staging_bytes=self.sessions.staging_bytes,
             models=tuple(ModelCount.of(each, parts.served) for each in parts.catalog.models.values()),
             loading_bytes=movement.loading_bytes, backlog_count=movement.backlog_count,

@@ -124,14 +124,14 @@ class CacheService:
         if step == "fill":
             reservation_id = request.fill.reservation_id
             fills = render.parse_fills(request.fill.fills)
-            last = await self._controller.begin_fill(session, reservation_id, fills)
+            last = await self._controller.begin_fill(session, reservation_id, fills, deadline)
             await self._controller.fill(session, reservation_id, last, deadline)
             return pb.StoreResponse(reservation_id=reservation_id)
         if step == "commit":
             reservation_id = request.commit.reservation_id
             fills = render.parse_fills(request.commit.fills)
             supersedes = render.parse_digests(request.commit.supersedes, "supersedes")
-            last = await self._controller.begin_fill(session, reservation_id, fills)
+            last = await self._controller.begin_fill(session, reservation_id, fills, deadline)
             shard = request.commit.shard
             result = await self._controller.commit(session, reservation_id, last, shard, supersedes, deadline)
             return render.render_store(result)

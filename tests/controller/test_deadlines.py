@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.controller import Fill, ReserveRequest, Session, StoreResult
+from kvstore.controller.stores import fill
 from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.seams.scheduler import run_for
 from kvstore.spec import StoreState
@@ -192,13 +193,46 @@ def test_a_reader_of_a_store_in_flight_waits_as_long_as_that_may_take_and_its_ca
     run(scenario, job_s=0.001)
 
 
+@pytest.mark.parametrize("job_s", [0.01, 100.0])
+def test_a_long_list_of_fills_leaves_the_movers_to_others_in_between(
+    monkeypatch: pytest.MonkeyPatch, job_s: float
+) -> None:
+    """A client sends as many small ones as a message has room for: what others ask of the movers is behind a few."""
+    monkeypatch.setattr(fill, "BATCH_COUNT", 1)
+    monkeypatch.setattr(fill, "JOBS_AHEAD_MAX", 2)
+
+    async def scenario(service: Service, workers: SlowWorkers) -> None:
+        session = service.controller.open_session()
+        result = await service.reserve(session, *range(8))
+        reservation = service.controller.reservations.find(session, result.reservation_id)
+        submit, ahead = workers.submit, []
+
+        def noted(function: Callable[..., Any], /, *args: object) -> Future[Any]:
+            ahead.append(reservation.busy)
+            return submit(function, *args)
+
+        monkeypatch.setattr(workers, "submit", noted)
+        begin = service.controller.begin_fill(
+            session, result.reservation_id, service.stage(session, result, *range(8)), service.controller.deadline()
+        )
+        if job_s > DEADLINE_S:
+            assert await seconds_of(begin, DeadlineExceeded) == pytest.approx(DEADLINE_S)
+            assert len(ahead) == 2
+        else:
+            assert len(await begin) == 1
+            assert len(ahead) == 7
+        assert max(ahead) < 2
+
+    run(scenario, job_s=job_s)
+
+
 def test_a_session_that_ends_waits_once_for_the_movers_of_all_its_stores() -> None:
     async def scenario(service: Service, workers: SlowWorkers) -> None:
         session = service.controller.open_session()
         for number in range(4):
             result = await service.reserve(session, number)
             fills = service.stage(session, result, number)
-            await service.controller.begin_fill(session, result.reservation_id, fills)
+            await service.controller.begin_fill(session, result.reservation_id, fills, service.controller.deadline())
             reservation = service.controller.reservations.find(session, result.reservation_id)
             service.controller.fills.start(session, reservation, fills)
         assert await seconds_of(service.controller.close_session(session)) == pytest.approx(DEADLINE_S)

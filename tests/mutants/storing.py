@@ -66,6 +66,14 @@ MUTANTS = [
         (f"{T_CONTROLLER}::test_a_fill_outside_its_chunk_or_staging_is_refused",),
     ),
     Mutant(
+        "small-fills-before-everybody",
+        FILL,
+        "                await self._room(deadline)\n",
+        "",
+        "one message of a client has the stores of all others fail",
+        ("tests/controller/test_deadlines.py::test_a_long_list_of_fills_leaves_the_movers_to_others_in_between",),
+    ),
+    Mutant(
         "staging-closed-under-its-movers",
         CONTROLLER,
         "        if self.reservations.are_moving(session):\n",

@@ -12,13 +12,16 @@ from kvstore.controller.stores.mover import Move, MoveJob, move, moves_of
 from kvstore.controller.stores.reservation import Entry, Reservation
 from kvstore.controller.stores.reservations import Reservations
 from kvstore.controller.values import Fill
-from kvstore.errors import InvalidRequest
+from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.seams import Deadline
 from kvstore.seams.jobs import begun, failure_of
 from kvstore.spec import StoreState
 
-BATCH_COUNT = 64
-"""Fills whose moves are begun at once."""
+BATCH_COUNT = 16
+"""Fills whose moves are begun at once: each takes the service's loop a fraction of a millisecond."""
+JOBS_AHEAD_MAX = 64
+"""Jobs of a tenant's stores that may be before the movers when a long list goes on: they serve others, too. With the
+usual megabytes in each they are enough to keep all movers busy."""
 
 
 class Fills:
@@ -27,6 +30,8 @@ class Fills:
     def __init__(self, parts: Parts, reservations: Reservations) -> None:
         self._parts = parts
         self._reservations = reservations
+        self._job_count = 0
+        self._has_room = asyncio.Event()
 
     async def fill(self, session: Session, reservation_id: int, fills: Sequence[Fill], deadline: Deadline) -> None:
         """Copy strips from staging into their chunks. Raises InvalidRequest for a run that is not the
@@ -39,18 +44,31 @@ class Fills:
             if entry.failure is not None:
                 raise type(entry.failure)(f"copying from staging failed: {entry.failure.message}") from entry.failure
 
-    async def begin(self, session: Session, reservation_id: int, fills: Iterable[Fill]) -> Sequence[Fill]:
+    async def begin(
+        self, session: Session, reservation_id: int, fills: Iterable[Fill], deadline: Deadline
+    ) -> Sequence[Fill]:
         """Start the moves of a long list, and answer others in between. Return the last fills, not yet started, for the
         ``fill`` or ``commit`` that follows. Raises as ``fill``; moves that were started before an error count."""
         pauses = self._parts.long_work.begin()
         batch: list[Fill] = []
         for each in fills:
             if len(batch) == BATCH_COUNT:
+                await self._room(deadline)
                 self.start(session, self._reservations.find(session, reservation_id), batch)
                 await pauses.between()
                 batch = []
             batch.append(each)
         return batch
+
+    async def _room(self, deadline: Deadline) -> None:
+        """Wait until the movers have few of this tenant's jobs before them. Raises DeadlineExceeded."""
+        while self._job_count >= JOBS_AHEAD_MAX:
+            self._has_room.clear()
+            try:
+                async with asyncio.timeout(deadline.left_s):
+                    await self._has_room.wait()
+            except TimeoutError:
+                raise DeadlineExceeded("the bytes of stores move too slowly: send fewer at once") from None
 
     def start(self, session: Session, reservation: Reservation, fills: Sequence[Fill]) -> None:
         """Start the moves, without waiting for them. A move that has started is finished even if its caller is gone:
@@ -70,11 +88,14 @@ class Fills:
             job = asyncio.wrap_future(begun(self._parts.workers, move, *arguments))
             entry.moving.add(job)
             reservation.busy += 1
+            self._job_count += 1
             reservation.idle.clear()
             job.add_done_callback(partial(self._moved, reservation, entry, each_move))
 
     def _moved(self, reservation: Reservation, entry: Entry, each_move: Move, job: asyncio.Future[bytes]) -> None:
         entry.moving.discard(job)
+        self._job_count -= 1
+        self._has_room.set()
         failure = failure_of(job) or each_move.wrong(job.result())
         if failure is not None:
             entry.failure = failure
