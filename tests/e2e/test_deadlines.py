@@ -164,7 +164,7 @@ def transfer_calls() -> dict[str, Case]:
     def of(act: Callable[[Transfer], Act]) -> Case:
         return lambda c: act(joined(c))
 
-    facts = ("layers", "error", "good_token_count", "ending", "is_done", "failed", "measured", "overdue")
+    facts = ("layers", "error", "good_token_count", "ending", "is_done", "is_quiet", "failed", "measured", "overdue")
     return {
         "start": of(lambda t: lambda: None),  # the client has started it
         "brings": of(lambda t: lambda: t.brings(0)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -285,3 +286,38 @@ def test_a_transfer_whose_making_is_interrupted_goes_in_silence(monkeypatch: pyt
         Transfer(1, [0])
     gc.collect()
     assert not told
+
+
+def test_a_transfer_that_is_stopped_before_it_is_opened_fails_at_once_and_writes_nothing_later() -> None:
+    """The sidecar may stand still, and answer when its caller has long computed the prompt."""
+    opens, tried = Event(), list[str]()
+
+    class Stream:
+        token_count = 1
+
+        def __iter__(self) -> Any:
+            tried.append("a layer")
+            yield 0, None
+
+        def close(self) -> None:
+            tried.append("the end")
+
+        def abandon(self) -> None:
+            """It has ended."""
+
+    def open_stream() -> Any:
+        assert opens.wait(10.0)
+        return Stream()
+
+    transfer = Transfer(1, [0], [1])
+    transfer.start(open_stream)
+    assert not transfer.is_quiet
+    transfer.stop()
+    for part in (transfer.landing(0), transfer.landing_hidden(1)):
+        with pytest.raises(Unavailable, match="cancelled"):
+            part.result(10.0)
+    assert transfer.is_quiet
+    assert not transfer.is_done
+    opens.set()
+    assert transfer.cancel(10.0)
+    assert tried == ["the end"]

@@ -6,7 +6,8 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -130,15 +131,20 @@ class Transfer:
         return self._bringing.ended.done()
 
     @property
+    def is_quiet(self) -> bool:
+        """True when nothing writes to the destination any more, nor will: it is done, or it was stopped before the
+        sidecar had said what there is."""
+        bringing = self._bringing
+        return self.is_done or (bringing.is_cancelled and bringing.stream is None)  # in this order: see ``_bring``
+
+    @property
     def failed(self) -> bool:
         return self.error is not None
 
     def stop(self) -> None:
-        """Ask the transfer to end soon; wait for nothing."""
-        self._bringing.is_cancelled = True
-        stream = self._bringing.stream
-        if stream is not None:
-            stream.cancel()
+        """Ask the transfer to end soon; wait for nothing. Layers of which the sidecar has said nothing yet fail now:
+        nobody waits for a sidecar that stands still."""
+        self._bringing.stop()
 
     def cancel(self, timeout: float | None = None) -> bool:
         """Stop the transfer, and wait for its end for at most ``timeout`` s. Returns True once nothing writes to the
@@ -192,8 +198,17 @@ class Bringing:
         finally:
             self.ended.set_result(None)
 
+    def stop(self) -> None:
+        """See ``Transfer.stop``."""
+        self.is_cancelled = True
+        stream = self.stream
+        if stream is not None:
+            stream.cancel()
+        elif not self.ended.done():
+            self._fail(Unavailable("the transfer was cancelled"))
+
     def _bring(self, stream: LayerStream) -> None:
-        self.stream = stream
+        self.stream = stream  # before the look at ``is_cancelled``: who stops it sets that before it looks for a stream
         layers = iter(stream)
         try:
             if self.is_cancelled:
@@ -218,9 +233,9 @@ class Bringing:
             stream.close()
 
     def _fail(self, error: KVStoreError) -> None:
-        self.error = error
+        self.error = self.error or error
         for future in (*self.layers.values(), *self.hidden.values()):
-            if not future.done():
+            with suppress(InvalidStateError):  # it is done, or another thread has it fail just now
                 future.set_exception(error)
 
 
