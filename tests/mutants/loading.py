@@ -26,6 +26,7 @@ T_KEPT = "tests/planning/test_kept.py"
 T_METERS = "tests/tiers/test_meters.py"
 T_RATES = "tests/planning/test_rates.py"
 
+T_STILL = "tests/engines/test_standing_still.py"
 INQUIRY = "clients/kvstore_client/recompute/inquiry.py"
 
 ENGINES = "kvstore/controller/prefills/engines.py"
@@ -123,11 +124,27 @@ MUTANTS = [
     ),
     Mutant(
         "what-is-given-back-waits-for-a-calls-deadline",
-        "clients/kvstore_client/recompute/arrivals.py",
-        "            done_in_time(self._client, self._request, lambda: [release(each) for each in tickets])\n",
-        "            [release(each) for each in tickets]\n",
+        INQUIRY,
+        "    elif result_in_time(release, 0.0 if held.is_silent else ANSWER_S_MIN, lambda _: None) is None:\n",
+        "    elif release() is None:\n",
         "a sidecar that stops between two answers costs a prompt with documents ten seconds for each of its tickets",
         (f"{T_PATIENCE}::test_nor_is_it_to_give_back_what_it_held_before_it_stood_still",),
+    ),
+    Mutant(
+        "a-sidecar-that-stands-still-is-asked-on",
+        INQUIRY,
+        "    if held.is_silent:\n",
+        "    if False:\n",
+        "a sidecar that stands still costs as many prefills as a prompt has senders",
+        (f"{T_STILL}::test_it_is_asked_once_however_many_senders_there_are",),
+    ),
+    Mutant(
+        "what-the-sidecar-has-not-opened-is-waited-for",
+        "clients/kvstore_client/fetch/transfer.py",
+        "        elif not self.ended.done():\n",
+        "        elif False:\n",
+        "a load that was given up is waited for until a call's deadline, where the sidecar has said nothing of it",
+        (f"{T_STILL}::test_it_opens_no_fetch_of_what_it_holds",),
     ),
     Mutant(
         "engines-faster-than-any-device",

@@ -28,6 +28,8 @@ COUNT, FOUND, WEIGHED, LEFT = (STEP * chunks for chunks in (8, 6, 4, 2))
 class Shrunk:
     """Of the model's own prefix less is stored by now than was found."""
 
+    planner = SimpleNamespace(mode_under=lambda _: "off")
+
     def release_ticket(self, _: bytes | None) -> None:
         return None
 

@@ -14,7 +14,7 @@ from kvstore.spec import Exactness, ModelSpec
 from kvstore_client.caches import Caches
 from kvstore_client.fetch.transfer import Transfer
 from kvstore_client.prompt import Prompt
-from kvstore_client.recompute.inquiry import Held, answer_in_time, done_in_time
+from kvstore_client.recompute.inquiry import Held, answer_in_time, end_s_max, give_back
 from kvstore_client.recompute.merged import dense_planes
 from kvstore_client.recompute.request import Request
 from kvstore_client.recompute.runs import Run
@@ -84,19 +84,22 @@ class Arrivals:
 
     def close(self) -> bool:
         """Stop the transfers in flight, and hold nothing. Returns True when nothing writes to their targets any more.
-        Idempotent."""
-        for source in self._sources:
-            source.close()
-        for transfer in self._ahead.values():
-            transfer.cancel(self._timeout_s)
+        Where plans are carried out a sidecar that stands still is not waited for. Idempotent."""
+        every = dict.fromkeys([*self._in_flight(), *self._ahead.values(), *self._transfers.values()])
+        for transfer in every:
+            transfer.stop()
+        clock = self._client.planner.clock
+        until_s = clock.monotonic() + end_s_max(self._client, self._request, self._timeout_s)
+        have_ended = [transfer.cancel(max(0.0, until_s - clock.monotonic())) for transfer in every]
+        self.held.is_silent = self.held.is_silent or not all(have_ended)
         self._release(self._given)  # a ticket of which a chunk was lost stays open: the transfer could not redeem it
-        return all(each.is_done for each in self._transfers.values())
+        return all(each.is_quiet for each in self._transfers.values())
 
     def _release(self, given: list[bytes]) -> None:
         """Release the tickets that no transfer was given, and these."""
-        tickets, release = [*self.held.tickets.values(), *given], self._client.release_ticket
+        tickets = [*self.held.tickets.values(), *given]
         if tickets:
-            done_in_time(self._client, self._request, lambda: [release(each) for each in tickets])
+            give_back(self._client, self._request, self.held, tickets)
         self.held.tickets.clear()  # now only: a release that is interrupted is made again
         given.clear()
 
@@ -156,7 +159,7 @@ class Arrivals:
             alone = segment_prompt(whole, range(cache.token_start, cache.token_stop), Exactness.EXACT)
             what |= {"extras": alone.extras, "preamble": self._request.preamble}
             begin = partial(client.start_fetch_segment, spec, alone.tokens, **what)
-        transfer = answer_in_time(client, self._request, begin, Transfer.stop)
+        transfer = answer_in_time(client, self._request, self.held, begin, Transfer.stop)
         if transfer is None:
             raise DeadlineExceeded("the sidecar did not say in time what it has")
         return transfer

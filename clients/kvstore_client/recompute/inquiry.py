@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from kvstore.errors import Exhausted
 from kvstore.planning import Facts, Holding, Permit, StoredSegment
@@ -18,7 +17,7 @@ from kvstore.spec import ChunkState, Exactness, ModelSpec
 from kvstore_client.caches import Caches
 from kvstore_client.loading.call import Asked, PrefillCall
 from kvstore_client.loading.patience import prior_s, result_in_time, with_budget
-from kvstore_client.loading.planner import ENGINE_WAYS
+from kvstore_client.loading.planner import ENGINE_WAYS, Planner
 from kvstore_client.lookup.match import Match, SegmentMatch, chunk_matches, stored_places, unknown_chunks
 from kvstore_client.prompt import Prompt
 from kvstore_client.recompute.request import Request
@@ -32,11 +31,13 @@ ANSWER_S_MIN = 1.0
 class Held:
     """The chunks that an inquiry holds for the fetches after it. ``tickets``: one per model. ``call``: the partial
     prefill at the sidecar; None: it was not asked to plan. ``own``: the stored part of the model's own prefix, where
-    it is weighed against other caches; None: it was cut to what is worth loading."""
+    it is weighed against other caches; None: it was cut to what is worth loading. ``is_silent``: the sidecar did not
+    answer in time, so that nothing more is asked for this prompt: each further question would cost as much."""
 
     tickets: dict[ModelSpec, bytes] = field(default_factory=dict)
     call: PrefillCall | None = None
     own: Match | None = None
+    is_silent: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,23 @@ def _lookup(client: Caches, request: Request, spec: ModelSpec, held: Held) -> Ma
         client.lookup, spec, request.tokens, hold=True, extras=request.extras, segments=request.segments,
         preamble=request.preamble,
     )  # fmt: skip
-    match = answer_in_time(client, request, look, lambda late: client.release_ticket(late.ticket))
+    return _held(client, request, spec, held, look)
+
+
+def _held(client: Caches, request: Request, spec: ModelSpec, held: Held, look: Callable[[], Match]) -> Match:
+    """Return what a lookup finds, whose ticket ``held`` gets in the place of one that it had."""
+    match = answer_in_time(client, request, held, look, lambda late: client.release_ticket(late.ticket))
     if match is None:
-        return Match(0, unknown_chunks(spec.chunk_tokens, 0, int(request.tokens.size)), is_answered=False)
+        return _unanswered(request, spec)
     if match.ticket:
         held.tickets[spec] = match.ticket
+    else:
+        held.tickets.pop(spec, None)
     return match
+
+
+def _unanswered(request: Request, spec: ModelSpec) -> Match:
+    return Match(0, unknown_chunks(spec.chunk_tokens, 0, int(request.tokens.size)), is_answered=False)
 
 
 def plain_s(client: Caches, request: Request) -> float:
@@ -95,23 +107,39 @@ def plain_s(client: Caches, request: Request) -> float:
 
 
 def answer_in_time(
-    client: Caches, request: Request, question: Callable[[], Answer], undo: Callable[[Answer], object]
+    client: Caches, request: Request, held: Held, question: Callable[[], Answer], undo: Callable[[Answer], object]
 ) -> Answer | None:
     """Return the sidecar's answer. Where plans are carried out, one that stands still is not waited for much longer
-    than a plain prefill takes: None, and ``undo`` gets an answer that comes later."""
-    answer = done_in_time(client, request, question, undo)
+    than a plain prefill takes, and once for a prompt: None, and ``undo`` gets an answer that comes later."""
+    if client.planner.mode_under(request.terms) != "on":
+        return question()
+    if held.is_silent:
+        return None
+    answer = result_in_time(question, max(ANSWER_S_MIN, with_budget(plain_s(client, request))), undo)
     if answer is None:
+        held.is_silent = True
         client.planner.given_up()
     return answer
 
 
-def done_in_time(
-    client: Caches, request: Request, work: Callable[[], Answer], undo: Callable[[Answer], object] = lambda _: None
-) -> Answer | None:
-    """As ``answer_in_time``, for work that loads nothing, as to give tickets back: no load is given up."""
+def give_back(client: Caches, request: Request, held: Held, tickets: Sequence[bytes]) -> None:
+    """Release tickets. Where plans are carried out a sidecar that stands still is not waited for: no answer depends on
+    it."""
+
+    def release() -> bool:
+        for each in tickets:
+            client.release_ticket(each)
+        return True
+
     if client.planner.mode_under(request.terms) != "on":
-        return work()
-    return result_in_time(work, max(ANSWER_S_MIN, with_budget(plain_s(client, request))), undo)
+        release()
+    elif result_in_time(release, 0.0 if held.is_silent else ANSWER_S_MIN, lambda _: None) is None:
+        held.is_silent = True
+
+
+def end_s_max(client: Caches, request: Request, timeout_s: float) -> float:
+    """Return the seconds for which transfers that were stopped are waited for: no answer depends on it, either."""
+    return ANSWER_S_MIN if client.planner.mode_under(request.terms) == "on" else timeout_s
 
 
 def _planned(client: Caches, request: Request, held: Held) -> _Own:
@@ -131,25 +159,57 @@ def _by_call(client: Caches, request: Request, held: Held) -> _Own | None:
     planner, spec, step = client.planner, request.runner.spec, request.runner.spec.chunk_tokens
     mode = planner.mode_under(request.terms)
     prompt = Prompt.of(spec, request.tokens, request.extras, Exactness.EXACT)
-    with planner.or_miss() as miss:
+    with planner.or_miss():
         asked = Asked(request.reusable_token_count, 0, _ways(spec), mode, terms=request.terms)
-        with suppress(Exhausted):  # it streams no more calls: a lookup needs no stream
-            held.call = planner.begin(prompt, asked)
+        undo = partial(_take_back, client)
+        begun = answer_in_time(client, request, held, partial(_begun, planner, prompt, asked), undo)
+        if begun is None:
+            return _Own(_unanswered(request, spec))
+        held.call, match = begun
         if held.call is None:
             return None
         plan = held.call.plan
-        if mode == "on" and plan is not None and plan.chosen.way is Way.PREFILL:
+        if match is None:
             chunks = chunk_matches(held.call.answer.found.runs, step, 0, prompt.token_count)
             return _Own(Match(0, chunks), plan)  # the call's end releases whatever the sidecar holds
-        match = planner.found(prompt, held.call)
         if match.ticket:
             held.tickets[spec] = match.ticket
         first, count = held.call.answer.chunk_first, held.call.answer.chunk_count
         if count < held.call.answer.found.hit_count:
             match = replace(match, prefix_token_count=(first + count) * step)
         return _Own(match, plan, first * step)
-    assert miss.why, "what did not return has missed"
-    return _Own(Match(0, unknown_chunks(step, 0, prompt.token_count), is_answered=False))
+    return _Own(_unanswered(request, spec))
+
+
+_Begun: TypeAlias = tuple[PrefillCall | None, Match | None]
+
+
+def _begun(planner: Planner, prompt: Prompt, asked: Asked) -> _Begun:
+    """Begin a partial prefill, and return it with what it found. No call: the sidecar makes none. No match: nothing of
+    it is loaded."""
+    try:
+        call = planner.begin(prompt, asked)
+    except Exhausted:  # it streams no more calls: a lookup needs no stream
+        return None, None
+    if call is None:
+        return None, None
+    plan, mode = call.plan, asked.mode
+    if mode == "on" and plan is not None and plan.chosen.way is Way.PREFILL:
+        return call, None
+    try:
+        return call, planner.found(prompt, call)
+    except BaseException:
+        call.close()  # nobody else knows of it
+        raise
+
+
+def _take_back(client: Caches, begun: _Begun) -> None:
+    """Give back what came too late."""
+    call, match = begun
+    if call is not None:
+        call.close()
+    if match is not None:
+        client.release_ticket(match.ticket)
 
 
 def _ways(spec: ModelSpec) -> frozenset[Way]:
@@ -190,15 +250,18 @@ def _lies_in_memory(segment: SegmentMatch) -> bool:
 
 def prefix_cut(client: Caches, request: Request, held: Held, match: Match, stop: int) -> Match:
     """Hold the first ``stop`` tokens instead of all that was found."""
-    spec = request.runner.spec
-    client.release_ticket(held.tickets.get(spec))
-    held.tickets.pop(spec, None)
+    spec, ticket = request.runner.spec, held.tickets.get(request.runner.spec)
     if not stop:
+        if ticket:
+            give_back(client, request, held, [ticket])
+        held.tickets.pop(spec, None)
         return replace(match, prefix_token_count=0, ticket=None)
-    again = client.lookup(spec, request.tokens[:stop], hold=True, extras=request.extras)
-    if again.ticket:
-        held.tickets[spec] = again.ticket
-    return again
+
+    def look() -> Match:
+        client.release_ticket(ticket)
+        return client.lookup(spec, request.tokens[:stop], hold=True, extras=request.extras)
+
+    return _held(client, request, spec, held, look)
 
 
 def _holding(request: Request, match: Match) -> Holding:

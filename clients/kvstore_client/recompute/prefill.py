@@ -72,7 +72,7 @@ class _Prompt:
         self._call: PrefillCall | None = None
         self._began_s = clock.monotonic()
         self._loading: LoadPlan | None = None
-        self._is_given_up = self._is_late = False
+        self._is_given_up = self._is_late = self._is_silent = False
         self._front = 0
         self._took: Prefill | None = None
         self._planes: PlanePairs | None = None
@@ -90,7 +90,7 @@ class _Prompt:
         if self._front:
             return self._from_front(reason)
         self._planes = None
-        if self._is_late and self._client.plane == "local":
+        if self._is_late and not self._is_silent and self._client.plane == "local":
             try:
                 plan, result, prepared_s = self._attempted(in_memory=True)
                 why = f"{reason}: only what memory had was reused"
@@ -142,6 +142,7 @@ class _Prompt:
             self._call = self._call or arrivals.held.call
             if not arrivals.close():  # a copy may still write to the front's memory
                 self._front = 0
+            self._is_silent = arrivals.held.is_silent
             if self._race is not None and self._race.token_count:
                 self._front, self._planes = self._race.token_count, self._race.planes
             raise

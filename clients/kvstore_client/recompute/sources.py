@@ -83,11 +83,6 @@ class FetchedRun:
         self._transfers.remove(ahead.transfer)
         return come[ahead.rows].to(self._device)
 
-    def close(self) -> None:
-        """Stop the transfers in flight. Idempotent."""
-        for transfer in self._transfers:
-            transfer.cancel(self._timeout_s)
-
 
 class ProjectedRun(FetchedRun):
     """A source of a spec that keeps E. ``rows``: the run's part of the fetched E; its first token has the position
