@@ -3,6 +3,7 @@ Afterwards the client tells how the plan went."""
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Callable, Iterable
@@ -13,8 +14,10 @@ from typing import Any, NamedTuple, Self
 import grpc
 
 from kvstore.errors import DeadlineExceeded, Internal, KVStoreError, Unavailable
+from kvstore.keys import DIGEST_BYTES
 from kvstore.planning import ANY_TERMS, Terms
-from kvstore.planning.loading import ComputeRate, Prefill, TierRate, Way
+from kvstore.planning.loading import ComputeRate, LoadPlan, Prefill, TierRate, Way
+from kvstore.planning.loading.outcome import is_sound_plan
 from kvstore.seams.scheduler import start_thread
 from kvstore.v1alpha import prefill_pb2 as pb
 from kvstore.wire.plans import (
@@ -34,6 +37,7 @@ from kvstore_client.lookup.match import Match, chunk_matches
 from kvstore_client.planes.session import ClientSession, PendingCall, cancel, translated
 from kvstore_client.prompt import Prompt
 
+_log = logging.getLogger("kvstore.client")
 CALL_S_MAX = 3600.0
 """Seconds after which a prefill's outcome is not reported any more."""
 
@@ -57,7 +61,8 @@ class PrefillCall:
     the call back. Close it in any case."""
 
     def __init__(self, session: ClientSession, begin: pb.BeginPrefill, timeout_s: float) -> None:
-        """Raises the typed error of a call that fails; DeadlineExceeded when no answer comes in time."""
+        """Raises the typed error of a call that fails; DeadlineExceeded when no answer comes in time; _Unplanned for an
+        answer that contradicts itself."""
         self._timeout_s = timeout_s
         self._said: SimpleQueue[pb.PartialPrefillRequest | None] = SimpleQueue()
         self._said.put(pb.PartialPrefillRequest(begin=begin))
@@ -78,6 +83,11 @@ class PrefillCall:
         self.answer = answer
         ways = {Way.PREFILL, *(WAYS[each] for each in begin.ways)}
         self.plan = plan_from_message(answer.plan, ways) if answer.HasField("plan") else None
+        wrong = _contradiction(begin, answer, self.plan)
+        if wrong:
+            self.close()
+            _log.warning("kvstore: the sidecar %s: the prompt is looked up without its plan", wrong)
+            raise _Unplanned(f"the sidecar {wrong}")
 
     def _begin(self, session: ClientSession, read: Callable[[Any], None]) -> None:
         """Begin the call, and the thread that reads it. Raises _Unplanned where a thread cannot be had, or the session
@@ -130,6 +140,19 @@ def _failure(error: grpc.RpcError) -> KVStoreError:
     return translated(error)
 
 
+def _contradiction(begin: pb.BeginPrefill, answer: pb.PartialPrefillResponse, plan: LoadPlan | None) -> str:
+    """Return what no sidecar can say in answer to this beginning; empty: it said nothing of the kind."""
+    found, first, count = answer.found, answer.chunk_first, answer.chunk_count
+    asked = len(begin.query.digests) // DIGEST_BYTES
+    if not first + count <= found.hit_count <= asked or (found.ticket and not count):
+        return f"holds {count} chunks from {first} on of {found.hit_count} that it found of {asked}"
+    if plan is None:
+        return ""
+    if not is_sound_plan(plan) or plan.token_count != begin.token_count:
+        return f"planned {plan.token_count} tokens of {begin.token_count}, or has times that no plan has"
+    return ""
+
+
 def _read(answers: SimpleQueue[Any], is_over: threading.Event, stream: Any) -> None:
     """Read the sidecar's answers until the stream ends."""
     try:
@@ -153,8 +176,8 @@ def _ended(is_over: threading.Event, stream: PendingCall, timeout_s: float) -> N
 def begin(
     context: Context, prompt: Prompt, asked: Asked, rate: ComputeRate, link: TierRate | None
 ) -> PrefillCall | None:
-    """Begin a partial prefill of a prompt's whole chunks; None: this sidecar's release has none, or no thread can be
-    had. ``rate`` and ``link``: the client's measurements. Raises as ``PrefillCall``."""
+    """Begin a partial prefill of a prompt's whole chunks; None: this sidecar's release has none, it contradicts itself,
+    or no thread can be had. ``rate`` and ``link``: the client's measurements. Raises as ``PrefillCall``."""
     session, name = context.ready(prompt.spec)
     if not session.has_prefills:
         return None

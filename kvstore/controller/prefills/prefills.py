@@ -141,6 +141,8 @@ class PartialPrefills:
             raise InvalidRequest(f"step_tokens {request.step_tokens} must be at most {TOKENS_MAX}")
         if request.query.hidden_only or request.query.hidden_layers:
             raise InvalidRequest("a partial prefill is of the attention cache: leave out hidden_layers")
+        if not spec.layers:
+            raise InvalidRequest(f"a partial prefill is of a model: {spec.model_id!r} keeps opaque values")
 
     def _facts(self, request: PrefillRequest, spec: ModelSpec, found: LookupResult) -> LoadFacts:
         tiers = ((each.kind, TierFacts(each.rate, float(each.queued_bytes))) for each in self._parts.meters.tiers)
