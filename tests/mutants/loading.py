@@ -147,6 +147,14 @@ MUTANTS = [
         (f"{T_STILL}::test_it_opens_no_fetch_of_what_it_holds",),
     ),
     Mutant(
+        "patience-outlives-an-interrupt",
+        PATIENCE,
+        "            self.end()\n            raise\n",
+        "            raise\n",
+        "each interrupt at the beginning of a load leaves a thread behind that never ends",
+        ("tests/engines/test_interrupted_patience.py::test_patience_ends",),
+    ),
+    Mutant(
         "engines-faster-than-any-device",
         ENGINES,
         "        if prefill.seconds * FASTEST_OPERATIONS_S < operations.token * prefill.new_tokens:\n",

@@ -138,7 +138,7 @@ MOVES_NO_BYTES = {
         "clients/kvstore_client/planes/session.py",
         "check_threads",
     ): "does nothing: whether a thread can be had, for calls of gRPC's that would hang without",
-    ("clients/kvstore_client/loading/patience.py", "Patience.__init__"): "without it a load is waited for as ever",
+    ("clients/kvstore_client/loading/patience.py", "Patience.__enter__"): "without it a load is waited for as ever",
     (
         "clients/kvstore_client/loading/patience.py",
         "result_in_time",

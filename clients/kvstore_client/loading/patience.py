@@ -53,12 +53,12 @@ def result_in_time(action: Callable[[], Result], left_s: float, undo: Callable[[
         except BaseException as error:  # noqa: BLE001 - the caller gets it
             outcome.set_exception(error)
 
-    try:
-        start_thread(within_trace(within_streams(run)), "kvstore-in-time")
-    except KVStoreError:
-        return action()
     is_there = False
     try:
+        try:
+            start_thread(within_trace(within_streams(run)), "kvstore-in-time")
+        except KVStoreError:
+            return action()
         is_there = bool(wait([outcome], min(max(left_s, LEFT_S_MIN), LEFT_S_MAX)).done)
         return outcome.result() if is_there else None
     finally:
@@ -97,7 +97,7 @@ class Patience:
         self._client, self._is_waiting, self._give_up = client, is_waiting, give_up
         self._has_ended = threading.Event()
         self._deciding = threading.Lock()
-        self.is_spent = False
+        self._has_thread = self.is_spent = False
         is_measured = plan is not None and plan.is_measured
         loads_nothing = plan is not None and not plan.loaded_tokens
         if client.planner.mode != "on" or loads_nothing or not (is_measured or unmeasured_s):
@@ -105,10 +105,7 @@ class Patience:
         self._prefill_s = plan.prefill.ttft_s if plan is not None and is_measured else unmeasured_s
         self._patience_s = patience_s(plan) if plan is not None and is_measured else with_budget(unmeasured_s)
         self._left_s = since_s + self._patience_s - client.planner.clock.monotonic()
-        try:
-            start_thread(self._wait, "kvstore-patience")
-        except KVStoreError as error:
-            _log.warning("kvstore: a load is waited for until its call ends: %s", error.message)
+        self._has_thread = True
 
     def _wait(self) -> None:
         left_s = min(max(self._left_s, LEFT_S_MIN), LEFT_S_MAX)
@@ -130,6 +127,14 @@ class Patience:
             self._has_ended.set()
 
     def __enter__(self) -> Self:
+        try:
+            if self._has_thread:
+                start_thread(self._wait, "kvstore-patience")
+        except KVStoreError as error:
+            _log.warning("kvstore: a load is waited for until its call ends: %s", error.message)
+        except BaseException:  # an interrupt: the thread may run, and nobody else would end it
+            self.end()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

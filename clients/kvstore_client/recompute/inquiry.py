@@ -89,10 +89,14 @@ def _held(client: Caches, request: Request, spec: ModelSpec, held: Held, look: C
     match = answer_in_time(client, request, held, look, lambda late: client.release_ticket(late.ticket))
     if match is None:
         return _unanswered(request, spec)
-    if match.ticket:
-        held.tickets[spec] = match.ticket
-    else:
-        held.tickets.pop(spec, None)
+    try:
+        if match.ticket:
+            held.tickets[spec] = match.ticket
+        else:
+            held.tickets.pop(spec, None)
+    except BaseException:  # an interrupt, while specs are compared: nobody else knows of the ticket
+        client.release_ticket(match.ticket)
+        raise
     return match
 
 
