@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -186,6 +188,23 @@ def test_a_sidecar_that_keeps_none_or_does_not_answer_costs_one_question(other: 
     for _ in range(3):
         assert permit(other, spec).reason == UNPROFILED
     assert len(asked) == 1
+
+
+def test_a_sidecar_that_stands_still_is_waited_for_once_however_many_pairs_a_prompt_has(
+    own_sidecar: Sidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore_client.gate.exchange.WAIT_S", 0.2)
+    with connect(own_sidecar.socket_address) as client:
+        client.gate = Gate(tmp_path / "empty")
+        receiver = fresh_spec()
+        client.lookup(receiver, tokens_of(16))
+        os.kill(own_sidecar.pid, signal.SIGSTOP)
+        try:
+            for _ in range(3):
+                assert client.gate.permit(receiver, fresh_spec(), "sibling").reason == UNPROFILED
+            assert client.statistics()["unavailable"] == 1
+        finally:
+            os.kill(own_sidecar.pid, signal.SIGCONT)
 
 
 def changed(spec: ModelSpec, **changes: Any) -> bytes:

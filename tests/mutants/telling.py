@@ -83,6 +83,14 @@ MUTANTS = [
         (f"{T_REGISTERED}::test_a_profile_that_grows_when_it_is_written_out_is_refused",),
     ),
     Mutant(
+        "a-service-that-stands-still-is-asked-for-each-pair",
+        EXCHANGE,
+        " or now - self._unanswered_s < SILENT_S:\n",
+        ":\n",
+        "a sidecar that stands still costs a second for each pair of models that a prompt may reuse",
+        (f"{T_REGISTERED}::test_a_sidecar_that_stands_still_is_waited_for_once_however_many_pairs_a_prompt_has",),
+    ),
+    Mutant(
         "the-services-profile-is-of-anything",
         EXCHANGE,
         "        if Pair.of_profile(profile) != pair:\n",

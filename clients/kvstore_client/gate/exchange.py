@@ -24,6 +24,9 @@ ASKED_S_MIN = 60.0
 """The least seconds between two questions for the profile of one pair."""
 WAIT_S = 1.0
 """The most seconds that a permit waits for the service's answer; a client that is not connected yet connects first."""
+SILENT_S = 10.0
+"""Seconds for which a service that left a question unanswered is asked none: a prompt with many senders asks for two
+pairs of each."""
 PAIRS_MAX = 64
 PROFILES_TOLD_MAX = 1024
 """The most profiles that a session is remembered to have told; past that all are told again."""
@@ -44,17 +47,18 @@ class ProfileExchange:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._answers: dict[Pair, _Answer] = {}
+        self._unanswered_s = -math.inf
 
     def find(self, pair: Pair) -> Profile | None:
         """Return the pair's profile as the service has it, or had it when it last answered. Asks once a minute at most.
         Never raises."""
         known, now = self._answers.get(pair, _NEVER), self._context.clock.monotonic()
-        if now - known.asked_s < ASKED_S_MIN:
+        if now - known.asked_s < ASKED_S_MIN or now - self._unanswered_s < SILENT_S:
             return known.profile
         if len(self._answers) >= PAIRS_MAX:
             self._answers.clear()
         self._answers[pair] = _Answer(now, known.profile)
-        with suppress(KVStoreError), self._context.or_miss():
+        with suppress(KVStoreError), self._context.or_miss() as miss:
             session = self._context.connection.session()
             question = pb.FindProfileRequest(
                 receiver=pair.receiver, sender=pair.sender or "", reuse=pair.reuse, provenance=pair.provenance
@@ -63,6 +67,8 @@ class ProfileExchange:
             found = session.call(session.prefills.FindProfile, question, timeout_s).profile
             if found != (b"" if known.profile is None else known.profile.to_json().encode()):
                 self._answers[pair] = _Answer(now, _profile_of(found, pair))
+        if miss.is_late:
+            self._unanswered_s = self._context.clock.monotonic()
         return self._answers.get(pair, _NEVER).profile
 
     def tell(self, receiver: ModelSpec, profile: Profile, digest: str) -> None:
