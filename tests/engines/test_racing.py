@@ -126,6 +126,7 @@ def test_what_was_computed_while_a_load_was_late_is_not_computed_again(
     rest, *steps = begun
     assert sum(steps) == COUNT, "each token was computed once, but for those behind the load"
     assert steps[-1] == rest
+    assert found.share == 1.0, "nothing was reused"
     assert not learned, "nothing that was computed in one piece"
     assert client.statistics()["loads_given_up"] == 1
     is_free(client)

@@ -185,6 +185,7 @@ class _Prompt:
         runs = [Run(0, self._front, InPlace(), is_exact=True)]
         result = _computed(self._request, runs, self._planes, self._clock)
         self._planes = self._race = None
+        result = replace(result, share=1.0)  # the front was computed, too
         return Plan(len(self._request.tokens), reason=reason), result, prepared_s
 
     def plain(self, plan: Plan, result: Recomputed) -> Prefill | None:
