@@ -19,7 +19,6 @@ T_SAVES = "tests/engines/vllm/test_saves.py"
 SAVES = "clients/kvstore_client/engines/vllm/saves.py"
 WORKER = "clients/kvstore_client/engines/vllm/worker.py"
 NAMING = "clients/kvstore_client/engines/vllm/naming.py"
-IDENTITY = "clients/kvstore_client/engines/vllm/identity.py"
 T_IDENTITY = "tests/engines/vllm/test_identity.py"
 GATHERING = "clients/kvstore_client/store/gathering.py"
 INDICES = f"{T_SGLANG}::test_indices_that_are_no_page_of_the_pool_touch_no_memory"
@@ -296,14 +295,6 @@ MUTANTS = [
         "    if False:\n",
         "an answer is about the first image of another process",
         (f"{T_IDENTITY}::test_images_need_a_name_by_their_content",),
-    ),
-    Mutant(
-        "quantized-otherwise",
-        IDENTITY,
-        "    if online is not None:\n",
-        "    if False:\n",
-        "an engine loads what weights of another quantization computed",
-        (f"{T_IDENTITY}::test_what_is_beside_the_configuration_is_in_the_identity",),
     ),
     Mutant(
         "blocks-of-another-adapter",

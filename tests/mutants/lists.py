@@ -22,6 +22,7 @@ from tests.mutants import (
     forks,
     hbm,
     hybrid,
+    identity,
     kept,
     kernels,
     keys,
@@ -88,5 +89,6 @@ MUTANTS: list[Mutant] = [
     *engines.MUTANTS,
     *drafts.MUTANTS,
     *hybrid.MUTANTS,
+    *identity.MUTANTS,
     *envelope.MUTANTS,
 ]

@@ -8,7 +8,7 @@ import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from kvstore_client.engines.vllm import KVStoreConnector
 from kvstore_client.engines.vllm.connector import StepMetadata
 from kvstore_client.engines.vllm.geometry import geometry_of
 from kvstore_client.engines.vllm.hashes import block_hashes, seed_of_process
-from kvstore_client.engines.vllm.identity import OF_ADAPTERS, Adapters, adapter_settings, spec_of
+from kvstore_client.engines.vllm.identity import FROM_FILES, OF_ADAPTERS, Adapters, adapter_settings, spec_of
 from kvstore_client.engines.vllm.naming import Naming, extras_of
 from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.step import Load, Save, Step
@@ -35,6 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logging_utils.dump_input import prepare_object_to_dump
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader import LoadFormats
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -324,6 +325,11 @@ def test_weights_without_an_identity_are_refused(configured: VllmConfig, tmp_pat
     assert vouched.startswith("unverified:dummy-0/")  # and the configuration behind it
     with pytest.raises(InvalidRequest, match="chunk_tokens 100 must be a multiple of vLLM's block of 32"):
         spec_for(configured, caches(FULL), chunk_tokens=100)
+
+
+def test_each_of_vllms_load_formats_is_known_or_needs_a_digest() -> None:
+    known = set(get_args(LoadFormats)) - {"dummy", "ipc_cache", "modelexpress", "tensorizer"}
+    assert known == set(FROM_FILES) - {"gguf"}  # a plugin's, which reads the model's own file
 
 
 def test_a_connector_is_made_by_vllms_factory(configured: VllmConfig) -> None:

@@ -57,7 +57,7 @@ def engine(
         "max_model_len": 512, "multimodal_config": None, "revision": None, "get_hidden_size": lambda: 32,
         "get_vocab_size": lambda: 96, "get_total_num_kv_heads": lambda: 2,
     }  # fmt: skip
-    load = {"load_format": more.pop("load_format", "auto")}
+    load = {"load_format": more.pop("load_format", "auto"), "download_dir": more.pop("download_dir", None)}
     draft = more.pop("draft", None)
     cache = {"cache_dtype": more.pop("cache_dtype", "auto")}
     model.update(more)
@@ -122,6 +122,7 @@ def test_what_is_beside_the_configuration_is_in_the_identity(directory: Path, vo
         engine(directory, config={"rope_parameters": {**LONG, "long_factor": [3.0] * 4}}),
         engine(directory, config={"rope_parameters": LONG}, max_model_len=4096),
         engine(directory, layers=EIGHT_BITS, cache_dtype="fp8"),
+        engine(directory, model_class_overrides={"LlamaForCausalLM": "ours:Llama"}),
     ]  # fmt: skip
     names = [name_of(each, vouched) for each in made] + [name_of(made[0], vouched, chunk_tokens=64)]
     assert len(set(names)) == len(names)

@@ -23,6 +23,12 @@ from kvstore_client.engines.vllm.objects import EngineConfig, LoadConfig, LoraRe
 from kvstore_client.engines.vllm.settings import Common, ConnectorSettings
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+FROM_FILES = (
+    "auto", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral", "npcache", "pt", "runai_streamer",
+    "runai_streamer_sharded", "safetensors", "sharded_state",
+)  # fmt: skip
+"""vLLM's load formats that read the model's own files. Others take weights from a process, or from where their own
+settings say."""
 OF_ITEMS = (
     "mm_processor_kwargs", "media_io_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype",
     "mm_encoder_fp8_scale_path", "video_pruning_rate", "video_pruning_method",
@@ -105,13 +111,14 @@ def _with_draft(weights: str, vllm_config: EngineConfig, settings: Common) -> st
     if draft is None or draft_of(vllm_config) is None:
         return weights
     model, target = draft.draft_model_config, vllm_config.model_config
-    load_format = _load_format(getattr(draft, "draft_load_config", None) or vllm_config.load_config)
+    load_config = getattr(draft, "draft_load_config", None) or vllm_config.load_config
+    load_format = _load_format(load_config)
     lengths = _length_that_matters(model) and (model.max_model_len, target.max_model_len)  # vLLM scales by either
     hasher = blake3(max_threads=blake3.AUTO)
     hasher.update(f"{draft.method}\0{model.dtype}\0{model.quantization}\0{load_format}\0{lengths}\0".encode())
     path = _directory(model)
     _add_files(hasher, [path / name for name in CONFIGURATIONS if (path / name).is_file()])
-    files = [] if settings.weights_digest else _weights_of(model, load_format)
+    files = [] if settings.weights_digest else _weights_of(model, load_config)
     if (str(model.model), model.revision) != (str(target.model), target.revision):  # else they are in it
         _add_files(hasher, files)
     return _named_with("draft", weights, str(hasher.hexdigest(16)))
@@ -136,23 +143,30 @@ def _processor_digest(model: ModelConfig) -> str:
 
 def _digest_of_files(vllm_config: EngineConfig) -> str:
     """Digest the weights' files and vLLM's settings for them (BLAKE3). Cost: reads them once, 5 GB/s from memory."""
-    model, load_format = vllm_config.model_config, _load_format(vllm_config.load_config)
-    files = _weights_of(model, load_format)
+    model, load_config = vllm_config.model_config, vllm_config.load_config
+    files = _weights_of(model, load_config)
     hasher = blake3(max_threads=blake3.AUTO)
     hasher.update(b"kvstore/vllm/1\0")
-    hasher.update(_described(model, load_format).encode() + b"\0")
+    hasher.update(_described(model, _load_format(load_config)).encode() + b"\0")
     _add_files(hasher, files)
     return hasher.hexdigest()
 
 
-def _weights_of(model: ModelConfig, load_format: str) -> list[Path]:
-    """Return the files of a model's weights. Raises InvalidRequest."""
+def _weights_of(model: ModelConfig, load_config: LoadConfig) -> list[Path]:
+    """Return the files that vLLM reads a model's weights from. Raises InvalidRequest."""
+    load_format = _load_format(load_config)
     if load_format == "dummy":
         raise InvalidRequest(
             "load_format dummy makes up weights that no file names: set weights_digest (for example "
             "'unverified:dummy-<seed>') in kv_connector_extra_config"
         )
-    return files_of(_directory(model))
+    elsewhere = getattr(model, "model_weights", "")
+    if load_format not in FROM_FILES or elsewhere:
+        raise InvalidRequest(
+            f"load_format {load_format} takes the weights from {elsewhere or 'elsewhere'}, not from the files of "
+            f"{str(model.model)!r}, so they have no digest: set weights_digest in kv_connector_extra_config"
+        )
+    return files_of(_directory(model, getattr(load_config, "download_dir", None)))
 
 
 def _load_format(load_config: LoadConfig) -> str:
@@ -170,6 +184,8 @@ def _described(model: ModelConfig, load_format: str) -> str:
     online = getattr(model, "quantization_config", None)  # of --quantization-config; the files' own is in the config
     if online is not None:
         facts["quantization_config"] = repr(online)
+    if classes := getattr(model, "model_class_overrides", None):  # code that computes otherwise with the same weights
+        facts["model_class_overrides"] = classes
     return json.dumps(facts, sort_keys=True, default=str)
 
 
@@ -179,17 +195,20 @@ def _length_that_matters(model: ModelConfig) -> int:
     return int(model.max_model_len) if kind in ("longrope", "dynamic", "su") else 0
 
 
-def _directory(model: ModelConfig) -> Path:
+def _directory(model: ModelConfig, download_dir: str | None = None) -> Path:
+    """Return where a model's files are. ``download_dir``: the directory that vLLM has its weights in, if they come from
+    the hub; its configuration is in the hub's own cache. Raises InvalidRequest."""
     path = Path(str(model.model))
     if path.exists():
         return path
+    name = str(model.model)
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(str(model.model), revision=model.revision, local_files_only=True))
+        return Path(snapshot_download(name, revision=model.revision, cache_dir=download_dir, local_files_only=True))
     except Exception as error:  # the hub's errors have no common base
         raise InvalidRequest(
-            f"the files of {str(model.model)!r} are not on this machine, so its weights have no digest: set "
+            f"the files of {name!r} are not on this machine, so its weights have no digest: set "
             "weights_digest in kv_connector_extra_config"
         ) from error
 
