@@ -145,6 +145,42 @@ def test_engines_that_compute_in_another_dtype_never_share(sidecar: Sidecar, mon
         assert other.batch_exists(keys) == 0
 
 
+ELSEWHERE = ("model_loader_extra_config", "modelopt_checkpoint_restore_path", "kt_weight_path")
+"""Settings of SGLang by which weights come from elsewhere than the model's path."""
+COMPUTED = (
+    "enable_quant_communications", "decrypted_config_file", "kt_method", "kt_num_gpu_experts",
+    "kt_max_deferred_experts_per_token",
+)  # fmt: skip
+DRAFTED = ("speculative_draft_window_size", "speculative_draft_sink_size", "decrypted_draft_config_file")
+
+
+@pytest.mark.parametrize("vouched", [{}, {"weights_digest": "ab" * 32}])
+def test_engines_whose_settings_make_other_numbers_of_one_model_never_share(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, vouched: dict[str, str]
+) -> None:
+    """``weights_digest`` vouches for the weights, wherever they come from, and for nothing that is done with them."""
+    settings, keys, pool = SimpleNamespace(), keys_of(1, 3450), HostPool()
+    monkeypatch.setattr("kvstore_client.engines.sglang._settings", lambda: settings)
+
+    def is_there(made: Any, name: str) -> bool:
+        made.register_mem_host_pool_v2(pool, name)
+        return made.batch_get_v2([Transfer(name, keys, pool.indices(1))]) == {name: [True]}
+
+    with backend(sidecar, pool, extra=vouched) as one:
+        for name in ("kv", "draft"):
+            one.register_mem_host_pool_v2(pool, name)
+            assert one.batch_set_v2([Transfer(name, keys, pool.indices(0))]) == {name: [True]}
+    shared = {}
+    for setting in (*ELSEWHERE, *COMPUTED, *DRAFTED):
+        vars(settings)[setting] = "other"
+        with backend(sidecar, pool, extra=vouched) as other:
+            shared[setting] = [name for name in ("kv", "draft") if is_there(other, name)]
+        del vars(settings)[setting]
+    assert [shared[setting] for setting in ELSEWHERE] == 3 * [["kv", "draft"] if vouched else []]
+    assert not any(shared[setting] for setting in COMPUTED)
+    assert [shared[setting] for setting in DRAFTED] == 3 * [["kv"]]
+
+
 def test_a_pool_of_plain_bytes_needs_their_dtype(sidecar: Sidecar) -> None:
     """SGLang keeps both kinds of float8 as plain bytes, and the pool does not say which."""
     pool = HostPool(dtype=torch.uint8)

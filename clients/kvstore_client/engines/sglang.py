@@ -43,17 +43,22 @@ _OF_POOL = (
     "dtype", "layout", "page_size", "size_per_token", "layer_num", "target_layer_num", "start_layer", "end_layer",
     "head_num", "head_dim", "v_head_dim", "head_group_num", "kv_lora_rank", "qk_rope_head_dim", "storage_format_tag",
 )  # fmt: skip
-_OF_WEIGHTS = ("model_path", "revision", "load_format")
+_OF_WEIGHTS = (
+    "model_path", "revision", "load_format", "model_loader_extra_config", "modelopt_checkpoint_restore_path",
+    "kt_weight_path",
+)  # fmt: skip
 """SGLang's settings that name the weights, for engines without a ``weights_digest``."""
 _OF_ENGINE = (
     "dtype", "kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args", "modelopt_quant",
     "rl_quant_profile", "mamba_ssm_dtype", "qsa_indexer_dtype", "flashinfer_mxfp4_moe_precision",
-    "enable_w4a4_mxfp4_megamoe",
+    "enable_w4a4_mxfp4_megamoe", "enable_quant_communications", "decrypted_config_file", "kt_method",
+    "kt_num_gpu_experts", "kt_max_deferred_experts_per_token",
 )  # fmt: skip
 """SGLang's settings that decide what the weights compute, or how a pool keeps it."""
 _OF_DRAFTS = (
     "speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_revision",
-    "speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype", "uno_lora_path",
+    "speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype", "speculative_draft_window_size",
+    "speculative_draft_sink_size", "decrypted_draft_config_file", "uno_lora_path",
 )  # fmt: skip
 KV, MAMBA = "kv", "mamba"
 """SGLang's names of a model's pool of K and V, and of its recurrent states."""
