@@ -179,8 +179,8 @@ MUTANTS = [
     Mutant(
         "the-next-token-unsaid",
         NAMING,
-        "        return (*extras_of(request), *ahead)\n",
-        "        return extras_of(request)\n",
+        "        return (*era, *extras_of(request), *ahead)\n",
+        "        return (*era, *extras_of(request))\n",
         "a chunk is loaded whose draft has read another prompt's next token",
         (f"{T_DRAFTS}::test_a_chunk_is_loaded_where_the_token_behind_it_is_the_same",),
     ),

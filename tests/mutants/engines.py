@@ -267,7 +267,7 @@ MUTANTS = [
     Mutant(
         "shared-with-the-old-weights",
         SCHEDULER,
-        "        self._adapters = self._adapters.of_unknown_weights()\n",
+        "        self._naming.begin_anew()\n",
         "",
         "after a change of weights the old cache is loaded",
         (f"{T_VLLM}::test_after_a_reset_nothing_of_before_is_loaded_or_kept",),

@@ -365,11 +365,12 @@ def test_files_that_change_under_a_loaded_adapter_name_nothing(tmp_path: Path) -
     weights.write_bytes(b"one")
     first = adapters.spec_for(lora(tmp_path, 1))
     weights.write_bytes(b"two")
-    for each in (adapters, adapters, adapters.of_unknown_weights()):
+    for _ in range(2):
         with pytest.raises(
             InvalidRequest, match=r"files of adapter 'fine' have changed.* load it anew, best from another path"
         ):
-            each.spec_for(lora(tmp_path, 1))
+            adapters.spec_for(lora(tmp_path, 1))
+        adapters.cache_cleared()
     later = adapters.spec_for(lora(tmp_path, 2))
     assert later != first
     assert adapters.spec_for(lora(tmp_path, 1, load_inplace=True)) == later

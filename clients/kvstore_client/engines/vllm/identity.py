@@ -12,7 +12,6 @@ from typing import Any, TypeAlias, TypeVar
 from blake3 import blake3
 
 from kvstore.errors import InvalidRequest
-from kvstore.seams import SystemRandom
 from kvstore.spec import ModelSpec, RopeSpec
 from kvstore.spec.configuration import named
 from kvstore.spec.from_transformers import rope_of
@@ -298,12 +297,9 @@ class Adapters:
         an adapter by name and path, and drops nothing when the files are loaded anew."""
         return self._in_cache.get(_called(lora_request), ()) is None
 
-    def of_unknown_weights(self) -> Adapters:
-        """Return adapters for weights that nobody has digested. Their random digest matches no stored cache."""
-        spec = replace(self._spec, weights_digest=f"unverified:reset-{SystemRandom().bytes(16).hex()}")
-        anew = Adapters(spec, self._settings)
-        anew._loaded = self._loaded
-        return anew
+    def cache_cleared(self) -> None:
+        """Note that vLLM has dropped its prefix cache."""
+        self._in_cache.clear()
 
 
 def _keep(known: OrderedDict[_Key, _Value], key: _Key, value: _Value) -> None:

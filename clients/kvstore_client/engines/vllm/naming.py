@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Extra, Tokens
+from kvstore.seams import SystemRandom
 from kvstore_client.engines.vllm.drafts import Draft
 from kvstore_client.engines.vllm.hashes import ALGORITHM, DEFAULT_SEED, block_hashes, given_hashes, seed_of_process
 from kvstore_client.engines.vllm.objects import EngineConfig, EngineRequest
@@ -57,12 +59,18 @@ class Naming:
         self._ahead_tokens = ahead_tokens
         self._seed = seed_of_process()
         self._has_told = False
+        self._era = b""
+        """What tells the weights since the last reset from those before; empty: there was none."""
         if self._by_hashes and self._seed != DEFAULT_SEED:
             _log.warning(
                 "kvstore: PYTHONHASHSEED=%s seeds vLLM's block hashes: engines and routers with another seed, or none, "
                 "share nothing with this one",
                 self._seed,
             )
+
+    def begin_anew(self) -> None:
+        """Name nothing from now on as it was named before."""
+        self._era = SystemRandom().bytes(16)
 
     def can_name(self, request: EngineRequest) -> bool:
         """Return True when the name covers all that the request's cache depends on. With vLLM's hashes, computes each
@@ -95,6 +103,8 @@ class Naming:
         if not self._by_hashes:
             return tokens
         hashes = list(request.block_hashes[: token_count // self._block_tokens])
+        if self._era:
+            hashes = [hashlib.sha256(self._era + each).digest() for each in hashes]
         return given_hashes(hashes, self._block_tokens, tokens[: len(hashes) * self._block_tokens], self._seed)
 
     def extras(self, request: EngineRequest) -> tuple[Extra, ...]:
@@ -102,7 +112,8 @@ class Naming:
         if self._by_hashes:
             return ()
         ahead = next_tokens(request.all_token_ids, self._ahead_tokens, items_of(request)) if self._ahead_tokens else ()
-        return (*extras_of(request), *ahead)
+        era = (Extra(0, b"reset\0" + self._era),) if self._era else ()
+        return (*era, *extras_of(request), *ahead)
 
     def sure_tokens(self, stored: int) -> int:
         """Return how many of so many stored tokens are named by all that their cache depends on. Where a draft reads

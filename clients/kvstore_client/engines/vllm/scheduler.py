@@ -313,7 +313,8 @@ class SchedulerSide:
     def reset(self) -> None:
         """Drop the caches: the weights may have changed. Nothing kept so far is loaded from now on. New caches are kept
         under a name of their own, except those of requests that have computed blocks already."""
-        self._adapters = self._adapters.of_unknown_weights()
+        self._naming.begin_anew()
+        self._adapters.cache_cleared()
         self._lookups.forget_all()
         for name, tracked in list(self._tracked.items()):
             if any(tracked.block_ids):
