@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -225,6 +226,25 @@ def test_what_a_thread_has_to_keep_when_the_weights_are_replaced_is_not_kept(
         assert one.batch_exists(keys) == 0
         assert next_thread.submit(one.batch_set_v1, keys, pool.indices(0, 1, 2), None).result() == [True] * 3
         assert thread.submit(one.batch_exists, keys).result() == 3
+
+
+def test_weights_that_are_replaced_for_ever_leave_room_for_the_models_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pages of older weights stay until memory is short, and a namespace with pages keeps its place."""
+    environment = {**os.environ, "KVSTORE__LIMITS__MODEL_COUNT_MAX": "2"}
+    pool, keys = HostPool(), keys_of(2, 4200)
+    with Sidecar("--capacity", "32 MiB", environment=environment) as own:
+        for number in range(4):
+            monkeypatch.setattr("kvstore_client.engines.sglang._weight_version", lambda number=number: f"step-{number}")
+            with backend(own, pool) as one:
+                for _ in range(2):
+                    assert one.batch_exists(keys) == 0
+                    assert one.batch_set_v1(keys, pool.indices(0, 1), None) == [True] * 2
+                    assert one.batch_exists(keys) == 2
+                    one.clear()
+        with backend(own, pool, model_name="org/other") as other:
+            assert other.batch_set_v1(keys, pool.indices(0, 1), None) == [True] * 2
 
 
 def test_states_of_an_mla_model_are_each_ranks_own(sidecar: Sidecar) -> None:

@@ -32,7 +32,7 @@ from kvstore.seams import SystemRandom
 from kvstore_client.arrays import Tensor
 from kvstore_client.begin import connect
 from kvstore_client.engines.sglang_calls import CALL_S_MAX, PageCalls, warn_missing
-from kvstore_client.engines.sglang_settings import BackendSettings
+from kvstore_client.engines.sglang_settings import OF_DRAFTS, OF_ENGINE, OF_WEIGHTS, BackendSettings
 
 _log = logging.getLogger("kvstore.sglang")
 _CONFIGURED = (
@@ -43,23 +43,8 @@ _OF_POOL = (
     "dtype", "layout", "page_size", "size_per_token", "layer_num", "target_layer_num", "start_layer", "end_layer",
     "head_num", "head_dim", "v_head_dim", "head_group_num", "kv_lora_rank", "qk_rope_head_dim", "storage_format_tag",
 )  # fmt: skip
-_OF_WEIGHTS = (
-    "model_path", "revision", "load_format", "model_loader_extra_config", "modelopt_checkpoint_restore_path",
-    "kt_weight_path",
-)  # fmt: skip
-"""SGLang's settings that name the weights, for engines without a ``weights_digest``."""
-_OF_ENGINE = (
-    "dtype", "kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args", "modelopt_quant",
-    "rl_quant_profile", "mamba_ssm_dtype", "qsa_indexer_dtype", "flashinfer_mxfp4_moe_precision",
-    "enable_w4a4_mxfp4_megamoe", "enable_quant_communications", "decrypted_config_file", "kt_method",
-    "kt_num_gpu_experts", "kt_max_deferred_experts_per_token",
-)  # fmt: skip
-"""SGLang's settings that decide what the weights compute, or how a pool keeps it."""
-_OF_DRAFTS = (
-    "speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_revision",
-    "speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype", "speculative_draft_window_size",
-    "speculative_draft_sink_size", "decrypted_draft_config_file", "uno_lora_path",
-)  # fmt: skip
+_FIRST = (("", ""), ("default", ""))
+"""Version and ``clear`` of an engine whose weights nobody has replaced, or named otherwise."""
 KV, MAMBA = "kv", "mamba"
 """SGLang's names of a model's pool of K and V, and of its recurrent states."""
 BLOCK_GROUPS, TRAILING_PAGES = "block_groups", "trailing_pages"
@@ -139,42 +124,47 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         self._identity = {name: getattr(storage_config, name, None) for name in _CONFIGURED}
         self._identity["model"] = model
         self._identity["weights"] = given.weights_digest or f"unverified:{model}"
-        names = _OF_ENGINE if given.weights_digest else (*_OF_ENGINE, *_OF_WEIGHTS)
+        names = OF_ENGINE if given.weights_digest else (*OF_ENGINE, *OF_WEIGHTS)
         self._identity |= {name: getattr(settings, name, None) for name in names}
         self._identity["kv_cache_dtype"] = given.kv_cache_dtype or self._identity["kv_cache_dtype"]
-        self._drafts = {name: getattr(settings, name, None) for name in _OF_DRAFTS}
+        self._drafts = {name: getattr(settings, name, None) for name in OF_DRAFTS}
         self._private = ""
         self._thread = threading.local()
         self._client = connect(given.socket, required=False, timeout_s=CALL_S_MAX)
         self._calls = PageCalls(self._client)
         self._pools: dict[str, HostPool] = {}
-        self._namespaces: dict[tuple[str, str, str], str] = {}
+        self._namespaces: dict[str, str] = {}
 
-    def _namespace(self, name: str, version: str | None = None) -> str:
-        """Return the namespace of a pool: everything that a page's bytes depend on beside its hash. Weights that are
-        replaced under another version (None: of now), or before ``clear``, begin another one."""
-        key = name, _weight_version() if version is None else version, self._private
+    def _namespace(self, name: str) -> str:
+        """Return the namespace of a pool: everything that a page's bytes depend on beside its name."""
         namespaces = self._namespaces
-        found = namespaces.get(key)
+        found = namespaces.get(name)
         if found is None:
-            facts = json.dumps(self._facts(*key), sort_keys=True, default=str)
-            found = namespaces[key] = f"sglang/{hashlib.sha256(facts.encode()).hexdigest()}"
+            facts = json.dumps(self._facts(name), sort_keys=True, default=str)
+            found = namespaces[name] = f"sglang/{hashlib.sha256(facts.encode()).hexdigest()}"
         return found
 
-    def _kept_under(self, name: str) -> str | None:
-        """Return the namespace in which this thread keeps a pool's pages. None where it has kept pages of other
-        weights: what it still has to keep may be of them, too, for SGLang names the new weights first, and ends its
-        threads when it flushes its cache."""
+    def _named(self, keys: Sequence[str], version: str | None = None) -> list[str]:
+        """Return the pages' names: SGLang's keys, with what tells weights that were replaced under another version
+        (None: of now), or before ``clear``. Not in the namespace: with pages of before it keeps its place."""
+        era = (_weight_version() if version is None else version, self._private)
+        tag = "" if era in _FIRST else hashlib.sha256(json.dumps(era).encode()).hexdigest()
+        return [tag + key for key in keys]
+
+    def _kept_as(self, keys: Sequence[str]) -> list[str] | None:
+        """Return the names under which this thread keeps pages. None where it has kept pages of other weights: what it
+        still has to keep may be of them, too, for SGLang names the new weights first, and ends its threads when it
+        flushes its cache."""
         version = _weight_version()
         if getattr(self._thread, "version", version) != version:
             _log.warning("kvstore: pages are not kept until SGLang's cache is flushed: they may be of older weights")
             return None
         self._thread.version = version
-        return self._namespace(name, version)
+        return self._named(keys, version)
 
-    def _facts(self, name: str, version: str, private: str) -> dict[str, object]:
+    def _facts(self, name: str) -> dict[str, object]:
         pool = self._pools.get(name)
-        facts: dict[str, object] = {**self._identity, "pool": name, "version": version, "private": private}
+        facts: dict[str, object] = {**self._identity, "pool": name}
         if self._is_mla and name != MAMBA and not _has_heads(pool):  # every rank has the same latents
             facts.update(tp_rank=None, tp_size=None)
         form = {each: str(getattr(pool, each, None)) for each in _OF_POOL}
@@ -257,15 +247,19 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         if not keys:
             return []
         targets = self._pages(name, keys, host_indices)
-        return [False] * len(keys) if targets is None else self._calls.load(self._namespace(name), keys, targets)
+        if targets is None:
+            return [False] * len(keys)
+        return self._calls.load(self._namespace(name), self._named(keys), targets)
 
     def _set(self, name: str, keys: Sequence[str], host_indices: Tensor) -> list[bool]:
         if name == KV and self._is_logical:
             return [True] * len(keys)
         if not keys:
             return []
-        namespace, pages = self._kept_under(name), self._pages(name, keys, host_indices)
-        return [False] * len(keys) if namespace is None or pages is None else self._calls.store(namespace, keys, pages)
+        names, pages = self._kept_as(keys), self._pages(name, keys, host_indices)
+        if names is None or pages is None:
+            return [False] * len(keys)
+        return self._calls.store(self._namespace(name), names, pages)
 
     @property
     def _is_logical(self) -> bool:
@@ -282,7 +276,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         """Return the number of leading pages that are stored."""
         if self._is_logical:
             return len(keys)
-        return self._calls.count_leading(self._namespace(KV), keys)
+        return self._calls.count_leading(self._namespace(KV), self._named(keys))
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Sequence[PoolTransfer] | None = None, extra_info: object = None
@@ -298,7 +292,8 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
             if each.hit_policy == BLOCK_GROUPS:
                 continue  # it limits nothing, and a pool without an answer is asked for all the same
             window = max(1, len(each.keys or ())) if each.hit_policy == TRAILING_PAGES else count
-            restorable = _restorable(self._calls.has(self._namespace(str(each.name)), keys[:count]), window)
+            there = self._calls.has(self._namespace(str(each.name)), self._named(keys[:count]))
+            restorable = _restorable(there, window)
             if restorable:
                 hits[each.name] = restorable[-1]
             lengths = sorted(set(restorable).intersection(lengths))
@@ -315,11 +310,11 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         self, keys: list[str], target_locations: Sequence[Tensor] | None = None, target_sizes: object = None
     ) -> list[Tensor]:
         """Return, per key, the tensor that was filled, or None."""
-        namespace = self._namespace(KV)
+        namespace, names = self._namespace(KV), self._named(keys)
         if target_locations is None:
-            return [_tensor(self._calls.read(namespace, key)) for key in keys]
+            return [_tensor(self._calls.read(namespace, name)) for name in names]
         targets = list(target_locations)
-        done = self._calls.load(namespace, keys, targets)
+        done = self._calls.load(namespace, names, targets)
         return [targets[number] if is_done else None for number, is_done in enumerate(done)]
 
     def set(self, key: str, value: Tensor = None, target_location: object = None, target_sizes: object = None) -> bool:
@@ -334,11 +329,11 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         target_sizes: object = None,
     ) -> bool:
         """Keep flat tensors as pages. Returns True when all of them are stored now."""
-        given, namespace = target_locations if values is None else values, self._kept_under(KV)
+        given, names = target_locations if values is None else values, self._kept_as(keys)
         if given is None or not hasattr(given, "__len__") or len(given) != len(keys):
             warn_missing(InvalidRequest(f"{len(keys)} keys need as many tensors"))
             return False
-        return namespace is not None and all(self._calls.store(namespace, keys, list(given)))
+        return names is not None and all(self._calls.store(self._namespace(KV), names, list(given)))
 
     def clear(self) -> None:
         """Have this engine find none of the pages that are stored now: it may have other weights. Its pages are its own

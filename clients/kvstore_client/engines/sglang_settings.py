@@ -1,4 +1,5 @@
-"""The fields of ``--hicache-storage-backend-extra-config``: the backend's own, and those that SGLang reads itself."""
+"""The fields of ``--hicache-storage-backend-extra-config``: the backend's own, and those that SGLang reads itself; and
+SGLang's own settings that say whose pages an engine has."""
 
 from __future__ import annotations
 
@@ -15,6 +16,24 @@ OF_SGLANG = frozenset(
         "backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "prefetch_threshold",
         "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
     }
+)  # fmt: skip
+
+OF_WEIGHTS = (
+    "model_path", "revision", "load_format", "model_loader_extra_config", "modelopt_checkpoint_restore_path",
+    "kt_weight_path",
+)  # fmt: skip
+"""SGLang's settings that name the weights, for engines without a ``weights_digest``."""
+OF_ENGINE = (
+    "dtype", "kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args", "modelopt_quant",
+    "rl_quant_profile", "mamba_ssm_dtype", "qsa_indexer_dtype", "flashinfer_mxfp4_moe_precision",
+    "enable_w4a4_mxfp4_megamoe", "enable_quant_communications", "decrypted_config_file", "kt_method",
+    "kt_num_gpu_experts", "kt_max_deferred_experts_per_token",
+)  # fmt: skip
+"""SGLang's settings that decide what the weights compute, or how a pool keeps it."""
+OF_DRAFTS = (
+    "speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_revision",
+    "speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype", "speculative_draft_window_size",
+    "speculative_draft_sink_size", "decrypted_draft_config_file", "uno_lora_path",
 )  # fmt: skip
 
 
