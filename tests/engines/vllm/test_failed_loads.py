@@ -51,6 +51,24 @@ def test_a_load_that_fails_is_told_and_not_tried_again(sidecar: Sidecar, load: s
     engine.close()
 
 
+def test_a_preempted_request_loads_again_where_a_load_into_its_old_blocks_failed(sidecar: Sidecar) -> None:
+    """They are another request's by then."""
+    tokens, engine = tokens_of(42, 25), Engine(sidecar.address)
+    engine.keep(request("a", tokens), blocks_of(42))
+    preempted, blocks = request("b", tokens), blocks_of(42, 20)
+    assert engine.admit(preempted, blocks) == 40
+    engine.worker.begin(engine.scheduler.step(scheduled("x", [], 0, 0)))
+    assert engine.landed() == {"b"}
+    engine.compute(preempted, blocks, 40, 2)
+    assert matched(engine.scheduler, preempted, 0) == (40, True)
+    assert engine.admit(request("c", tokens), blocks) == 40
+    engine.scheduler.reported(blocks[:10])
+    assert matched(engine.scheduler, request("c", tokens), 0) == (0, False)
+    engine.scheduler._lookups.forget("b")  # as when it waits for long
+    assert matched(engine.scheduler, preempted, 0) == (40, True)
+    engine.close()
+
+
 def test_a_load_that_fails_holds_nothing_any_longer(own_sidecar: Sidecar) -> None:
     """Its ticket would hold the chunks until it is too old, at the cost of other prompts."""
     tokens = tokens_of(42, 22)

@@ -80,6 +80,8 @@ class SchedulerSide:
         tracked = self._track(request)
         if tracked is None:
             return 0, False
+        if any(tracked.block_ids):  # it was preempted, and these are other requests' by now
+            tracked.block_ids = self._no_blocks()
         found = self._lookups.find(request, tracked, useful, computed)
         if found is None:
             return None, False
@@ -100,7 +102,7 @@ class SchedulerSide:
             if spec is None:
                 self._unnamed.add(name)
                 return None
-            tracked = self._tracked[name] = TrackedRequest(request, spec, [[] for _ in self._groups])
+            tracked = self._tracked[name] = TrackedRequest(request, spec, self._no_blocks())
         return tracked
 
     def _spec_of(self, request: EngineRequest, fate: str) -> ModelSpec | None:
@@ -149,6 +151,9 @@ class SchedulerSide:
         self._undrafted.loaded(load.written(0, self._groups[0]))
         self._behind.computed(request, load.block_ids[0], load.start, load.stop)
 
+    def _no_blocks(self) -> list[list[int]]:
+        return [[] for _ in self._groups]
+
     def _of_groups(self, block_ids: Sequence[list[int]]) -> list[list[int]]:
         """Return copies of vLLM's lists of blocks, by our groups."""
         return [list(block_ids[each.index]) for each in self._groups]
@@ -173,7 +178,7 @@ class SchedulerSide:
                 for known, (_, size) in zip(tracked.block_ids, self._tables, strict=True):
                     step.written += known[computed // size :]
             if tracked is not None and is_whole:
-                tracked.block_ids = [[] for _ in self._groups]
+                tracked.block_ids = self._no_blocks()
             if block_ids:  # few need more in a step of a thousand requests, which has no time for copies
                 for place, (index, size) in enumerate(self._tables):
                     given = block_ids[index]
