@@ -76,7 +76,7 @@ test-s3: $(STAMP) ## The S3 tier against KVSTORE_TEST_S3_ENDPOINT (with AWS_* ke
 
 test-redis: $(STAMP) ## The Redis tier against KVSTORE_TEST_REDIS_SERVER (a program), else the PATH's Redis or Valkey, else the wheel's
 	KVSTORE_TEST_REDIS_SERVER="$${KVSTORE_TEST_REDIS_SERVER:-$$(command -v redis-server || command -v valkey-server)}" \
-		$(BIN)/python -m pytest tests/contracts/shared tests/tiers tests/e2e/test_redis.py tests/directory -k redis -rs
+		$(BIN)/python -m pytest tests/contracts/shared tests/tiers tests/e2e/test_redis.py tests/directory -k "redis or (directory and not nvme)" -rs
 
 sim: $(STAMP) ## Simulate 20,000 crashes of the whole service, or for as long as SECONDS=7200 says
 	$(BIN)/python -m tests.sim --cuts $(if $(SECONDS),--seconds $(SECONDS),--crashes 20000)
