@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 from kvstore.arena import Arena, Placement
 from kvstore.catalog import MappedCopies
@@ -16,7 +17,8 @@ class Room:
     """Allocates in the arena, giving up copies until the chunk fits.
 
     Copies go one by one, in the policy's order. Where those that are next to go are smaller than what comes, and lie
-    apart, nearly all of memory would go before some of them are neighbours: then the neighbours of one go with it.
+    apart, nearly all of memory would go before some of them are neighbours: then the neighbours of one go with it,
+    those first that a slower tier has, too.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class Room:
 
         while placement is None:
             if self._eviction.evict(lambda _: True, fits_or_lies_apart, keep, last_copies=evict_unwritten):
-                for byte_count in (sum(piece_bytes), max(piece_bytes)) if placement is None else ():
-                    if self._eviction.evict_runs(self._run_of(byte_count), fits, keep, last_copies=evict_unwritten):
+                ways = product((False, True) if evict_unwritten else (False,), (sum(piece_bytes), max(piece_bytes)))
+                for last_copies, byte_count in ways if placement is None else ():
+                    if self._eviction.evict_runs(self._run_of(byte_count), fits, keep, last_copies=last_copies):
                         break
             elif self._revoke_stale():
                 fits()

@@ -157,6 +157,14 @@ MUTANTS = [
         ("tests/movement/test_room.py::test_neighbours_go_for_a_larger_chunk_and_leave_no_child_behind",),
     ),
     Mutant(
+        "neighbours-before-they-are-written",
+        "kvstore/movement/room.py",
+        "product((False, True) if evict_unwritten else (False,), ",
+        "product((evict_unwritten,), ",
+        "a store that waits for the device is refused, because a larger chunk takes its room and not that of others",
+        ("tests/movement/test_room.py::test_neighbours_that_only_memory_has_stay_while_others_can_go",),
+    ),
+    Mutant(
         "leases-without-a-limit",
         LEASES,
         "        if held.byte_count + byte_count > self._limits.leased_bytes_max:\n",
