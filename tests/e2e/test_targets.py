@@ -19,7 +19,7 @@ from kvstore_client.overlap import Span, overlapping
 from kvstore_client.planes.shared_memory.chunk import MappedRun
 from kvstore_client.prompt import Prompt
 from kvstore_client.store.tensors import Tensors
-from kvstore_copies import address_of, is_compiled
+from kvstore_copies import Questions, address_of, is_compiled
 
 from kvstore.chunk import layout_of
 from kvstore.errors import InvalidRequest
@@ -172,6 +172,20 @@ def test_planes_that_are_no_plain_tensors_are_left_to_torch(place: int, odd: Any
     assert placed_planes([side])
     side[place] = odd
     assert not placed_planes([side])
+
+
+@pytest.mark.parametrize("last", ["of another device", "of another stride"])
+def test_storages_of_tensors_that_are_not_alike_are_not_asked_for(monkeypatch: pytest.MonkeyPatch, last: str) -> None:
+    """A fetch into a GPU's tensors, or into several layouts, would make an object for each tensor, for nothing."""
+    tensors = [torch.zeros(SHAPE) for _ in range(LAYERS)]
+    if last == "of another device":
+        tensors = [torch.zeros(SHAPE, device="meta") for _ in range(LAYERS)]
+    else:
+        tensors[-1] = torch.zeros(SHAPE).mT
+    is_negated = torch.Tensor.is_neg if last == "of another stride" else pytest.fail
+    questions = Questions(is_negated, pytest.fail, pytest.fail, pytest.fail)
+    monkeypatch.setattr(in_memory, "_asked_of_torch", lambda: ((torch.Tensor,), questions))
+    assert in_memory.alike([(each, each) for each in tensors], 2) is None
 
 
 RUNS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.integers(1, 3)), min_size=1, max_size=8)

@@ -75,8 +75,9 @@ def alike(entries: Sequence[Sequence[Tensor]], width: int) -> Alike | None:
     shape and strides. None where they are not."""
     kinds, questions = _asked_of_torch()
     first = next(iter(entries), None)
-    kind = type(first[0]) if isinstance(first, tuple | list) and first else None
-    if kind not in kinds:
+    model: Any = first[0] if isinstance(first, tuple | list) and first else None
+    kind = type(model)
+    if kind not in kinds or not model.is_cpu:  # a GPU's are not asked one by one
         return None
     return alike_columns(entries, width, kind, questions) or _alike_by_torch(entries, width, kind, questions)
 
@@ -100,19 +101,21 @@ def _alike_by_torch(
     flat = [each for column in columns for each in column]
     if set(map(type, flat)) != {kind} or any(map(asked.is_odd, flat)):
         return None
+    parts = [slice(start, start + len(entries)) for start in range(0, len(flat), len(entries))]
     try:
         looks = [list(map(look, flat)) for look in (_shape, _dtype, _is_cpu, kind.stride)]
+        if not all(looks[2]):
+            return None
+        if any(look[part].count(look[part.start]) != len(entries) for look in looks for part in parts):
+            return None
         starts = list(map(kind.data_ptr, flat))
         storages = list(map(asked.storage, flat))
         ends = [asked.begin(each) + asked.size(each) for each in storages]
     except (RuntimeError, NotImplementedError):  # one has no strides, or no memory of its own
         return None
-    parts = [slice(start, start + len(entries)) for start in range(0, len(flat), len(entries))]
-    if not all(starts) or not all(looks[2]):
-        return None
-    if any(look[part].count(look[part.start]) != len(entries) for look in looks for part in parts):
-        return None
     in_order = sorted(starts)
+    if not in_order[0]:
+        return None
     apart = min(map(sub, in_order[1:], in_order), default=sys.maxsize)
     rooms = [min(map(sub, ends[part], starts[part])) for part in parts]
     return Alike(flat, starts, apart, rooms, storages)
