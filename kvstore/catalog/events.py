@@ -64,9 +64,14 @@ class Watcher:
         self._sequence = sequence
         self._changed.set()
 
+    @property
+    def has_news(self) -> bool:
+        """True when ``take`` would not wait."""
+        return bool(self._queue or self._lost_count or self._is_closed)
+
     async def take(self, count_max: int) -> EventBatch | None:
         """Wait for an event, then return the next ones, at most ``count_max``. None once the watcher is closed."""
-        while not (self._queue or self._lost_count or self._is_closed):
+        while not self.has_news:
             self._changed.clear()
             await self._changed.wait()
         if self._is_closed:

@@ -146,7 +146,10 @@ class Announcer:
         events = next(self._kept, None)
         if events is not None:
             self._keep_s = now_s + LOOK_S
+            lost_count, is_all_told = self._directory.lost_count, not self._watcher.has_news
             await self._send(self._directory.keep, events)
+            if not is_all_told:
+                self._directory.lost_count = lost_count  # what is not there may be what was not told yet
             return
         self._kept = None
         self._period_s = KEEP_S_MIN if self._directory.lost_count else min(2 * self._period_s, KEEP_S)

@@ -127,6 +127,22 @@ async def test_entries_that_a_full_redis_drops_are_told_again_soon(
     await a.directory.close()
 
 
+async def test_a_chunk_that_was_not_told_yet_is_none_that_redis_dropped(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a node that stores all the time keeps all that it has without a pause."""
+    monkeypatch.setattr(announcing, "KEEP_S", 3600.0)
+    a = Told(server.url, "a")
+    await a.directory.beat()
+    await a.announcer._tell_all()
+    await a.service.store(a.session, 1)
+    for _ in range(2):  # the only batch, and the pass's end
+        a.announcer._keep_s = 0.0
+        await a.announcer._keep()
+    assert a.announcer._period_s == 2 * announcing.KEEP_S_MIN
+    await a.directory.close()
+
+
 async def test_what_told_anew_meanwhile_is_not_removed_with_the_dead(server: RedisServer) -> None:
     """A node comes back between the look at a chunk's entries and their removal."""
     a, b = Told(server.url, "a"), Told(server.url, "b")
