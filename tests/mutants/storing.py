@@ -68,7 +68,7 @@ MUTANTS = [
     Mutant(
         "small-fills-before-everybody",
         FILL,
-        "                await self._room(deadline)\n",
+        "                await self._room(reservation, deadline)\n",
         "",
         "one message of a client has the stores of all others fail",
         ("tests/controller/test_deadlines.py::test_a_long_list_of_fills_leaves_the_movers_to_others_in_between",),

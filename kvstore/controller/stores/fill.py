@@ -20,8 +20,8 @@ from kvstore.spec import StoreState
 BATCH_COUNT = 16
 """Fills whose moves are begun at once: each takes the service's loop a fraction of a millisecond."""
 JOBS_AHEAD_MAX = 64
-"""Jobs of a tenant's stores that may be before the movers when a long list goes on: they serve others, too. With the
-usual megabytes in each they are enough to keep all movers busy."""
+"""Jobs of a store that may be before the movers when a long list goes on: they serve others, too. With the usual
+megabytes in each they are enough to keep all movers busy."""
 
 
 class Fills:
@@ -30,8 +30,7 @@ class Fills:
     def __init__(self, parts: Parts, reservations: Reservations) -> None:
         self._parts = parts
         self._reservations = reservations
-        self._job_count = 0
-        self._has_room = asyncio.Event()
+        self._job_ended = asyncio.Event()
 
     async def fill(self, session: Session, reservation_id: int, fills: Sequence[Fill], deadline: Deadline) -> None:
         """Copy strips from staging into their chunks. Raises InvalidRequest for a run that is not the
@@ -53,20 +52,21 @@ class Fills:
         batch: list[Fill] = []
         for each in fills:
             if len(batch) == BATCH_COUNT:
-                await self._room(deadline)
+                reservation = self._reservations.find(session, reservation_id)
+                await self._room(reservation, deadline)
                 self.start(session, self._reservations.find(session, reservation_id), batch)
                 await pauses.between()
                 batch = []
             batch.append(each)
         return batch
 
-    async def _room(self, deadline: Deadline) -> None:
-        """Wait until the movers have few of this tenant's jobs before them. Raises DeadlineExceeded."""
-        while self._job_count >= JOBS_AHEAD_MAX:
-            self._has_room.clear()
+    async def _room(self, reservation: Reservation, deadline: Deadline) -> None:
+        """Wait until the movers have few of this store's jobs before them. Raises DeadlineExceeded."""
+        while reservation.busy >= JOBS_AHEAD_MAX:
+            self._job_ended.clear()
             try:
                 async with asyncio.timeout(deadline.left_s):
-                    await self._has_room.wait()
+                    await self._job_ended.wait()
             except TimeoutError:
                 raise DeadlineExceeded("the bytes of stores move too slowly: send fewer at once") from None
 
@@ -88,20 +88,18 @@ class Fills:
             job = asyncio.wrap_future(begun(self._parts.workers, move, *arguments))
             entry.moving.add(job)
             reservation.busy += 1
-            self._job_count += 1
             reservation.idle.clear()
             job.add_done_callback(partial(self._moved, reservation, entry, each_move))
 
     def _moved(self, reservation: Reservation, entry: Entry, each_move: Move, job: asyncio.Future[bytes]) -> None:
         entry.moving.discard(job)
-        self._job_count -= 1
-        self._has_room.set()
         failure = failure_of(job) or each_move.wrong(job.result())
         if failure is not None:
             entry.failure = failure
         else:
             self._parts.counters.add("store_verified_bytes", entry.moved(each_move, job.result()))
         reservation.busy -= 1
+        self._job_ended.set()
         if not reservation.busy:
             self._parts.faults.reach("store.filled")
             reservation.idle.set()
