@@ -58,7 +58,7 @@ class Announcer:
         self._missed: bytes | None = None
         """A key whose node of a cluster did not answer; its answer shows that everything can be told again."""
         self._kept: Iterator[list[Event]] | None = None
-        """What this pass has yet to keep; None between passes."""
+        """This pass has yet to keep these; None between passes."""
         self._keep_s = self._pass_s = float("inf")
         """The time at which the next batch is kept, and that at which its pass began."""
         self._period_s = KEEP_S_MIN

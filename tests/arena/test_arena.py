@@ -58,7 +58,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), pages=st.integers(1, 12))
     def free_run(self, data: st.DataObject, pages: int) -> None:
-        """What lies in a run goes, and nothing else; the run can be had then."""
+        """Only what lies in a run goes; then the run can be had."""
         if not self.out:
             return
         first, _ = data.draw(st.sampled_from(self.out))

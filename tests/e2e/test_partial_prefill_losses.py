@@ -85,7 +85,7 @@ def test_a_sidecar_that_goes_in_the_middle_costs_time_only(
 def test_a_kill_that_nobody_has_noticed_yet_changes_nothing(
     local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was found is copied from the memory that both have mapped, and checked there."""
+    """The client copies what it found from the memory that both have mapped, and checks it there."""
     tokens = prompt(40, 407)
     with monkeypatch.context() as patch, connect(local_sidecar.address, timeout_s=2.0) as client:
         keep(client, SENDER, tokens, 1)

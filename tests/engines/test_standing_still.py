@@ -115,7 +115,7 @@ def test_it_opens_no_fetch_that_is_raced(
     sidecar: ThirdTierSidecar, client: Client, model: torch.nn.Module, prompts: list[Cold],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """What is computed meanwhile is taken."""
+    """The prompt takes what is computed meanwhile."""
     monkeypatch.setattr(patience, "BUDGET", 1e4)
     runner = TransformersRunner(model, chunk_tokens=STEP)
     measured(client, runner)

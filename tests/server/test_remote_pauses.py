@@ -13,7 +13,6 @@ from kvstore_ops.sidecar import Sidecar
 
 from kvstore.chunk import layout_of
 from kvstore.keys import chain_digests, fingerprint
-from kvstore.remote.node import Node
 from kvstore.remote.receiving import Receiving
 from kvstore.remote.sending import Sending
 from kvstore.seams import Pauses
@@ -21,7 +20,7 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire import spec_to_message
 from kvstore.wire.data import data_message
-from tests.server.test_remote_receiving import Service, Stream
+from tests.server.test_remote_receiving import Service, Stream, session_of
 from tests.specs import random_cache, small_spec, tokens_of
 
 SPEC = small_spec()
@@ -43,11 +42,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 @pytest.fixture
 async def service(own_sidecar: Sidecar) -> AsyncIterator[Service]:
-    node = Node("default", own_sidecar.directory / "run")
-    session = await node.open_session()
-    yield Service(node, session)
-    node.close_session(session)
-    await node.channel.close()
+    async with session_of(own_sidecar) as found:
+        yield found
 
 
 async def test_a_fetch_pauses_between_its_chunks(own_sidecar: Sidecar, service: Service, taken: list[None]) -> None:

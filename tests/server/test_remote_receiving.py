@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -84,13 +85,20 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.fixture
-async def service(own_sidecar: Sidecar) -> AsyncIterator[Service]:
-    node = Node("default", own_sidecar.directory / "run")
+@asynccontextmanager
+async def session_of(sidecar: Sidecar) -> AsyncIterator[Service]:
+    """Open a session as the remote plane has it for a client."""
+    node = Node("default", sidecar.directory / "run")
     session = await node.open_session()
     yield Service(node, session)
     node.close_session(session)
     await node.channel.close()
+
+
+@pytest.fixture
+async def service(own_sidecar: Sidecar) -> AsyncIterator[Service]:
+    async with session_of(own_sidecar) as found:
+        yield found
 
 
 @pytest.mark.parametrize("has_gone", [False, True], ids=["it fails", "its client goes"])

@@ -20,7 +20,7 @@ from tests.fakes.s3_proxy import S3Proxy
 from tests.fakes.s3_server import S3Server
 
 STANDS = "stand-"
-"""How the prefixes of all stands begin."""
+"""The prefixes of all stands begin so."""
 
 
 def new_server() -> S3Server:

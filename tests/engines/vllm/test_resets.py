@@ -14,7 +14,7 @@ from tests.specs import small_spec, tokens_of
 
 @pytest.mark.parametrize("digests", ["kvstore", "vllm"])
 def test_resets_leave_room_for_the_models_of_others(digests: str) -> None:
-    """What was kept before a reset nobody loads any more, but it stays until memory is short, and a model with chunks
+    """Nobody loads any more what was kept before a reset, but it stays until memory is short, and a model with chunks
     keeps its place. All that one engine keeps after resets is one model's."""
     environment = {**os.environ, "KVSTORE__LIMITS__MODEL_COUNT_MAX": "3"}
     with Sidecar("--capacity", "32 MiB", environment=environment) as own:

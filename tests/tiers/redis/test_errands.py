@@ -22,7 +22,7 @@ class Server:
         self.removed: list[bytes] = []
         self.touched: list[bytes] = []
         self.asked: list[Sequence[bytes]] = []
-        """What each call was to remove."""
+        """Each call was to remove these."""
         self.failures = 0
         self.refusal: KVStoreError | None = None
         self.is_silent = False

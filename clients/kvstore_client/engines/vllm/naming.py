@@ -60,7 +60,7 @@ class Naming:
         self._seed = seed_of_process()
         self._has_told = False
         self._era = b""
-        """What tells the weights since the last reset from those before; empty: there was none."""
+        """It tells the weights since the last reset from those before; empty: there was none."""
         if self._by_hashes and self._seed != DEFAULT_SEED:
             _log.warning(
                 "kvstore: PYTHONHASHSEED=%s seeds vLLM's block hashes: engines and routers with another seed, or none, "
