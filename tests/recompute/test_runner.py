@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from kvstore_client.engines.transformers import TransformersRunner
-from kvstore_client.recompute import recompute
+from kvstore_client.recompute import GivenKV, Run, recompute
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaModel
 
 from kvstore.errors import InvalidRequest
@@ -129,6 +129,16 @@ def test_a_model_without_a_runner_is_named() -> None:
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     with pytest.raises(InvalidRequest, match="dynamic"):
         TransformersRunner(model_of("llama", rope_parameters=dynamic))
+
+
+def test_a_model_cast_to_half_moves_keys_by_the_frequencies_it_has_left() -> None:
+    """Those of Llama 3's slowest pairs are below what float16 has at full precision."""
+    rope = {**LLAMA3, "rope_theta": 500000.0, "factor": 32.0, "original_max_position_embeddings": 8192}
+    model = model_of("llama-llama3", dtype=torch.float16, head_dim=64, rope_parameters=rope)
+    runner, tokens = TransformersRunner(model), prompt(40, 6)
+    alone, there = in_full(model, tokens[10:30]), in_full(model, tokens)
+    moved = recompute(runner, tokens, [Run(10, 20, GivenKV(alone.kv))], Recompute.reuse())
+    assert torch.allclose(moved.kv[0][0].float(), there.kv[0][0].float(), atol=2e-2)
 
 
 def test_another_models_spec_is_refused() -> None:
