@@ -130,6 +130,35 @@ def test_a_profile_covers_what_its_figures_were_measured_on() -> None:
     assert (made.token_count_max, made.run_count_max) == (60, 2)
 
 
+def test_questions_about_the_same_documents_are_one_context() -> None:
+    """Their answers are kept and lost together: counted one by one they look surer than they are, and a search that saw
+    the documents would be judged by them."""
+    sets, ends = [each.tokens[:52] for each in asked(6)], [prompt(8, 300 + number).numpy() for number in range(3)]
+    places = (range(3, 25), range(25, 52))
+    prompts = [Prompt(np.concatenate([one, end]).astype("uint32"), places) for end in ends for one in sets]
+    subject = OwnSubject(RUNNER, None, "position", prompts, 3)
+    made = subject.calibration
+    assert (made.search_contexts, made.contexts, made.answers) == (2, 4, 12)
+    assert subject.full().by_context == (1.0,) * 6
+    done: list[int] = []
+    lossy = subject.measure(Recompute.reuse(), range(6), done.append)
+    assert done == [1, 2, 3, 4, 5, 6]
+    assert {round(3 * each, 6) for each in lossy.by_context} <= {0.0, 1.0, 2.0, 3.0}
+    parts = [subject.measure(Recompute.reuse(), those, done.append) for those in (range(2), range(2, 6))]
+    assert (parts[0] + parts[1]).by_context == lossy.by_context
+    documents = [each.prompt.tokens[3:52].tobytes() for each in subject._asked]
+    assert not set(documents[:6]) & set(documents[6:]), "what is searched on judges nothing"
+
+
+def test_prompts_about_too_few_documents_are_refused(tmp_path: Path) -> None:
+    ends = [prompt(8, 300 + number).tolist() for number in range(24)]
+    lines = [{"tokens": prompt(52, 70).tolist() + end, "segments": [[3, 25], [25, 52]]} for end in ends]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(InvalidRequest, match="1 set of documents"):
+        read_prompts(path, None, VOCABULARY)
+
+
 def test_caches_that_do_not_fit_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = OwnSubject(RUNNER, SIBLING, "sibling", asked(2), 3)
     group = Recompute(1, 1)
@@ -182,7 +211,9 @@ def test_text_is_cut_part_by_part(directory: Path, tmp_path: Path) -> None:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
     path = tmp_path / "text.jsonl"
-    each = ({"segments": ["w5 w6", "w7 w8 w9"], "suffix": f"w{number}"} for number in range(1, PROMPTS_MIN + 1))
+    each = (
+        {"segments": ["w5 w6", f"w7 w8 w{9 + number % 4}"], "suffix": f"w{number + 1}"} for number in range(PROMPTS_MIN)
+    )
     path.write_text("".join(json.dumps(prompt) + "\n\n" for prompt in each))
     found = read_prompts(path, None, VOCABULARY, tokenizer)
     assert len(found) == PROMPTS_MIN

@@ -5,6 +5,9 @@ There are no labels. The model answers every prompt greedily after a full prefil
 when each of its tokens, given the tokens before it, is again the most probable. Only whole answers count: spaces, full
 stops and ends agree in any case, so that nine tokens of ten may agree while half of the answers are lost. Near ties
 count as they fall, so that the loss is rather overstated.
+
+Prompts with the same documents are one context. Their answers are kept and lost together, so that errors are of
+contexts, and no document of the search is measured again.
 """
 
 from __future__ import annotations
@@ -29,12 +32,12 @@ from kvstore.planning.permit import ALONE, PROVENANCE
 from kvstore.planning.profile import Origin
 from kvstore.spec import ModelSpec
 from kvstore_ops.profiling.answers import agreement, said
-from kvstore_ops.profiling.prompts import Prompt, digest_of
+from kvstore_ops.profiling.prompts import Prompt, by_documents, digest_of
 from kvstore_ops.profiling.subject import Measured
 
 ANSWER_TOKENS = 16
 SEARCH_EVERY = 3
-"""The search uses every third prompt; the others are for the figures."""
+"""The search uses every third context; the others are for the figures."""
 KEPT_SHARE = 4
 """One part in this many of the machine's memory is for the prompts' caches; other caches are computed each time."""
 
@@ -96,35 +99,42 @@ class OwnSubject:
         self.origin = _origin_of(prompts, reuse)
         self._runner = receiver
         self._caches = _Caches(sender or receiver)
-        self._asked = []
-        searched = prompts[::SEARCH_EVERY]
-        prompts = [*searched, *(prompt for index, prompt in enumerate(prompts) if index % SEARCH_EVERY)]
-        for index, prompt in enumerate(prompts):
-            self._asked.append(self._answered(prompt, answer_tokens))
-            report(index + 1)
-        digest, judged = digest_of(prompts, answer_tokens), len(prompts) - len(searched)
-        measured = prompts[len(searched) :]  # the search's own prompts say nothing of the figures
+        self._asked: list[_Asked] = []
+        self._contexts: list[range] = []
+        known = by_documents(prompts)
+        searched = known[::SEARCH_EVERY]
+        judged = [context for index, context in enumerate(known) if index % SEARCH_EVERY]
+        for context in (*searched, *judged):
+            for prompt in context:
+                self._asked.append(self._answered(prompt, answer_tokens))
+                report(len(self._asked))
+            self._contexts.append(range(len(self._asked) - len(context), len(self._asked)))
+        digest = digest_of([each.prompt for each in self._asked], answer_tokens)
+        measured = [prompt for context in judged for prompt in context]  # the search's own say nothing of the figures
         runs = 1 if reuse == "sibling" else max(len(prompt.segments) for prompt in measured)
         longest = max(int(prompt.tokens.size) for prompt in measured)
-        self.calibration = Calibration(digest, (), judged, judged, len(searched), longest, runs)
+        self.calibration = Calibration(digest, (), len(judged), len(measured), len(searched), longest, runs)
 
     def full(self) -> Measured:
         """Return the full prefill's measurement. It is perfect, because the other settings are compared with it."""
-        return Measured((1.0,) * len(self._asked), 1.0, 0.0, 1.0, 0.0)
+        return Measured((1.0,) * len(self._contexts), 1.0, 0.0, 1.0, 0.0)
 
     def measure(self, setting: Recompute, those: range, report: Callable[[int], None]) -> Measured:
-        found, wrong = [], 0
-        for index in those:
-            asked = self._asked[index]
-            runs = list(self._runs(index, asked.prompt, setting))
-            lossy, share = said(self._runner, asked.tokens, asked.answer, runs, setting)
-            found.append(agreement(asked.logits, lossy, asked.answer, share))
-            wrong += int(misled(asked.logits[:1], lossy[:1]).sum())
+        found: list[tuple[float, ...]] = []
+        for context in those:
+            answers = [self._measured(index, setting) for index in self._contexts[context]]
+            found.append(tuple(sum(each) / len(answers) for each in zip(*answers, strict=True)))
             report(len(found))
-        share, tokens, kl = (
-            sum(each) / len(found) for each in zip(*((f.share, f.tokens, f.kl) for f in found), strict=True)
-        )
-        return Measured(tuple(float(each.is_kept) for each in found), share, wrong / len(found), tokens, kl)
+        kept, *means = zip(*found, strict=True)
+        return Measured(kept, *(sum(each) / len(found) for each in means))
+
+    def _measured(self, index: int, setting: Recompute) -> tuple[float, ...]:
+        """Return of one answer if it is kept, f, if it misleads, the share of its tokens that are kept, and KL."""
+        asked = self._asked[index]
+        runs = list(self._runs(index, asked.prompt, setting))
+        lossy, share = said(self._runner, asked.tokens, asked.answer, runs, setting)
+        found = agreement(asked.logits, lossy, asked.answer, share)
+        return float(found.is_kept), found.share, float(misled(asked.logits[:1], lossy[:1])), found.tokens, found.kl
 
     @torch.inference_mode()
     def _answered(self, prompt: Prompt, answer_tokens: int) -> _Asked:

@@ -12,7 +12,7 @@ Text is cut by the model's tokenizer, each part by itself, so that a document ha
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from kvstore_ops.operators.harmless import reason_of
 
 PROMPTS_MIN = 24
 """Fewest prompts. Two thirds of them have about 250 answer tokens: enough to show 0.99 when nothing is lost."""
+DOCUMENT_SETS_MIN = 4
+"""Fewest sets of documents: two to search on and two to measure on, which a standard error needs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +48,8 @@ class Prompt:
 def read_prompts(path: Path, count: int | None, vocab_size: int, tokenizer: Any = None) -> list[Prompt]:
     """Read the first ``count`` prompts of a file; None: all. ``tokenizer``: of transformers, for prompts of text.
 
-    Raises: InvalidRequest for fewer prompts than ``count`` or PROMPTS_MIN, and naming the line that is wrong.
+    Raises: InvalidRequest for fewer prompts than ``count`` or PROMPTS_MIN, for prompts about fewer sets of documents
+    than DOCUMENT_SETS_MIN, and naming the line that is wrong.
     """
     if count is not None and count < PROMPTS_MIN:
         raise InvalidRequest(f"--contexts {count}: at least {PROMPTS_MIN}, a useful profile has a hundred")
@@ -71,7 +74,22 @@ def read_prompts(path: Path, count: int | None, vocab_size: int, tokenizer: Any 
                 "than it is; leave one out"
             )
         prompts.append(prompt)
+    sets = len(by_documents(prompts))
+    if sets < DOCUMENT_SETS_MIN:
+        raise InvalidRequest(
+            f"--prompts {path} is about {sets} set{'s' * (sets > 1)} of documents, {DOCUMENT_SETS_MIN} are wanted, and "
+            "dozens are useful: answers about the same documents are kept and lost together"
+        )
     return prompts
+
+
+def by_documents(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
+    """Return the prompts in lists of those with the same documents, in any order, by the first of each."""
+    found: dict[frozenset[bytes], list[Prompt]] = {}
+    for prompt in prompts:
+        documents = frozenset(prompt.tokens[run.start : run.stop].tobytes() for run in prompt.segments)
+        found.setdefault(documents, []).append(prompt)
+    return list(found.values())
 
 
 def digest_of(prompts: list[Prompt], answer_tokens: int) -> str:
