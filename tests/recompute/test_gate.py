@@ -63,6 +63,22 @@ def test_drift_is_seen_soon_and_seldom_where_there_is_none() -> None:
     assert steady.misled - int(draws.sum()) >= 2
 
 
+@pytest.mark.parametrize("rate", [0.3, 0.6, 0.8])
+def test_of_a_setting_that_often_misleads_only_more_of_it_is_drift(rate: float) -> None:
+    """Who wants little quality gets such a setting. An alarm in 10,000 checks would be five or six here."""
+
+    def drifts(true: float, checks: int, seed: int) -> bool:
+        watch, draws = DriftWatch(rate, 300), torch.rand(checks, generator=torch.Generator().manual_seed(seed))
+        for each in (draws < true).tolist():
+            watch.add(each)
+            if watch.has_drifted:
+                return True
+        return False
+
+    assert sum(drifts(rate, 5_000, seed) for seed in range(12)) <= 2
+    assert all(drifts(min(2.5 * rate, 1.0), 200, seed) for seed in range(12))
+
+
 def test_without_a_valid_profile_nothing_lossy(tmp_path: Path) -> None:
     gate = Gate(tmp_path)
     for directory in (Gate(tmp_path), Gate(tmp_path / "missing")):

@@ -32,13 +32,14 @@ class DriftWatch:
 
     Each check adds ln(p1 / p0) when it misled, ln((1 - p1) / (1 - p0)) when not, and the sum never falls below 0. p0 is
     the profile's rate (with one answer more of each kind, because it may be 0); p1 is four times that, at least 0.2
-    more. A sum above ln(10,000) is drift: without drift, at most one alarm in 10,000 checks on average. Departure: p1
-    is set, not estimated. Source: CUSUM (Page, 1954); the bound, Lorden (1971).
+    more, but at most three quarters of the way to 1. A sum above ln(10,000) is drift: without drift, at most one alarm
+    in 10,000 checks on average. Departure: p1 is set, not estimated. Source: CUSUM (Page, 1954); the bound, Lorden
+    (1971).
     """
 
     def __init__(self, rate: float, answers: int) -> None:
-        before = min((rate * answers + 1) / (answers + 2), 0.5)
-        after = min(max(4 * before, before + 0.2), 0.95)
+        before = (rate * answers + 1) / (answers + 2)
+        after = min(max(4 * before, before + 0.2), (3 + before) / 4)
         self._steps = (math.log((1 - after) / (1 - before)), math.log(after / before))
         self.checks = 0
         self.misled = 0
