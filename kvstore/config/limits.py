@@ -44,7 +44,8 @@ class LimitSettings:
     leased_bytes_max: Size
     """Memory that one session may be reading at once. Default: `arena.capacity_bytes`."""
     lease_age_s_max: Duration = 60.0
-    """When room is needed, a lease that is older than this is revoked; its reader's fetch then misses."""
+    """When room is needed, or a value takes the place of another one, a lease that is older than this is revoked; its
+    reader's fetch then misses."""
     lease_count_max: int = 4096
     """Fetches of one session that hold chunks at the same time."""
     ticket_age_s_max: Duration = 30.0

@@ -22,9 +22,9 @@ class Replacement:
         self._parts = parts
 
     async def remove(self, space: Namespace, digests: Sequence[bytes], deadline: Deadline) -> None:
-        """Remove the chunks of these digests, once nobody reads or stores them. Raises InvalidRequest for a namespace
-        whose digests have one meaning for ever; Unavailable when reads or stores do not end within the deadline, and at
-        once where a chunk is pinned."""
+        """Remove the chunks of these digests, once nobody reads or stores them. Leases that are too old do not count.
+        Raises InvalidRequest for a namespace whose digests have one meaning for ever; Unavailable when reads or stores
+        do not end within the deadline, and at once where a chunk is pinned."""
         if space.kind is not CacheKind.OPAQUE:
             raise InvalidRequest("replaces: only chunks of an opaque namespace can be replaced")
         while True:
@@ -35,6 +35,7 @@ class Replacement:
                 return  # the claim follows without a pause, so nobody can read or store them in between
             if self._parts.pins.is_kept(space.index.get(busy, ROOT_ROW)):
                 raise Unavailable("the value that is to be replaced is pinned: kvstore unpin ends that")
+            self._parts.leases.revoke_stale()  # a reader that stands still would keep the value for ever
             while self._is_in_use(space, busy):  # only this digest is checked while waiting: there may be many
                 if deadline.has_passed:
                     raise Unavailable("the value that is to be replaced is being read or written: try again")
