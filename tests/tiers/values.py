@@ -28,9 +28,9 @@ class ValueService(DeviceService):
     def of_key(self, key: str) -> ChainQuery:
         return ChainQuery(self.model, [Key.of(key).whole])
 
-    async def put(self, value: int, key: str = "k") -> Durability:
-        """Store a value in the place of whatever the key holds. Returns the level that it reached. Raises
-        KVStoreError where the service refuses it."""
+    async def put(self, value: int, key: str = "k", *, is_settled: bool = True) -> Durability:
+        """Store a value in the place of whatever the key holds. Returns the level that it reached; not ``is_settled``:
+        at once. Raises KVStoreError where the service refuses it."""
         query, session = self.of_key(key), self.session
         claimed = await self.controller.reserve(session, ReserveRequest(query, query.digests, replaces=query.digests))
         staging = self.controller.create_staging(session, self.layout.body_bytes)
@@ -38,7 +38,7 @@ class ValueService(DeviceService):
         fill = Fill(0, 0, self.layout.strip_count, staging.staging_id, 0)
         await self.controller.commit(session, claimed.reservation_id, [fill])
         self.controller.close_staging(session, staging.staging_id)
-        return await self.level(key)
+        return await self.level(key) if is_settled else Durability.MEMORY
 
     async def level(self, key: str = "k") -> Durability:
         return (await self.controller.settle(self.of_key(key), SETTLE_S)).durability

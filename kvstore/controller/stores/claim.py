@@ -62,12 +62,13 @@ class Claims:
         with self._reservations.making(session):
             spaces = self._spaces(request)
             with self._catalog.use(request.query.fingerprint, spaces):
-                if request.replaces:
-                    if self.refusal:
-                        raise Unavailable(self.refusal)  # before the old value goes
-                    patience = deadline.sooner(deadline.answerable_s)  # the old value does not go for a caller who left
-                    await self._replacement.remove(spaces[0], request.replaces, patience)
-                return await self._reserve(session, request, spaces, deadline)
+                if not request.replaces:
+                    return await self._reserve(session, request, spaces, deadline)
+                if self.refusal:
+                    raise Unavailable(self.refusal)  # before the old value goes
+                patience = deadline.sooner(deadline.answerable_s)  # the old value does not go for a caller who left
+                async with self._replacement.removed(spaces[0], request.replaces, patience):
+                    return await self._reserve(session, request, spaces, deadline)
 
     def _spaces(self, request: ReserveRequest) -> list[Namespace]:
         """Return the namespaces of a request's parts. Raises InvalidRequest for a request that contradicts itself."""

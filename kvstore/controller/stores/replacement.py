@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 
 from kvstore.catalog import ROOT_ROW, Namespace
 from kvstore.chunk import ChunkHeader, write_mark
@@ -20,6 +21,20 @@ class Replacement:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._replacing: set[tuple[Namespace, bytes]] = set()
+        """Digests of values that are gone for newer ones, which may still wait for room, and are not claimed then."""
+
+    @asynccontextmanager
+    async def removed(self, space: Namespace, digests: Sequence[bytes], deadline: Deadline) -> AsyncIterator[None]:
+        """Remove the chunks as ``remove`` does, and let no other store remove them before the end: a key has two names,
+        and the values of both stores would stay."""
+        await self.remove(space, digests, deadline)
+        names = {(space, each) for each in digests}
+        self._replacing |= names  # at once: ``remove`` saw that no other store has them
+        try:
+            yield
+        finally:
+            self._replacing -= names
 
     async def remove(self, space: Namespace, digests: Sequence[bytes], deadline: Deadline) -> None:
         """Remove the chunks of these digests, once nobody reads or stores them. Leases that are too old do not count.
@@ -32,7 +47,7 @@ class Replacement:
             if busy is None:
                 for row in [space.index[each] for each in digests if each in space.index]:
                     self._parts.movement.remove(row, MissReason.STALE)
-                return  # the claim follows without a pause, so nobody can read or store them in between
+                return
             if self._parts.pins.is_kept(space.index.get(busy, ROOT_ROW)):
                 raise Unavailable("the value that is to be replaced is pinned: kvstore unpin ends that")
             self._parts.leases.revoke_stale()  # a reader that stands still would keep the value for ever
@@ -42,9 +57,11 @@ class Replacement:
                 await self._parts.clock.sleep(STEP_S)
 
     def _is_in_use(self, space: Namespace, digest: bytes) -> bool:
-        """True when the digest's chunk is being read or stored."""
+        """True when the digest's chunk is being read, stored or replaced."""
+        if digest in space.pending or (space, digest) in self._replacing:
+            return True
         row = space.index.get(digest)
-        return digest in space.pending or (row is not None and self._parts.catalog.table.is_held(row))
+        return row is not None and self._parts.catalog.table.is_held(row)
 
     async def supersede(
         self, space: Namespace, replaced: Sequence[bytes], headers: Iterable[ChunkHeader], deadline: Deadline
