@@ -8,6 +8,8 @@ from itertools import groupby
 from operator import and_
 from typing import NamedTuple
 
+import numpy as np
+
 from kvstore.catalog.events import Event
 from kvstore.catalog.models import Models, Use
 from kvstore.catalog.namespace import Namespace
@@ -150,6 +152,23 @@ class Catalog:
         count = self.table.token_counts[row]
         is_tail = self.space_of(row).is_tail(count) and not self.table.child_counts[row]
         return is_tail and count < parents.get(parent_digest(self.table, row), 0)
+
+    def below(self, space: Namespace, rows: Iterable[int]) -> list[int]:
+        """Return the rows of all descendants of a namespace's chunks, parents before children. Cost: nothing where none
+        has a child; else a pass over the table, a sort of the namespace's rows, and 4 us per descendant."""
+        table = self.table
+        found = [row for row in rows if table.child_counts[row]]
+        count = len(found)
+        if not count:
+            return []
+        ours = np.flatnonzero(np.frombuffer(table.spaces, np.uint16) == space.number)
+        parents = np.frombuffer(table.parents, np.int32)[ours]
+        order = np.argsort(parents, kind="stable")
+        ours, parents = ours[order], parents[order]
+        for row in found:  # it grows meanwhile
+            start, stop = np.searchsorted(parents, (row, row + 1))
+            found += ours[start:stop].tolist()
+        return [row for row in found[count:] if table.digests[row]]
 
     def worth(self, row: int) -> tuple[int, float]:
         """Return a chunk's weight (bytes as stored raw; 0 while the model is unknown, and where it has no chunks of

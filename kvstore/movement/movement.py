@@ -345,7 +345,8 @@ class Movement:
     # ------------------------------------------------------------ copies go
 
     def superseded(self, row: int) -> None:
-        """Make a chunk the first to go in every tier when room is needed: another chunk has all its tokens."""
+        """Make a chunk the first to go in every tier when room is needed: another chunk has all its tokens, or it is of
+        a value that was replaced."""
         self._counters.add("superseded_chunks")
         for copies in self._table.copies:
             copies.policy.superseded(row)

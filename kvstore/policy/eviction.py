@@ -35,8 +35,8 @@ class EvictionPolicy(Protocol):
         """Record that this tier has the chunk now. The chunk counts as used just now."""
 
     def superseded(self, row: int) -> None:
-        """Make a chunk without children the first to go, until it is used again: another chunk has all its tokens.
-        Ignored for a row that is not in this tier."""
+        """Make a chunk the first to go, until it is used again. Where its children are to go, too, they are told after
+        it. Ignored for a row that is not in this tier."""
 
     def removed(self, row: int, reason: MissReason) -> None:
         """Record that the chunk left this tier; its row may be reused for another chunk. ``reason``: EVICTED for the

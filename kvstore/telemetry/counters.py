@@ -36,7 +36,7 @@ DESCRIPTIONS: dict[str, str] = {
     "store_refused_chunks": "Chunks refused for want of room or by a limit",
     "store_aborted_reservations": "Reservations aborted by their client or its death",
     "store_expired_reservations": "Reservations aborted for their age",
-    "superseded_chunks": "Partial chunks that go first because a longer chunk begins with their tokens",
+    "superseded_chunks": "Chunks that go first: a longer one begins with their tokens, or they are of a replaced value",
     "promoted_chunks": "Chunks brought from slower tiers into memory",
     "promoted_bytes": "Bytes brought from slower tiers into memory",
     "promotion_failed_chunks": "Chunks that could not be brought in",

@@ -228,6 +228,18 @@ def test_the_eldest_tail_is_known_by_its_length_when_the_named_are_gone() -> Non
     assert ROOT_DIGEST not in tails
 
 
+def test_what_hangs_on_a_chunk_comes_parents_first(catalog: Catalog, space: Namespace) -> None:
+    other = catalog.register(small_spec()).namespace(None, Exactness.DERIVED)
+    root, _ = put(catalog, space, "a"), put(catalog, other, "a")
+    assert catalog.below(space, [root]) == []
+    left = put(catalog, space, "gone", "a")
+    below = [put(catalog, space, name, parent) for name, parent in (("d", "c"), ("c", "a"), ("e", "d"))]
+    put(catalog, other, "c", "a")
+    take(catalog, left)
+    assert catalog.below(space, [root]) == [below[1], below[0], below[2]]
+    assert catalog.below(space, [below[0]]) == [below[2]]
+
+
 def test_documents_are_no_tails() -> None:
     """Each ends where it ends: many of them begin at the root, and nobody looks for them by a length."""
     catalog = shelved_catalog()

@@ -103,3 +103,15 @@ def test_so_many_large_chunks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None
         assert all(client.get_each("n", keys, targets))
         assert asked == [2, 2, 1] * 2
         assert all((each == noise(size, number)).all() for number, each in enumerate(targets))
+
+
+def test_what_was_replaced_goes_before_what_is_still_of_use() -> None:
+    """The chunks behind a value's first have names of their own: nothing but eviction removes them."""
+    with Sidecar("--capacity", "48 MiB") as sidecar, connect(sidecar.address) as client:
+        assert client.put_bytes("n", "old", noise(3 * MOST)).wait(20) is Durability.MEMORY
+        for number in range(5):
+            assert client.put_bytes("n", "changes", noise(3 * MOST, number)).wait(20) is Durability.MEMORY
+        for key, seed in (("old", 0), ("changes", 4)):
+            found = client.get_bytes("n", key)
+            assert found is not None
+            assert (found == noise(3 * MOST, seed)).all()

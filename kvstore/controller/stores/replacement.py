@@ -37,15 +37,19 @@ class Replacement:
             self._replacing -= names
 
     async def remove(self, space: Namespace, digests: Sequence[bytes], deadline: Deadline) -> None:
-        """Remove the chunks of these digests, once nobody reads or stores them. Leases that are too old do not count.
-        Raises InvalidRequest for a namespace whose digests have one meaning for ever; Unavailable when reads or stores
-        do not end within the deadline, and at once where a chunk is pinned."""
+        """Remove the chunks of these digests, once nobody reads or stores them; leases that are too old do not count.
+        What hangs on them has names that nobody asks for any more: it goes first when room is needed. Raises
+        InvalidRequest for a namespace whose digests have one meaning for ever; Unavailable when reads or stores do not
+        end within the deadline, and at once where a chunk is pinned."""
         if space.kind is not CacheKind.OPAQUE:
             raise InvalidRequest("replaces: only chunks of an opaque namespace can be replaced")
         while True:
             busy = next((each for each in digests if self._is_in_use(space, each)), None)
             if busy is None:
-                for row in [space.index[each] for each in digests if each in space.index]:
+                rows = [space.index[each] for each in digests if each in space.index]
+                for row in self._parts.catalog.below(space, rows):
+                    self._parts.movement.superseded(row)
+                for row in rows:
                     self._parts.movement.remove(row, MissReason.STALE)
                 return
             if self._parts.pins.is_kept(space.index.get(busy, ROOT_ROW)):
