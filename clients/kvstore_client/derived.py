@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -133,11 +135,21 @@ def written_anew(planes: Iterable[Tensor], slots: Slots | None = None, *, since:
 
 
 def is_derived(planes: Iterable[Tensor], slots: Slots | None = None) -> bool:
-    """Return True when one of these tensors lies in memory marked as derived."""
+    """Return True when one of these tensors lies in memory marked as derived. Cost: about a microsecond per mark, and
+    per tensor: only those are compared whose bytes lie in one range."""
     if not _marks:
         return False
-    marks = [mark for mark in list(_marks.values()) if mark.is_alive()]
-    return any(mark.meets(span, slots) for span in map(Span.of, planes) for mark in marks)
+    spans = sorted(map(Span.of, planes), key=lambda span: (span.device, span.start))
+    starts = [(span.device, span.start) for span in spans]
+    stops = list(accumulate(((span.device, span.stop) for span in spans), max))
+    for mark in list(_marks.values()):
+        device, start, stop, _ = mark.span
+        behind = bisect_left(starts, (device, stop))
+        while behind and stops[behind - 1] > (device, start):
+            behind -= 1
+            if mark.meets(spans[behind], slots) and mark.is_alive():
+                return True
+    return False
 
 
 def check_exact(planes: Iterable[Tensor], name: str, slots: Slots | None = None) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from kvstore_client import Client, Exactness, LayerStream, Paged, Transfer, connect, derived
 from kvstore_client.recompute import GivenKV, MergedKV, Run, dense_planes
 from kvstore_client.recompute.runs import check_runs
@@ -27,6 +29,10 @@ HIDDEN = {1: np.random.default_rng(2).integers(0, 65535, (COUNT, SPEC.hidden_siz
 DERIVED = Exactness.DERIVED
 FORBIDDEN = "exactness=Exactness.DERIVED"
 SLOTS = np.arange(COUNT)[::-1].copy()
+RUNS = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(1, 64), st.integers(1, 9)).filter(lambda run: run[0] < run[1]), max_size=6
+)
+"""(start, stop, step) of some bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +268,31 @@ def test_marks_of_memory_that_is_filled_again_do_not_add_up(slots: Any) -> None:
     for stop in (2, 3, 2, 3):
         derived.mark_derived([plane[:, :stop]])
     assert count() == 2
+
+
+def test_tensors_are_compared_with_the_marks_of_their_own_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that holds many derived caches stores others at once."""
+    monkeypatch.setattr(derived, "_marks", {})
+    kept, others = ([np.zeros((2, 4, 8), np.uint16) for _ in range(200)] for _ in range(2))
+    derived.mark_derived(kept)
+    compared: list[Any] = []
+    meets = derived._Mark.meets
+    monkeypatch.setattr(derived._Mark, "meets", lambda *given: compared.append(given) or meets(*given))  # type: ignore[func-returns-value]
+    assert not derived.is_derived(others)
+    assert not compared
+    assert derived.is_derived([*others, kept[7][1:]])
+    assert len(compared) == 1
+
+
+@given(marked=RUNS, asked=RUNS)
+def test_whatever_lies_in_marked_memory_is_found(marked: list[Any], asked: list[Any]) -> None:
+    memory = np.zeros(64, np.uint8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(derived, "_marks", {})
+        derived.mark_derived([memory[start:stop:step] for start, stop, step in marked])
+        touched = {byte for each in marked for byte in range(64)[slice(*each)]}
+        expected = any(touched & set(range(64)[slice(*each)]) for each in asked)
+        assert derived.is_derived([memory[start:stop:step] for start, stop, step in asked]) == expected
 
 
 def test_garbage_that_is_collected_meanwhile_disturbs_nobody() -> None:
