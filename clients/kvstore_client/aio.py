@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -65,8 +66,9 @@ def _end(threads: WorkerThreads, future: Future[Client]) -> None:
 
 class AsyncClient:
     """The same calls as ``Client``, awaited. A cancelled call finishes in its thread; what its result holds is given
-    back. Waits for other stores or for the device take none of the few threads: the work they wait for needs a
-    thread."""
+    back. One that reads or fills the caller's memory ends its task no sooner than that, for what is written there next
+    would be stored. Waits for other stores or for the device take none of the few threads: the work they wait for needs
+    a thread."""
 
     def __init__(self, client: Client, threads: WorkerThreads) -> None:
         self.client = client
@@ -93,6 +95,9 @@ class AsyncClient:
             late: Future[None] = Future()
             self._late.add(late)
             future.add_done_callback(lambda ended: self._drop(ended, late))
+            while _uses_memory(function, options) and not late.done():
+                with suppress(asyncio.CancelledError):  # once more: the first one is raised
+                    await ended(late, None)
             raise
 
     def _drop(self, future: Future[Result], late: Future[None]) -> None:
@@ -110,9 +115,10 @@ class AsyncClient:
             begun(self._threads, found.abort).add_done_callback(given_back)
         elif isinstance(found, Watch | LayerStream):
             begun(self._threads, found.close).add_done_callback(given_back)
+        elif isinstance(found, Transfer):
+            found.stop()
+            found.ending.add_done_callback(given_back)
         else:
-            if isinstance(found, Transfer):
-                found.stop()
             given_back()
 
     async def lookup(self, spec: ModelSpec, tokens: GivenTokens, **options: object) -> Match:
@@ -251,6 +257,16 @@ async def _cancel(_: AsyncClient, transfer: Transfer, timeout: float | None = No
     return transfer.is_done
 
 
+def _uses_memory(function: Callable[..., object], options: Mapping[str, object]) -> bool:
+    """Return True for a call that reads or fills memory of its caller."""
+    return options.get("into") is not None or getattr(function, "__func__", None) in _GIVEN_MEMORY
+
+
+_GIVEN_MEMORY = frozenset({
+    Client.store, Client.store_segment, Client.put_bytes, Client.put_pieces, Client.put_each, Client.put_encoder,
+    Client.get_each, StoreWriter.put_layer, StoreWriter.put_hidden,
+})  # fmt: skip
+"""Calls that take the caller's memory; others fill it where they are given ``into``."""
 _AWAITED: dict[object, Callable[..., Awaitable[Any]]] = {
     Receipt.wait: AsyncClient.wait,
     Transfer.wait: _wait,

@@ -8,7 +8,7 @@ import inspect
 import os
 import signal
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -241,6 +241,53 @@ async def test_a_cancelled_task_gives_back_what_it_held(
 
             await asyncio.to_thread(eventually, nothing_is_held, GIVEN_BACK_S)
         eventually(nothing_is_held, GIVEN_BACK_S)
+
+
+class Begins(Sequence[Any]):
+    """No extras. Says when a call looks at what it was given."""
+
+    def __init__(self) -> None:
+        self.was_seen = threading.Event()
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.was_seen.set()
+        raise IndexError
+
+
+@pytest.mark.parametrize("kind", ["stored", "fetched"])
+async def test_when_a_cancelled_call_has_ended_the_memory_that_it_used_is_its_callers(
+    own_sidecar: Sidecar, kind: str
+) -> None:
+    """A store of what the caller writes there next would be of wrong bytes, for everybody."""
+    begins, ours = Begins(), [(k.copy(), v.copy()) for k, v in CACHE]
+    async with await connect_async(own_sidecar.address) as client:
+        await client.lookup(SPEC, TOKENS)
+        if kind == "fetched":
+            assert await client.wait(await client.store(SPEC, TOKENS, CACHE)) is Durability.MEMORY
+        os.kill(own_sidecar.pid, signal.SIGSTOP)
+        try:
+            use = {
+                "stored": lambda: client.store(SPEC, TOKENS, ours, extras=begins),
+                "fetched": lambda: client.fetch(SPEC, TOKENS, into=ours, extras=begins),
+            }
+            running = asyncio.ensure_future(use[kind]())
+            assert await asyncio.to_thread(begins.was_seen.wait, 20.0)
+            running.cancel()
+            if not (await asyncio.wait({running}, timeout=0.2))[0]:
+                os.kill(own_sidecar.pid, signal.SIGCONT)
+                await asyncio.wait({running})
+            assert running.cancelled()
+            for plane in (plane for pair in ours for plane in pair):
+                plane.fill(7)
+        finally:
+            os.kill(own_sidecar.pid, signal.SIGCONT)
+    with connect(own_sidecar.address) as judge:  # behind the close: the call in its thread has ended
+        found = judge.fetch(SPEC, TOKENS)
+        assert all(bits(a).tolist() == bits(b).tolist() for (a, _), (b, _) in zip(found, CACHE, strict=False))
+        assert all((plane == 7).all() for pair in ours for plane in pair)
 
 
 async def test_a_close_waits_for_what_a_cancelled_call_brings(sidecar: Sidecar) -> None:
