@@ -14,6 +14,7 @@ from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import DataLoss, Unavailable
 from kvstore.spec import Durability, MissReason, Tier
+from tests.server.raw import eventually
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
 SPEC = small_spec()
@@ -51,6 +52,20 @@ def test_local_survives_kill_and_a_clean_stop(plane: str, encoding: str, write: 
                 again = client.fetch(SPEC, tokens)
                 assert (again.token_count, again.tier) == (100, Tier.DRAM)
                 assert same(again, cache, 100)
+
+
+def test_a_receipt_that_is_waited_for_without_a_sidecar_asks_again_when_there_is_one() -> None:
+    tokens, cache = tokens_of(100), random_cache(SPEC, 100)
+    with Sidecar("--capacity", "32 MiB", nvme="64 MiB") as sidecar, connect(sidecar.address) as client:
+        early, late = (client.store(SPEC, tokens, cache) for _ in range(2))
+        assert early.wait(10.0) is Durability.LOCAL
+        assert late.stored_token_count == 100
+        sidecar.stop()
+        assert late.wait(10.0) is Durability.NONE
+        assert "no sidecar answers" in late.reason or "gone" in late.reason
+        sidecar.start()
+        eventually(lambda: late.wait(10.0) is Durability.LOCAL, 10.0)
+        assert late.missing.keys() == {Durability.SHARED, Durability.OBJECT}
 
 
 def test_layers_stream_from_the_device(plane: str) -> None:

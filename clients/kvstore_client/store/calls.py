@@ -32,7 +32,7 @@ def check_durability(durability: Durability | None) -> None:
 
 
 def _gone(why: str) -> Outcome:
-    return Outcome(dict.fromkeys(LEVELS, why), True)
+    return Outcome(dict.fromkeys(LEVELS, why), True, is_answered=False)
 
 
 def _asked_nobody(why: str) -> Settling:

@@ -24,10 +24,16 @@ NOT_ASKED = "nobody asked: wait() does, of a store that did not ask for less"
 
 class Outcome(NamedTuple):
     """The levels that stored tokens have not reached, each with the reason. ``is_settled``: this will not change any
-    more."""
+    more, or, where it is not ``is_answered``, no sidecar was there to say it."""
 
     missing: Mapping[Durability, str]
     is_settled: bool
+    is_answered: bool = True
+
+    @property
+    def is_final(self) -> bool:
+        """True when the sidecar need not be asked again."""
+        return self.is_settled and self.is_answered
 
 
 class Settling(NamedTuple):
@@ -89,8 +95,9 @@ class Receipt:
 
     def wait(self, timeout: float | None = None) -> Durability:
         """Wait for the level that was asked for (None: LOCAL). Returns the highest level up to it that the leading
-        ``stored_token_count`` tokens have reached; NONE when nothing was kept. Where the level is refused, ``reason``
-        says why. Afterwards ``reached`` and ``missing`` tell of every level.
+        ``stored_token_count`` tokens have reached; NONE when nothing was kept, and while the sidecar is gone: the next
+        ``wait`` asks again. Where the level is refused, ``reason`` says why. Afterwards ``reached`` and ``missing``
+        tell of every level.
 
         Raises: DeadlineExceeded after ``timeout`` seconds (None: as long as the calls' own deadlines allow).
         """
@@ -125,7 +132,7 @@ class Receipt:
     def _to_settle(self, until_s: float) -> tuple[Settle | None, int, float]:
         """Return (the settle to ask, number of tokens, seconds), of a store that has ended. None: nothing to ask."""
         level, count, _ = self._outcome()
-        is_known = level is Durability.NONE or level >= self._wanted or (self._found and self._found.is_settled)
+        is_known = level is Durability.NONE or level >= self._wanted or (self._found and self._found.is_final)
         left_s = max(0.0, min(until_s - self._clock.monotonic(), SETTLE_S_MAX))
         return None if is_known else self.settle, count, left_s
 
