@@ -12,6 +12,14 @@ CUT_CHANGES = "tests/server/test_cut_changes.py"
 
 MUTANTS = [
     Mutant(
+        "cancelled-and-its-memory-stored",
+        "clients/kvstore_client/aio.py",
+        "            while _uses_memory(function, options) and not late.done():\n",
+        "            while False:\n",
+        "what a cancelled task's caller writes next to its tensors is stored under the prompt's name",
+        ("tests/e2e/test_async.py::test_when_a_cancelled_call_has_ended_the_memory_that_it_used_is_its_callers",),
+    ),
+    Mutant(
         "cancelled-and-yet-claimed",
         CLAIM,
         "        except BaseException:\n            self._reservations.end(reservation)\n",

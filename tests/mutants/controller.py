@@ -21,6 +21,7 @@ CHECKS = "kvstore/movement/checks.py"
 WRITES = "kvstore/movement/writes.py"
 SPACES = "kvstore/catalog/spaces.py"
 TABLE = "kvstore/catalog/table.py"
+T_REPLACING = "tests/controller/test_replacing.py"
 T_NEWEST = "tests/tiers/nvme/test_newest.py"
 T_CONTROLLER = "tests/controller/test_controller.py"
 T_RECOVERED = "tests/tiers/nvme/test_recovered.py"
@@ -254,6 +255,14 @@ MUTANTS = [
         "        if False:\n            raise",
         "a digest that has one meaning for ever is given another",
         ("tests/e2e/test_bytes.py::test_routers_and_attention_caches_do_not_meet_opaque_values",),
+    ),
+    Mutant(
+        "two-values-of-one-key",
+        REPLACEMENT,
+        "        self._replacing |= names  #",
+        "        #",
+        "of two puts both stay, and the older one is read once the other was evicted",
+        (f"{T_REPLACING}::test_of_two_values_that_wait_for_room_under_the_names_of_one_key_one_is_taken",),
     ),
     Mutant(
         "replaced-value-is-not-erased",
