@@ -282,7 +282,7 @@ class Client:
         self, namespace: str, key: str | bytes, *, into: Buffer | None = None, verify: bool = False
     ) -> NDArray[np.uint8] | None:  # fmt: skip
         """Return a key's value, whole, as an array of bytes: owned memory, or ``into``, which is as long as the value.
-        None when there is no value. ``verify``: hash every strip on the way. Raises: InvalidRequest."""
+        None when there is no value. ``verify``: hash every strip on the way. Raises: InvalidRequest, Exhausted."""
         return opaque.get(self._context, namespace, key, into, verify=verify)
 
     def get_each(
@@ -290,7 +290,7 @@ class Client:
     ) -> list[bool]:
         """Fetch values of known sizes, in one call, each into its target: a buffer, or a list of buffers that are one
         run. False: there is no value, it has another size, or it was replaced meanwhile; that target's bytes are then
-        undefined. Raises: InvalidRequest."""
+        undefined. Raises: InvalidRequest, Exhausted."""
         return opaque.get_each(self._context, namespace, keys, targets, verify=verify)
 
     def put_each(
