@@ -127,6 +127,8 @@ class S3Connection:
                     answer = await request(client)
             except Exception as error:
                 refused = refusal_of(error)
+                if refused.status and refused.code not in RETRIED:
+                    self._budget.earn()  # a miss is an answer, too
                 is_renewed = refused.code in STALE and held is not None and await self._renew(held)
                 is_closed = (refused.code in CLOSED or is_renewed) and not attempt
                 is_worth_it = is_closed or (refused.code in RETRIED and not (is_urgent and attempt))

@@ -161,6 +161,23 @@ def test_retries_have_a_budget(stand: S3Stand) -> None:
     stand.run(scenario)
 
 
+def test_misses_earn_retries_as_hits_do(stand: S3Stand) -> None:
+    """A node that finds nothing in a bucket has none left after its first few refusals, for ever."""
+
+    async def scenario() -> None:
+        stand.switches.refusals = [(503, "SlowDown")] * 1000
+        for _ in range(20):
+            with pytest.raises(Unavailable):
+                await stand.tier.open(chunk(1).name)
+        stand.switches.refusals = []
+        for number in range(2 * int(1 / RetryBudget.EARNED)):
+            assert await stand.tier.open(chunk(number).name) is None
+        stand.switches.refusals = [(503, "SlowDown")]
+        assert await stand.tier.open(chunk(1).name) is None, "it was tried again"
+
+    stand.run(scenario)
+
+
 def test_a_question_that_is_refused_fails_no_lookup(stand: S3Stand) -> None:
     """A lookup of a long chain is a dozen: of a store that refuses one in twenty most lookups would fail, and after
     three of them the tier would be left alone. One that refuses all hears hardly more."""
