@@ -199,9 +199,11 @@ async def _whole(settings: S3Settings, each: Listed, connection: S3Connection) -
 
 
 def _examined(each: Listed, looked: Looked | None, judged: Callable[[Looked], ChunkHeader | None]) -> Examined:
-    """``judged`` returns None for an object that it cannot open."""
+    """``judged`` returns None for an object that it cannot open. An object that was written anew since it was listed is
+    no older than that: a deletion by age leaves it alone."""
     if looked is None:
         return Examined(each, reason="gone")
+    each = each._replace(modified_s=max(each.modified_s, looked.modified_s))
     if looked.is_archived:
         return Examined(each, reason="archived")
     if is_newer_format(looked.data) and not is_sealed(looked.data):

@@ -40,13 +40,15 @@ RESTORED = 'ongoing-request="false"'
 
 class Looked(NamedTuple):
     """The first bytes of an object, its ETag, and its length. ``is_ahead``: the bytes that follow were read, too.
-    ``is_archived``: an object is there, and its storage class gives none of its bytes."""
+    ``is_archived``: an object is there, and its storage class gives none of its bytes. ``modified_s``: wall seconds of
+    its write, 0 where the answer does not tell."""
 
     data: bytes
     etag: str
     total_bytes: int
     is_ahead: bool = False
     is_archived: bool = False
+    modified_s: float = 0.0
 
 
 def look(settings: S3Settings, storage_key: bytes, byte_count: int, ahead: Sequence[Bytes] = ()) -> Looked | None:
@@ -74,7 +76,8 @@ async def first_bytes(
         whole = answer.get("ContentRange", "").rpartition("/")[2]
         if not whole.isdecimal() and answer["ResponseMetadata"]["HTTPStatusCode"] == PARTIAL:
             raise Refused(ODD)  # else a part would be taken for the whole of a damaged object
-        return Looked(data.tobytes(), told(answer, "ETag"), int(whole if whole.isdecimal() else length), is_ahead)
+        total_bytes = int(whole if whole.isdecimal() else length)
+        return Looked(data.tobytes(), told(answer, "ETag"), total_bytes, is_ahead, modified_s=_modified_s(answer))
 
     try:
         return await connection.ask(request)
@@ -86,7 +89,11 @@ async def first_bytes(
         if refused.code not in TOO_SHORT:
             raise
     empty = await connection.ask(lambda client: client.head_object(**place))  # an empty object has no range
-    return Looked(b"", told(empty, "ETag"), int(told(empty, "ContentLength")))
+    return Looked(b"", told(empty, "ETag"), int(told(empty, "ContentLength")), modified_s=_modified_s(empty))
+
+
+def _modified_s(answer: Mapping[str, Any]) -> float:
+    return float(answer["LastModified"].timestamp()) if "LastModified" in answer else 0.0
 
 
 class Probed(NamedTuple):

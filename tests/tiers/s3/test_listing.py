@@ -139,6 +139,21 @@ def test_a_store_that_is_busy_for_a_while_ends_no_scan(stand: S3Stand, monkeypat
     stand.run(scenario)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_object_that_was_stored_anew_since_it_was_listed_is_as_old_as_it_is(stand: S3Stand, whole: bool) -> None:
+    """A page takes minutes to read whole. A node that puts damage right meanwhile, and is told OBJECT, would lose it to
+    a deletion by age."""
+
+    async def scenario() -> None:
+        await write(stand.tier, chunk(1))
+        [([now], _)] = await asyncio.to_thread(lambda: list(listing.pages(stand.settings)))
+        before = now._replace(etag='"of-another-one"', byte_count=now.byte_count - 1, modified_s=now.modified_s - 3600)
+        [found] = await asyncio.to_thread(listing.examine, stand.settings, [before], whole=whole)
+        assert found.listed.modified_s == pytest.approx(now.modified_s, abs=1.0)
+
+    stand.run(scenario)
+
+
 async def test_only_the_object_that_was_refused_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listing, "PAUSES_S", (0.0,))
     asked: list[int] = []
