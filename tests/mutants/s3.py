@@ -279,10 +279,7 @@ MUTANTS = [
         "    each = each._replace(modified_s=max(each.modified_s, looked.modified_s))\n",
         "",
         "kvstore scan --delete removes what a node has just put right and promised",
-        (
-            "tests/tiers/s3/test_listing.py::"
-            "test_an_object_that_was_stored_anew_since_it_was_listed_is_as_old_as_it_is",
-        ),
+        ("tests/tiers/s3/test_listing.py::test_an_object_that_was_stored_anew_since_it_was_listed_is_as_old_as_it_is",),
     ),
     Mutant(
         "what-no-key-opens-counts-as-checked",

@@ -54,6 +54,12 @@ class Allowance:
         if any(limit and count - kept > step for count, kept, step, limit in rows):
             self.keep()
 
+    def give_back(self, byte_count: int) -> None:
+        """Undo the count and the turn of bytes that no object had."""
+        self._bytes -= byte_count
+        if self._settings.bytes_per_s_max:
+            self._free_at_s -= byte_count / self._settings.bytes_per_s_max
+
     def keep(self) -> None:
         """Write the account to its file. Where that fails the log says so, and the limits hold for this process
         alone."""

@@ -223,21 +223,19 @@ class S3Tier:
         self._allowance.used(byte_count + ahead_bytes, 1)
         try:
             looked = await self._run(
-                workers,
-                look,
-                self._settings,
-                name.storage_key,
-                byte_count,
-                ahead,
+                workers, look, self._settings, name.storage_key, byte_count, ahead,
                 grace_s=self._read_grace_s(ahead_bytes),
-            )
+            )  # fmt: skip
         except PermissionDenied:
+            self._allowance.give_back(ahead_bytes)
             self._say_denied()
             return Judgement(Finding.HIDDEN)
         except Unavailable as error:
             self._bucket.refused(error)
             raise
         self._bucket.seen()
+        beyond_bytes = byte_count + ahead_bytes - (looked.total_bytes if looked else 0)
+        self._allowance.give_back(min(ahead_bytes, max(0, beyond_bytes)))
         found = judge(looked, name, self._trust)
         if found.finding in KEPT:
             self._say(f"{KEPT[found.finding]}: it is a miss here, and stays", etag=found.etag)

@@ -66,6 +66,28 @@ def test_questions_without_an_answer_count_for_the_day(stand: S3Stand, is_refuse
     stand.run(scenario)
 
 
+@pytest.mark.parametrize("is_denied", [False, True])
+def test_bytes_that_a_read_did_not_get_count_for_no_limit(stand: S3Stand, is_denied: bool) -> None:
+    """A chunk's first bytes are asked for with its header. Where many are gone, as after a scan that deleted them, the
+    tier would be left alone for the rest of the day, and reads would wait for a turn that nobody needs."""
+
+    async def scenario() -> None:
+        what = chunk(1, LARGE)
+        target = [np.empty(slab.byte_count, np.uint8) for slab in LARGE.slabs]
+        settings = replace(stand.settings, range_bytes=LARGE.total_bytes, day_bytes_max=3 * LARGE.total_bytes,
+                           bytes_per_s_max=LARGE.total_bytes)  # fmt: skip
+        tier = tier_of(settings)
+        stand.switches.denied = frozenset({"GET"} if is_denied else ())
+        for _ in range(13):
+            assert await tier.open(what.name, target) is None
+        stand.switches.turn_off()
+        await write(stand.other, what)
+        assert await found(tier, what)
+        await tier.close()
+
+    stand.run(scenario)
+
+
 class Hand(SystemClock):
     """A clock that is moved by hand; sleepers wake at once."""
 
