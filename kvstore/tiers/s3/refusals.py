@@ -71,7 +71,10 @@ _REMEDIES = {
     "304": "the answer is an old one's: a proxy or cache that keeps answers must not stand before the store",
     "ProxyConnectionError": "check tiers.s3.proxy, or HTTPS_PROXY in the service's environment",
     "InvalidEndpoint": "set tiers.s3.endpoint_url to http://HOST:PORT or https://HOST:PORT",
-    "SlowDown": "the store asks for fewer requests: lower tiers.s3.reader_count and writer_count, or share less",
+    **dict.fromkeys(("SlowDown", "SlowDownRead", "SlowDownWrite", "ServiceUnavailable", "503", "429", "TooManyRequests",
+                     "Throttling", "ThrottlingException", "RequestLimitExceeded"),
+                    "the store is busy and asks for fewer requests: lower tiers.s3.reader_count and writer_count, or "
+                    "share less"),
     "ReadTimeoutError": f"{_ENDPOINT}; raise tiers.s3.timeout_s for one that takes longer to answer",
     **dict.fromkeys(("EndpointConnectionError", "ConnectTimeoutError", "CutShort", "ConnectionClosedError",
                      "HTTPClientError"), _ENDPOINT),
@@ -137,7 +140,10 @@ def error_of(refused: Refused, action: str) -> KVStoreError:
     if code == "EntityTooLarge":
         return Exhausted("tiers.s3: the store takes no object as large as this chunk (EntityTooLarge): raise its limit")
     if code in DENIED or (refused.status == 403 and code not in _REMEDIES):
-        what = "tiers.s3.expected_owner must be the bucket's owner, where it is set"
+        what = (
+            "where they are set, tiers.s3.expected_owner must be the bucket's owner, and tiers.s3.sse_kms_key_id a key "
+            "on which it has kms:GenerateDataKey and kms:Decrypt"
+        )
         return PermissionDenied(f"tiers.s3: {action} is denied ({code}): {_RIGHTS[action]}; {what}")
     if code in TOO_SHORT:
         return DataLoss("the object ends before the chunk does", reason="truncated")

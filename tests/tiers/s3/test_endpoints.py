@@ -161,6 +161,31 @@ def test_retries_have_a_budget(stand: S3Stand) -> None:
     stand.run(scenario)
 
 
+@pytest.mark.parametrize("code", ["SlowDown", "TooManyRequests", "Throttling"])
+def test_a_question_that_is_asked_to_slow_down_says_so(stand: S3Stand, code: str) -> None:
+    """The answer to a HEAD has a status and no body: nobody can look into the log of Amazon's S3."""
+
+    async def scenario() -> None:
+        stand.switches.refusals = [(429 if code == "TooManyRequests" else 503, code)] * 20
+        with pytest.raises(Unavailable, match="fewer requests"):
+            await stand.tier.probe([chunk(1).header.storage_key], TIMEOUT_S)
+        with pytest.raises(Unavailable, match="fewer requests"):
+            await stand.tier.open(chunk(1).name)
+
+    stand.run(scenario)
+
+
+def test_a_denial_names_the_rights_on_the_key_of_the_settings(stand: S3Stand) -> None:
+    """Amazon's S3 says AccessDenied, too, of a key that may not be used."""
+
+    async def scenario() -> None:
+        stand.switches.denied = frozenset({"PUT"})
+        with pytest.raises(PermissionDenied, match=r"tiers\.s3\.sse_kms_key_id.*kms:GenerateDataKey"):
+            await write(stand.tier, chunk(1))
+
+    stand.run(scenario)
+
+
 def test_misses_earn_retries_as_hits_do(stand: S3Stand) -> None:
     """A node that finds nothing in a bucket has none left after its first few refusals, for ever."""
 
