@@ -74,6 +74,18 @@ def test_each_right_that_is_missing_is_named(s3: S3Server, line: S3Proxy, method
 
 
 @pytest.mark.s3
+def test_the_right_to_write_is_tried_with_the_key_of_the_settings(s3: S3Server, line: S3Proxy) -> None:
+    """The service's writes have it: a key without rights refuses them all, and a bucket may refuse what has none."""
+    sealed = replace(bucket_settings(line.url, s3), sse_kms_key_id="a-key")
+    assert looked(sealed)["s3 PUT"].health is Health.GOOD
+    puts = [headers for method, _, headers in line.asked if method == "PUT"]
+    assert len(puts) == 2
+    assert all(each["x-amz-server-side-encryption-aws-kms-key-id"] == "a-key" for each in puts)
+    line.denied = frozenset({"PUT"})
+    assert "tiers.s3.sse_kms_key_id" in looked(sealed)["s3 PUT"].remedy
+
+
+@pytest.mark.s3
 def test_an_endpoint_that_ignores_conditions_and_a_bucket_of_another_account_are_said(
     s3: S3Server, line: S3Proxy
 ) -> None:

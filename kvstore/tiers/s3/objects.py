@@ -36,6 +36,12 @@ def bucket_of(settings: S3Settings) -> dict[str, str]:
     return {"Bucket": settings.bucket, **owner}
 
 
+def encryption_of(settings: S3Settings) -> dict[str, str]:
+    """Return the arguments of every request that makes an object: the key with which the provider encrypts it."""
+    key = settings.sse_kms_key_id
+    return {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": key} if key else {}
+
+
 def finished(
     settings: S3Settings, action: str, work: Callable[[S3Connection], Coroutine[Any, Any, Result]], deadline_s: float
 ) -> Result:

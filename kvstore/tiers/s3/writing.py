@@ -17,7 +17,7 @@ from kvstore.tiers.pace import limit_s
 from kvstore.tiers.s3.bodies import Body, ranges_of
 from kvstore.tiers.s3.connection import S3Connection, together
 from kvstore.tiers.s3.depth import HEAD_COUNT_MAX
-from kvstore.tiers.s3.objects import REMOVE_S_MAX, WRITE_S_MAX, finished, object_place
+from kvstore.tiers.s3.objects import REMOVE_S_MAX, WRITE_S_MAX, encryption_of, finished, object_place
 from kvstore.tiers.s3.refusals import ABSENT, CHANGED, UNCONDITIONAL, Refused, told
 
 MULTIPART_BYTES = 64 << 20
@@ -76,8 +76,7 @@ async def _put(
     put: Callable[..., Coroutine[Any, Any, None]], settings: S3Settings, place: dict[str, str],
     bodies: list[UploadPart], condition: Condition, connection: S3Connection,
 ) -> bool:  # fmt: skip
-    sealed = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": settings.sse_kms_key_id}
-    options = sealed if settings.sse_kms_key_id else {}
+    options = encryption_of(settings)
     sent_with = condition if connection.is_conditional else {}
     try:
         try:

@@ -10,7 +10,7 @@ from typing import Any
 from kvstore.config import S3Settings
 from kvstore.errors import DeadlineExceeded, KVStoreError
 from kvstore.tiers.s3.connection import S3Connection, connection_to
-from kvstore.tiers.s3.objects import LOOK_S_MAX, bucket_of
+from kvstore.tiers.s3.objects import LOOK_S_MAX, bucket_of, encryption_of
 from kvstore.tiers.s3.refusals import Refused, error_of
 from kvstore_ops.doctor.finding import Finding, Health
 
@@ -46,7 +46,7 @@ class _Bucket:
         self._settings = settings
         self._bucket = bucket_of(settings)
         self._place = {**self._bucket, "Key": f"{settings.prefix}/doctor/{secrets.token_hex(16)}"}
-
+        self._written = {**self._place, **encryption_of(settings), "Body": BODY}
         self._is_absent = False
 
     def looks(self) -> Iterator[Finding]:
@@ -55,7 +55,7 @@ class _Bucket:
             yield Finding("s3 rights", Health.UNSEEN, "there is no bucket to try them on")
             return
         try:
-            yield self._right("PUT", lambda client: client.put_object(**self._place, Body=BODY))
+            yield self._right("PUT", lambda client: client.put_object(**self._written))
             yield self._conditions()
             yield self._right("GET", self._read)
             yield self._right("LIST", lambda client: client.list_objects_v2(
@@ -114,9 +114,11 @@ class _Bucket:
             if refused.code == "NoSuchKey":  # nothing could be written, and this may be read
                 return Finding(f"s3 {name}", Health.GOOD, f"the credentials have {right}")
             left = f"; an object was left at {self._place['Key']}" if name == "DELETE" else ""
+            has_key = self._settings.sse_kms_key_id and name in ("PUT", "GET")
+            key = ", and kms:GenerateDataKey and kms:Decrypt on tiers.s3.sse_kms_key_id" if has_key else ""
             return Finding(
                 f"s3 {name}", Health.BAD, f"it is refused ({refused.code}){left}", why,
-                f"give the service's credentials {right} on {self._settings.bucket}/{self._settings.prefix}/*",
+                f"give the service's credentials {right} on {self._settings.bucket}/{self._settings.prefix}/*{key}",
             )  # fmt: skip
         if found is False:
             return Finding(
@@ -131,7 +133,7 @@ class _Bucket:
         why = "two nodes that write one chunk write it twice, and a damaged copy is replaced by whoever comes last"
         remedy = "use an endpoint, or a release of it, that honours If-None-Match"
         try:
-            self._asked(lambda client: client.put_object(**self._place, Body=BODY, IfNoneMatch="*"))
+            self._asked(lambda client: client.put_object(**self._written, IfNoneMatch="*"))
         except Refused as refused:
             if refused.status == REFUSES:
                 return Finding(what, Health.GOOD, "the endpoint honours them")
