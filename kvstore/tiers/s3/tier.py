@@ -57,6 +57,8 @@ from kvstore.tiers.s3.writing import (
 Result = TypeVar("Result")
 DAMAGED_COUNT_MAX = 1024
 SAID_AGAIN_S = 600.0
+DENIED_S = 5.0
+"""Seconds after a denied write in which no chunk is sent: each is sent whole before it is denied."""
 CLOSE_S_MAX = 3.0
 """Seconds that a close waits for running jobs before it closes the lanes."""
 ANSWER_BYTES_MAX = 96 << 10
@@ -108,7 +110,8 @@ class S3Tier:
         """Storage key -> ETag of objects whose strips failed their check although their headers are right."""
         self._said: dict[str, float] = {}
         self._read_bytes = self._written_bytes = 0
-        self._is_read_only = False
+        self._denied: tuple[float, str] | None = None
+        """Until when no chunk is sent, and why; None while writes are not denied."""
 
     def prepare(self) -> None:
         """Have every process that works for the tier make its client now: that takes a second."""
@@ -193,7 +196,7 @@ class S3Tier:
         """See ``SharedTier.claim``. Chunks that another node has claimed are not looked for: each look is a request.
         Chunks that this node could not write anyway are not claimed."""
         keys, claims = list(storage_keys), self._claims
-        if claims is None or not keys or self._is_read_only or self._is_spent():
+        if claims is None or not keys or self._denied or self._is_spent():
             found = await self.probe(keys, timeout_s)
             return list(map(self._state_of, found))
         own = list(compress(keys, await claims.claim(keys, claim_s)))
@@ -309,6 +312,8 @@ class S3Tier:
                 if await self._is_whole(found.header, layout, found.etag):
                     return
                 is_damaged = True
+            if self._denied and self._clock.monotonic() < self._denied[0]:
+                raise PermissionDenied(self._denied[1])
             await self._allowance.turn(byte_count)
             self._allowance.used(byte_count, request_count_of(byte_count))
             replaced = found.etag if is_damaged else ""
@@ -344,19 +349,16 @@ class S3Tier:
             cost = await self._run(self._lanes.writers, encoding_cost, header, layout, source)
             self._choice.measured(header.fingerprint, cost)
         making = Making(header=header, layout=layout, encoding=way.encoding, sealing=self._trust.sealing())
-        place, writers = (self._settings, header.storage_key), self._lanes.writers
+        place = (self._settings, header.storage_key)
+        work: tuple[Any, ...] = (write_object, *place) if making.is_plain else (write_copy_object, *place, making)
         slow_s = grace_s(self._settings.writer_count, layout.total_bytes)
         put: Timed[int]
         try:
-            if making.is_plain:
-                put = await self._run(writers, timed, write_object, *place, source, condition, grace_s=slow_s)
-            else:
-                work = (timed, write_copy_object, *place, making, source, condition)
-                put = await self._run(writers, *work, grace_s=slow_s)
-        except PermissionDenied:
-            self._is_read_only = True
+            put = await self._run(self._lanes.writers, timed, *work, source, condition, grace_s=slow_s)
+        except PermissionDenied as error:
+            self._denied = (self._clock.monotonic() + DENIED_S, error.message)
             raise
-        self._is_read_only = False
+        self._denied = None
         if way.encoding is Encoding.RAW:
             self._choice.sent(put.result, put.seconds)
         return put.result
@@ -388,8 +390,8 @@ class S3Tier:
         time."""
         reached = self._allowance.reached
         problem = f"tiers.s3.{reached} is reached" if reached else self._bucket.problem
-        state = "failing" if problem else "read-only" if self._is_read_only else "up"
-        denied = "the bucket does not take writes from this node: give it s3:PutObject" if self._is_read_only else ""
+        state = "failing" if problem else "read-only" if self._denied else "up"
+        denied = "the bucket does not take writes from this node: give it s3:PutObject" if self._denied else ""
         return TierStatistics(
             name=self.name, state=state, capacity_bytes=0, file_bytes=0, allocated_bytes=0, free_bytes=0,
             quarantined_bytes=0, overhead_bytes=0, chunk_count=0, read_bytes=self._read_bytes,

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from kvstore.config import S3Settings
-from kvstore.errors import DeadlineExceeded, Exhausted, Unavailable
+from kvstore.errors import DeadlineExceeded, Exhausted, PermissionDenied, Unavailable
 from kvstore.seams import SystemClock, WorkerThreads
 from kvstore.tiers import IS_FULL, pace
 from kvstore.tiers.s3 import Lanes, S3Tier, looking, reading, writing
+from kvstore.tiers.s3 import tier as s3_tier
 from kvstore.tiers.s3.allowance import DAY_S, Allowance
 from tests.contracts.chunks import LARGE, SMALL, chunk
 from tests.contracts.shared.s3_stand import S3Stand, tier_of
@@ -84,6 +85,42 @@ def test_bytes_that_a_read_did_not_get_count_for_no_limit(stand: S3Stand, is_den
         await write(stand.other, what)
         assert await found(tier, what)
         await tier.close()
+
+    stand.run(scenario)
+
+
+def test_a_node_that_may_not_write_does_not_send_chunk_after_chunk(
+    stand: S3Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is sent whole before it is denied: a node that only reads would use up its day's bytes by that, and read
+    nothing any more."""
+
+    async def scenario() -> None:
+        await write(stand.other, chunk(0))
+        tier = tier_of(replace(stand.settings, day_bytes_max=25 * SMALL.header_bytes + 6 * SMALL.body_bytes))
+        stand.switches.asked.clear()
+        stand.switches.denied = frozenset({"PUT"})
+        for number in range(1, 20):
+            with pytest.raises(PermissionDenied, match="s3:PutObject"):
+                await write(tier, chunk(number))
+        assert sum(method == "PUT" for method, *_ in stand.switches.asked) == 1
+        await write(tier, chunk(0))  # it is there: nothing is sent
+        assert await found(tier, chunk(0))
+        await tier.close()
+
+    stand.run(scenario)
+
+
+def test_a_node_that_may_write_again_finds_out(stand: S3Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(s3_tier, "DENIED_S", 0.0)
+        stand.switches.denied = frozenset({"PUT"})
+        with pytest.raises(PermissionDenied):
+            await write(stand.tier, chunk(1))
+        assert stand.tier.statistics().state == "read-only"
+        stand.switches.turn_off()
+        await write(stand.tier, chunk(1))
+        assert stand.tier.statistics().state == "up"
 
     stand.run(scenario)
 
