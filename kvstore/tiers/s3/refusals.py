@@ -58,6 +58,8 @@ _REMEDIES = {
     "IllegalLocationConstraintException": _REGION,
     "InvalidRequest": "where tiers.s3.sse_kms_key_id is set, the endpoint may take keys over https only, or have no "
     "such key; else see its log",
+    **dict.fromkeys(UNCONDITIONAL, "the endpoint does not know a part of the request: where tiers.s3.sse_kms_key_id is "
+                    "set, perhaps encryption by a key; else see its log"),
     "RequestTimeTooSkewed": "this machine's clock is wrong: set it (NTP)",
     "SignatureDoesNotMatch": f"the secret key is wrong: {_CREDENTIALS}",
     "NoCredentialsError": f"no credentials were found: {_CREDENTIALS}",

@@ -84,8 +84,8 @@ async def _put(
         except Refused as refused:
             if refused.code not in UNCONDITIONAL or not sent_with:  # others may have been refused meanwhile
                 raise
-            connection.is_conditional = False
             await put(place, bodies, {}, options, connection)
+            connection.is_conditional = False  # now that it is known that no other part of the request was refused
     except Refused as refused:
         if refused.code in CHANGED or ("IfMatch" in condition and refused.code in ABSENT):
             return False

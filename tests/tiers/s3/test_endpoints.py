@@ -186,6 +186,22 @@ def test_a_denial_names_the_rights_on_the_key_of_the_settings(stand: S3Stand) ->
     stand.run(scenario)
 
 
+def test_a_store_that_lacks_something_else_keeps_its_conditions(stand: S3Stand) -> None:
+    """One without keys of its own answers so to a key of the settings."""
+
+    async def scenario() -> None:
+        absent = (404, "NoSuchKey")
+        stand.switches.refusals = [absent, (501, "NotImplemented"), (501, "NotImplemented")]
+        with pytest.raises(Unavailable, match=r"tiers\.s3\.sse_kms_key_id"):
+            await write(stand.tier, chunk(1))
+        stand.switches.asked.clear()
+        await write(stand.tier, chunk(1))
+        [headers] = [headers for method, _, headers in stand.switches.asked if method == "PUT"]
+        assert headers["If-None-Match"] == "*"
+
+    stand.run(scenario)
+
+
 def test_misses_earn_retries_as_hits_do(stand: S3Stand) -> None:
     """A node that finds nothing in a bucket has none left after its first few refusals, for ever."""
 
