@@ -22,6 +22,8 @@ KEEP = 0.25
 """The share by which the other encoding must win."""
 NEWEST = 0.25
 """The weight of the newest measurement in what is known. The first ones count alike: the first of all is slow."""
+LINE_BYTES_MIN = 64 << 10
+"""A smaller write, as a canary is, tells of its request and not of the line."""
 ASKED_COUNT = 16
 MODEL_COUNT_MAX = 1024
 """Models that are kept apart; beyond that the least recently written is forgotten, and measured anew."""
@@ -107,7 +109,7 @@ class EncodingChoice:
 
     def sent(self, byte_count: int, seconds: float) -> None:
         """Count the time of a write that was not encoded."""
-        if self.setting == "auto" and byte_count:
+        if self.setting == "auto" and byte_count >= LINE_BYTES_MIN:
             line_s = max(seconds - min(self._asked_s, default=0.0), 0.0) / byte_count
             self._line_s = _mixed(self._line_s, line_s) if self._line_s else line_s
 

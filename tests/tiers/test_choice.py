@@ -14,6 +14,7 @@ SMALLER = EncodingCost(ratio=0.8, encode_s=3e-9, decode_s=1e-9)
 """Of each byte a fifth is saved, for 4 ns."""
 EVEN_S = 10e-9
 """The line's seconds for a byte at which both take the same: a fifth of them, saved twice, is 4 ns."""
+CHUNK_BYTES = 1 << 20
 MODEL, OTHER = b"m" * 32, b"o" * 32
 
 
@@ -49,7 +50,7 @@ def measured(choice: EncodingChoice, model: bytes, cost: EncodingCost = SMALLER,
 def test_each_model_is_raw_until_it_is_measured_and_then_what_pays() -> None:
     choice = EncodingChoice("auto")
     choice.answered(1.0)
-    choice.sent(100, 1.0 + 100 * 2 * EVEN_S)  # a request alone takes a second
+    choice.sent(CHUNK_BYTES, 1.0 + CHUNK_BYTES * 2 * EVEN_S)  # a request alone takes a second
     measured(choice, MODEL)
     measured(choice, OTHER, EncodingCost(1.0, 1e-9, 1e-9))
     assert choice.way_of(MODEL) == (Encoding.LZ4, False)
@@ -78,14 +79,27 @@ def test_the_first_measurements_count_alike() -> None:
     assert told.encode_bytes_per_s == pytest.approx(1 / 5e-9)
 
 
+def test_a_canary_says_nothing_of_the_line() -> None:
+    """Its 8 KiB take as long as its request does. Every model would be encoded after each of them, and with that be
+    measured once in a thousand chunks alone."""
+    choice = EncodingChoice("auto")
+    for _ in range(10):
+        choice.sent(CHUNK_BYTES, CHUNK_BYTES * 0.1 * EVEN_S)
+    measured(choice, MODEL)
+    choice.sent(8 << 10, 0.01)
+    assert choice.way_of(MODEL).encoding is Encoding.RAW
+    (told,) = choice.figures()
+    assert told.line_bytes_per_s == pytest.approx(1 / (0.1 * EVEN_S))
+
+
 def test_it_is_measured_again_now_and_then_and_follows_what_changed() -> None:
     choice = EncodingChoice("auto")
-    choice.sent(100, 100 * 2 * EVEN_S)
+    choice.sent(CHUNK_BYTES, CHUNK_BYTES * 2 * EVEN_S)
     measured(choice, MODEL)
     ways = [choice.way_of(MODEL) for _ in range(8 * AGAIN_COUNT - FIRST_COUNT)]
     assert sum(way.is_measured for way in ways) == 7
     for _ in range(30):
-        choice.sent(100, 100 * 0.1 * EVEN_S)  # the line is a fast one now
+        choice.sent(CHUNK_BYTES, CHUNK_BYTES * 0.1 * EVEN_S)  # the line is a fast one now
     choice.way_of(MODEL)
     assert choice.way_of(MODEL).encoding is Encoding.RAW
 
