@@ -282,6 +282,22 @@ MUTANTS = [
         ("tests/tiers/s3/test_listing.py::test_an_object_that_was_stored_anew_since_it_was_listed_is_as_old_as_it_is",),
     ),
     Mutant(
+        "a-node-that-may-not-write-sends-on-and-on",
+        f"{ROOM}/tier.py",
+        "            if self._denied and self._clock.monotonic() < self._denied[0]:\n",
+        "            if False:\n",
+        "a node that only reads sends every chunk to be denied, until its day's bytes are used up",
+        (f"{T_LIMITS}::test_a_node_that_may_not_write_does_not_send_chunk_after_chunk",),
+    ),
+    Mutant(
+        "what-no-object-had-is-paid-for",
+        f"{ROOM}/tier.py",
+        "        self._allowance.give_back(min(ahead_bytes, max(0, beyond_bytes)))\n",
+        "",
+        "misses use up the day's bytes",
+        (f"{T_LIMITS}::test_bytes_that_a_read_did_not_get_count_for_no_limit",),
+    ),
+    Mutant(
         "what-no-key-opens-counts-as-checked",
         f"{ROOM}/listing.py",
         "is_unopened=opened is None)",
