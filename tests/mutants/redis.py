@@ -36,14 +36,6 @@ MUTANTS = [
         ("tests/tiers/test_choice.py::test_what_saves_too_few_bytes_never_pays",),
     ),
     Mutant(
-        "a-choice-that-canaries-change",
-        "kvstore/tiers/choice.py",
-        "byte_count >= LINE_BYTES_MIN:\n",
-        "byte_count:\n",
-        "after each canary every model is encoded, and stays so for a thousand chunks",
-        ("tests/tiers/test_choice.py::test_a_canary_says_nothing_of_the_line",),
-    ),
-    Mutant(
         "a-choice-that-noise-changes",
         "kvstore/tiers/choice.py",
         " * (1 - KEEP if is_chosen else 1 + KEEP)\n",

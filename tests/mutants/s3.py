@@ -298,6 +298,14 @@ MUTANTS = [
         (f"{T_LIMITS}::test_bytes_that_a_read_did_not_get_count_for_no_limit",),
     ),
     Mutant(
+        "a-choice-that-canaries-change",
+        "kvstore/tiers/choice.py",
+        "byte_count >= LINE_BYTES_MIN:\n",
+        "byte_count:\n",
+        "after each canary every model is encoded, and stays so for a thousand chunks",
+        ("tests/tiers/test_choice.py::test_a_canary_says_nothing_of_the_line",),
+    ),
+    Mutant(
         "what-no-key-opens-counts-as-checked",
         f"{ROOM}/listing.py",
         "is_unopened=opened is None)",
