@@ -21,7 +21,7 @@ RIGHTS = {
     "PUT": ("s3:PutObject", "no chunk is sent there"),
     "GET": ("s3:GetObject", "no chunk comes from there"),
     "LIST": ("s3:ListBucket", "what is not there is told as denied, and kvstore scan finds nothing"),
-    "DELETE": ("s3:DeleteObject", "damaged copies, and what kvstore scan --delete is to remove, stay there"),
+    "DELETE": ("s3:DeleteObject", "canaries, and what kvstore scan --delete is to remove, stay there"),
 }
 
 
