@@ -13,6 +13,8 @@ import pytest
 from kvstore_client import Client, connect
 from kvstore_ops.sidecar import Sidecar
 
+from tests.conftest import CLIENTS
+
 REQUESTS = 10_000 if os.environ.get("KVSTORE_TEST_SCALE") == "full" else 300
 PROCESSES = 3
 ENGINE = """
@@ -148,4 +150,4 @@ def _run(sidecar: Sidecar, chance: random.Random, requests: int) -> int:
 
 def _engine(sidecar: Sidecar, seed: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", ENGINE, sidecar.address, str(seed)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return CLIENTS.popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
