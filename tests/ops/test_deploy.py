@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -64,7 +65,7 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 def test_a_service_exposes_the_metrics_of_the_page_and_no_other(tmp_path: Path) -> None:
     with RedisServer() as redis:
-        environment = {"KVSTORE__TIERS__REDIS__URL": redis.url}
+        environment = {**os.environ, "KVSTORE__TIERS__REDIS__URL": redis.url}
         with Sidecar("--capacity", "16 MiB", "--metrics-port", "0", nvme="32 MiB", environment=environment) as sidecar:
             text = ask(port_of(sidecar), "/metrics")[2]
     exposed = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))

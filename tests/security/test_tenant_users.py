@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import Unavailable
+from tests.conftest import CLIENTS
 from tests.security.tenancy import client_of, secret_of, tenants_sidecar, token_of
 
 
@@ -75,7 +75,9 @@ except KVStoreError as error:
 def as_other(what: str, where: str, uid: int = 65534) -> str:
     """What another user is told; without the right to be one, what this user is."""
     command = [sys.executable, "-c", AS_OTHER, what, where, str(uid)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    done = CLIENTS.run(command, timeout=30)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 def test_a_server_that_may_not_give_sockets_away_says_so() -> None:

@@ -72,7 +72,7 @@ def attributes(span: Any) -> dict[str, Any]:
 
 
 def test_a_request_is_traced_through_controller_and_tier_as_part_of_its_engines_trace(receiver: Receiver) -> None:
-    environment = {"KVSTORE__TRACING__ENDPOINT": receiver.address}
+    environment = {**os.environ, "KVSTORE__TRACING__ENDPOINT": receiver.address}
     with Sidecar("--capacity", "32 MiB", nvme="64 MiB", environment=environment) as sidecar:
         with connect(sidecar.address) as client, traced(SAMPLED, "vendor=1"):
             client.store(SPEC, tokens_of(64), random_cache(SPEC, 64)).wait(10)
@@ -114,7 +114,7 @@ def test_a_receiver_that_does_not_answer_costs_requests_nothing_and_a_stop_littl
     pytest.importorskip("opentelemetry.sdk", reason=WHY)
     silent = grpc.server(ThreadPoolExecutor(1))  # listens, and has no such service
     address = f"http://127.0.0.1:{silent.add_insecure_port('127.0.0.1:0')}"
-    environment = {"KVSTORE__TRACING__ENDPOINT": address, "KVSTORE__TRACING__SAMPLE_ONE_IN": "1"}
+    environment = {**os.environ, "KVSTORE__TRACING__ENDPOINT": address, "KVSTORE__TRACING__SAMPLE_ONE_IN": "1"}
     with Sidecar("--capacity", "16 MiB", environment=environment) as sidecar:
         with connect(sidecar.address) as client:
             client.store(SPEC, tokens_of(16), random_cache(SPEC, 16)).wait(10)
@@ -195,7 +195,7 @@ def test_an_engines_current_span_is_passed_on_without_a_word() -> None:
 def door(receiver: Receiver) -> Iterator[Sidecar]:
     """One that sends its spans soon, and traces what no trace asks for."""
     environment = {
-        "KVSTORE__TRACING__ENDPOINT": receiver.address, "KVSTORE__TRACING__SAMPLE_ONE_IN": "1",
+        **os.environ, "KVSTORE__TRACING__ENDPOINT": receiver.address, "KVSTORE__TRACING__SAMPLE_ONE_IN": "1",
         "OTEL_BSP_SCHEDULE_DELAY": "100",
     }  # fmt: skip
     with Sidecar("--capacity", "16 MiB", plane="remote", environment=environment) as sidecar:

@@ -31,9 +31,13 @@ TEMPLATE = Path(__file__).with_name("template.py")
 ANSWER_BYTES_MAX = 64
 START_S_MAX = 120.0
 """A template that has not imported, or forked, by then hangs: the test fails, and the run goes on."""
-READ_WHEN_NEEDED = ("AWS_", "GRPC_VERBOSITY", "KVSTORE", "MALLOC_", "PYTEST_CURRENT_TEST")
+READ_WHEN_NEEDED = (
+    "AWS_", "CUBLAS_WORKSPACE_CONFIG", "GRPC_VERBOSITY", "KVSTORE", "MALLOC_", "PYTEST_CURRENT_TEST",
+    "TRITON_INTERPRET",
+)  # fmt: skip
 """Variables that begin so are not read at imports. (The C library and gRPC read their own when a process starts: a fork
-has the memory settings that its template had, and gRPC in it logs as there.)"""
+has the memory settings that its template had, and gRPC in it logs as there. Triton reads its own when it is imported:
+the templates of sidecars and of their clients do not import it.)"""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _OPTIONS = tuple(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
