@@ -211,9 +211,9 @@ class Client:
         return stores.join(self._context, ticket, shard, durability, exactness)
 
     def store_segment(
-        self, spec: ModelSpec, tokens: GivenTokens, kv: Sequence[Layer], *, hidden: Mapping[int, Tensor] | None = None,
-        preamble: GivenTokens = (), durability: Durability | None = None, extras: Sequence[Extra] = (),
-        exactness: Exactness | None = None,
+        self, spec: ModelSpec, tokens: GivenTokens, kv: Sequence[Layer] | Paged, *,
+        hidden: Mapping[int, Tensor] | None = None, preamble: GivenTokens = (), durability: Durability | None = None,
+        extras: Sequence[Extra] = (), exactness: Exactness | None = None,
     ) -> Receipt:  # fmt: skip
         """Keep a document's cache that was computed alone, or behind a ``preamble`` (a chat template's beginning, say):
         K rotated from 0, or from the preamble's end. A lookup finds it by its tokens and the preamble's, at any place

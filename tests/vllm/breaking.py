@@ -60,3 +60,11 @@ class TellingECConnector(KVStoreECConnector):
     def save_caches(self, encoder_cache: dict[str, Any], mm_hash: str, **kwargs: Any) -> None:
         super().save_caches(encoder_cache, mm_hash, **kwargs)
         print("an item was encoded", file=sys.stderr, flush=True)
+
+
+class BreakingMender(KVStoreConnector):
+    """No prompt can be computed over its documents, in the worker, after vLLM was promised its tokens."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        self._worker._mender._model = None

@@ -157,7 +157,10 @@ def _answered(llm: Any, query: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    sampling = SamplingParams(temperature=0.0, max_tokens=query["max_tokens"], detokenize=False, ignore_eos=True)
+    transfer = {"kv_transfer_params": query["transfer"]} if query.get("transfer") else None
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=query["max_tokens"], detokenize=False, ignore_eos=True, extra_args=transfer
+    )  # fmt: skip
     salt = {"cache_salt": query["salt"]} if query.get("salt") else {}
     prompts = [{"prompt_token_ids": each, **salt} for each in query["prompts"]]
     for prompt, seed in zip(prompts, query.get("images", ()), strict=False):

@@ -369,13 +369,14 @@ def test_a_failure_policy_around_the_connector_counts_too(configured: VllmConfig
             KVConnectorFactory.create_connector(whole, KVConnectorRole.WORKER, caches(FULL)).shutdown()
 
 
-def test_layerwise_loads_are_refused_where_vllm_schedules_ahead(configured: VllmConfig) -> None:
+def test_loads_within_steps_are_refused_where_vllm_schedules_ahead(configured: VllmConfig) -> None:
     """See ``test_failed_blocks`` for what vLLM would do."""
-    for load, is_ahead in (("layerwise", True), ("layerwise", False), ("async", True)):
-        transfer = KVTransferConfig(**CONNECTOR, kv_connector_extra_config={"address": NOWHERE, "load": load})
+    layerwise, mended = {"load": "layerwise"}, {"recompute": {}}
+    for own, is_ahead in ((layerwise, True), (layerwise, False), (mended, True), (mended, False), ({}, True)):
+        transfer = KVTransferConfig(**CONNECTOR, kv_connector_extra_config={"address": NOWHERE, **own})
         ahead = SimpleNamespace(**{**vars(configured.scheduler_config), "async_scheduling": is_ahead})
         shadow = SimpleNamespace(**{**vars(configured), "kv_transfer_config": transfer, "scheduler_config": ahead})
-        if (load, is_ahead) == ("layerwise", True):
+        if own and is_ahead:
             with pytest.raises(InvalidRequest, match="set --no-async-scheduling"):
                 KVStoreConnector(shadow, KVConnectorRole.WORKER, caches(FULL))
         else:

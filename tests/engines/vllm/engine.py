@@ -12,6 +12,7 @@ from kvstore_client import Client, ModelSpec, connect
 from kvstore_client.engines.vllm.drafts import Draft
 from kvstore_client.engines.vllm.groups import LayerGroup
 from kvstore_client.engines.vllm.identity import Adapters
+from kvstore_client.engines.vllm.mending import Mender
 from kvstore_client.engines.vllm.pages import PagesOfModel
 from kvstore_client.engines.vllm.scheduler import SchedulerSide
 from kvstore_client.engines.vllm.settings import ConnectorSettings
@@ -72,26 +73,28 @@ class Engine:
 
     def __init__(
         self, address: str, spec: ModelSpec = SPEC, load: str = "async", draft: Draft | None = None,
-        groups: Sequence[LayerGroup] = (), **options: Any,
+        groups: Sequence[LayerGroup] = (), model: Any = None, **options: Any,
     ) -> None:  # fmt: skip
+        """``model``: a stand-in for vLLM's, where documents are mended."""
         settings = ConnectorSettings(chunk_tokens=16, load=load, **options)
         self.clients = [connect(address, timeout_s=settings.timeout_s) for _ in range(2)]
         each = spec.layers[0]
         shape = (BLOCKS, each.kv_heads, BLOCK, each.k_dim + each.v_dim)
-        self.pages = [torch.zeros(shape, dtype=torch.bfloat16) for _ in spec.layers]
+        self.pages = [torch.zeros(shape, dtype=getattr(torch, spec.cache_dtype)) for _ in spec.layers]
         views = PagesOfModel(spec, self.pages, BLOCK, "TRITON_MLA" if spec.mla else "FLASH_ATTN", groups=groups)
         self.scheduler = SchedulerSide(
             self.clients[0], Adapters(spec), settings, BLOCK, draft=draft, groups=groups
         )  # fmt: skip
+        mender = Mender(self.clients[1], views, model, settings.mends) if settings.mends else None
         self.worker = WorkerSide(
-            self.clients[1], views, is_layerwise=load == "layerwise", is_one_table=not groups
+            self.clients[1], views, is_layerwise=load == "layerwise", is_one_table=not groups, mender=mender
         )  # fmt: skip
 
     def fill(self, blocks: list[int], seed: int) -> list[Any]:
         """Compute: other numbers into a request's blocks. What they hold, per layer."""
         made = torch.Generator().manual_seed(seed)
         for pages in self.pages:
-            pages[blocks] = torch.randn(pages[blocks].shape, generator=made).to(torch.bfloat16)
+            pages[blocks] = torch.randn(pages[blocks].shape, generator=made).to(pages.dtype)
         return self.content(blocks)
 
     def content(self, blocks: list[int]) -> list[Any]:
@@ -110,7 +113,8 @@ class Engine:
         """As vLLM does before a request runs, of which it has some tokens: how many will be loaded."""
         self.scheduler.new_request(asked)
         count, is_async = matched(self.scheduler, asked, computed)
-        assert is_async == (count > 0 and self.scheduler._settings.load == "async")
+        is_within_step = self.scheduler._settings.load != "async" or self.scheduler._tracked[asked.request_id].documents
+        assert is_async == (count > 0 and not is_within_step)
         self.scheduler.allocated(asked, blocks if isinstance(blocks, tuple) else (blocks,), count)
         return count
 

@@ -98,6 +98,11 @@ def test_pages_of_8_bits_are_the_models_for_every_backend() -> None:
         ({"chunk_tokens": True}, "chunk_tokens cannot be True"),
         ({"timeout_s": 0}, "timeout_s 0 must be in"),
         ({"weights_digest": "mine"}, "unverified:<name>"),
+        ({"recompute": 0.2}, "recompute cannot be 0.2"),
+        ({"recompute": {"share": 0.2}}, "recompute has no share; it takes first_layer, gradual"),
+        ({"recompute": {"ratio": 2}}, "recompute: ratio 2 must be in 0..1"),
+        ({"recompute": {"first_layer": 2, "last_layer": 3}}, "first_layer 2 needs hidden states"),
+        ({"recompute": {}, "digests": "vllm"}, "needs the tokens of documents"),
     ],
 )
 def test_settings_say_what_is_wrong(extra: dict[str, Any], said: str) -> None:

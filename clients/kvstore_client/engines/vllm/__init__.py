@@ -9,12 +9,15 @@ which layers it keeps, ``groups`` which of them share a block table, ``drafts`` 
 ``naming`` and ``hashes`` name its chunks, ``pages`` describes their layout in memory. ``step`` is the scheduler's
 message to the workers, ``settings`` are the options, ``versions`` checks vLLM's version, ``objects`` says what of its
 objects is used. ``moved`` counts what workers moved, for vLLM's ``metrics``.
+Documents at any place in a prompt: ``documents`` reads which a request names, ``reuse`` decides, and ``mending``
+computes the prompt over them, by vLLM's own layers, which ``runner`` takes apart.
 Two smaller entry points: ``tier`` is a secondary tier of vLLM's CPU offloading, its values in ``offloaded``;
 ``encoder`` keeps embeddings of images and sounds, by ``embeddings``. Only the entry points and ``metrics`` import vLLM.
 
-Invariants: trouble with the sidecar is a miss, never an error of a request. A page is kept only when every token
-before it was computed or loaded without a failure. Blocks are whole: a hit ends where a vLLM block does. Which blocks a
-windowed layer still has, vLLM's own table says.
+Invariants: trouble with the sidecar is a miss, never an error of a request. What was computed over documents lies
+under a salt of its own in vLLM's prefix cache, and is kept nowhere. A page is kept only when every token before it was
+computed or loaded without a failure. Blocks are whole: a hit ends where a vLLM block does. Which blocks a windowed
+layer still has, vLLM's own table says.
 """
 
 from __future__ import annotations

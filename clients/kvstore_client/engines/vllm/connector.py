@@ -22,13 +22,16 @@ from kvstore.errors import InvalidRequest
 from kvstore_client.arrays import Tensor
 from kvstore_client.begin import connect
 from kvstore_client.client import Client
+from kvstore_client.engines.vllm.documents import check_documents
 from kvstore_client.engines.vllm.geometry import FP8, geometry_of
 from kvstore_client.engines.vllm.groups import check_groups
 from kvstore_client.engines.vllm.identity import Adapters, adapter_settings, spec_of, worker_rank
+from kvstore_client.engines.vllm.mending import Mender
 from kvstore_client.engines.vllm.metrics import MovedMetrics, MovedStats
 from kvstore_client.engines.vllm.naming import check_algorithm, check_items
 from kvstore_client.engines.vllm.objects import CacheConfig, EngineRequest, RequestBlocks, ScheduledStep, WorkersReport
 from kvstore_client.engines.vllm.pages import CPU, PagesOfModel, Writer
+from kvstore_client.engines.vllm.runner import model_of
 from kvstore_client.engines.vllm.scheduler import SchedulerSide
 from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.step import Step
@@ -70,10 +73,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         check_interface(KVConnectorBase_V1, type(self), vllm_version)
         check_interface(SupportsHMA, type(self), vllm_version, OF_GROUPS)
         _check_policy(transfer)
-        if self._settings.load == "layerwise" and getattr(vllm_config.scheduler_config, "async_scheduling", False):
+        is_within_steps = self._settings.load == "layerwise" or self._settings.mends is not None
+        if is_within_steps and getattr(vllm_config.scheduler_config, "async_scheduling", False):
             raise InvalidRequest(
                 "vLLM schedules a step ahead of the one that runs, and would answer with what that step computes over "
-                'a layerwise load that fails: set --no-async-scheduling, or "load": "async" in the extra settings'
+                'a load within the step that fails: set --no-async-scheduling, or "load": "async" and no "recompute" '
+                "in the extra settings"
             )
         check_items(vllm_config)
         self._geometry = geometry_of(vllm_config, kv_cache_config)
@@ -86,6 +91,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 "a draft computes behind the step, so with --speculative-config prompts alone are kept, and loaded "
                 'between steps: set "load": "async", and no "save_output", in the extra settings'
             )
+        if self._settings.mends is not None:
+            check_documents(vllm_config, self._geometry)
         fp8 = str(current_platform.fp8_dtype()).removeprefix("torch.")
         if self._geometry.cache_dtype in FP8.values() and self._geometry.cache_dtype != fp8:
             raise InvalidRequest(f"this device's fp8 is {fp8}, which kvstore does not keep: set --kv-cache-dtype auto")
@@ -183,10 +190,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             spec, tensors, self._geometry.block_tokens, backend, writer, groups=self._geometry.groups,
             rank=worker_rank() if ranks > 1 else 0, ranks=ranks, replicas=self._geometry.replicas,
         )  # fmt: skip
+        client, setting = self._connect(), self._settings.mends
+        model = None if setting is None else model_of(self._config.compilation_config.static_forward_context[names[0]])
+        mender = None if setting is None else Mender(client, pages, model, setting)
         self._worker = WorkerSide(
-            self._connect(), pages, is_layerwise=self._settings.load == "layerwise",
+            client, pages, is_layerwise=self._settings.load == "layerwise",
             is_one_table=self._geometry.is_one_table,
             is_waiting=bool(self._config.model_config.enable_sleep_mode), call_s_max=self._settings.timeout_s,
+            mender=mender,
         )  # fmt: skip
 
     def _backend_of(self, layer_name: str) -> str:

@@ -129,10 +129,11 @@ class PrefixLookups:
         chunks."""
         is_alone = not (self._ahead or self._loading) and all(each.done() for each in self._releases)
         asked = self._asked[name] = PrefixLookup(useful, self._clock.monotonic(), is_alone)
-        prompt = self._naming.prompt(request, self._whole(request.num_tokens))
+        has_documents = tracked.documents is not None  # the last one may end within a block
+        prompt = self._naming.prompt(request, request.num_tokens if has_documents else self._whole(request.num_tokens))
         try:
             extras = self._naming.extras(request)
-            match = self._client.peek(tracked.spec, prompt, hold=True, extras=extras)
+            match = None if has_documents else self._client.peek(tracked.spec, prompt, hold=True, extras=extras)
         except KVStoreError as error:
             _log.warning("kvstore: %s; the prompt is computed", error.message)
             match = Match(0, ())
@@ -176,8 +177,10 @@ class PrefixLookups:
         try:
             with self._patience.watch():
                 match = self._lookup(tracked, prompt, extras)
-                decision = self._planner.decide(match, int(tracked.request.num_tokens), computed, others)
                 stored = match.prefix_token_count
+                if tracked.documents is not None and tracked.documents.reusable(match, computed):
+                    return PrefixAnswer(match, stored)
+                decision = self._planner.decide(match, int(tracked.request.num_tokens), computed, others)
                 if decision is not None:
                     self._planner.look(tracked.spec, prompt, extras, decision, stored)
                 if decision is not None and self._planner.mode == "on" and decision.stop < stored:
@@ -192,7 +195,14 @@ class PrefixLookups:
             return NOTHING
 
     def _lookup(self, tracked: TrackedRequest, prompt: Tokens | PageHashes, extras: tuple[Extra, ...]) -> Match:
-        return self._client.lookup(tracked.spec, prompt, hold=True, readers=self._readers, extras=extras)
+        documents = tracked.documents
+        if documents is None or isinstance(prompt, PageHashes):
+            return self._client.lookup(tracked.spec, prompt, hold=True, readers=self._readers, extras=extras)
+        runs = [run for run in documents.runs if run.stop <= prompt.size]
+        return self._client.lookup(
+            tracked.spec, prompt, hold=True, readers=self._readers, extras=extras, segments=runs,
+            preamble=prompt[: documents.preamble],
+        )  # fmt: skip
 
     # ------------------------------------------------------------ what is held
 

@@ -25,6 +25,9 @@ COUNTS = (
     Count("load_tokens", "Tokens loaded by kvstore, each once per rank."),
     Count("load_bytes", "Bytes loaded by kvstore into the pages of all ranks."),
     Count("failed_loads", "Loads by kvstore that failed or came too late, each once per rank; vLLM computed them."),
+    Count("mends", "Prompts that kvstore computed over the caches of documents."),
+    Count("mend_reused_tokens", "Tokens of these whose caches were reused, as they were or mended."),
+    Count("failed_mends", "Prompts that kvstore could not compute over documents; vLLM computed them."),
     Count("saves", "Prompts, or parts of them, copied to kvstore, each once per rank."),
     Count("save_tokens", "Tokens copied to kvstore, each once per rank."),
     Count("dropped_saves", "Prompts, or parts of them, that kvstore did not keep, each once per rank."),
@@ -46,13 +49,18 @@ class Moved:
             if len(self._seconds) < LOADS_MAX:
                 self._seconds.append(seconds)
 
+    def mended(self, reused: int) -> None:
+        """Count a prompt that was computed over ``reused`` tokens of documents and of its prefix."""
+        with self._adding:
+            self._counts.update(mends=1, mend_reused_tokens=reused)
+
     def saved(self, token_count: int) -> None:
         """Count a save whose pages were copied."""
         with self._adding:
             self._counts.update(saves=1, save_tokens=token_count)
 
     def add(self, name: str) -> None:
-        """Count one more of ``name``: a failed load, or a dropped save."""
+        """Count one more of ``name``: a failed load or mend, or a dropped save."""
         with self._adding:
             self._counts[name] += 1
 

@@ -11,6 +11,7 @@ import numpy as np
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Extra, Tokens
 from kvstore.seams import SystemRandom
+from kvstore_client.engines.vllm.documents import own_salt
 from kvstore_client.engines.vllm.drafts import Draft
 from kvstore_client.engines.vllm.hashes import ALGORITHM, DEFAULT_SEED, block_hashes, given_hashes, seed_of_process
 from kvstore_client.engines.vllm.objects import EngineConfig, EngineRequest
@@ -141,9 +142,9 @@ def items_of(request: EngineRequest) -> list[tuple[int, int, str]]:
 def extras_of(request: EngineRequest) -> tuple[Extra, ...]:
     """Return a request's salt, and its images and sounds with their positions, as extras."""
     extras = []
-    salt = getattr(request, "cache_salt", None)
+    salt = own_salt(request)
     if salt:
-        extras.append(Extra(0, b"salt\0" + str(salt).encode()))
+        extras.append(Extra(0, b"salt\0" + salt.encode()))
     extras += [Extra(offset, f"mm\0{name}\0{length}".encode()) for offset, length, name in items_of(request)]
     return tuple(extras)
 

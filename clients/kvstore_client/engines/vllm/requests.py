@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvstore.spec import ModelSpec
+from kvstore_client.engines.vllm.documents import NamedDocuments
 from kvstore_client.engines.vllm.objects import EngineRequest
 from kvstore_client.engines.vllm.planning import Decision
 from kvstore_client.lookup.match import Match
@@ -47,6 +48,8 @@ class FoundPrefix:
     at_s: float
     decision: Decision | None = None
     computed: int = 0
+    is_mended: bool = False
+    """True where the prompt is computed over its documents, not loaded."""
 
 
 @dataclass
@@ -54,6 +57,8 @@ class TrackedRequest:
     """A request with blocks worth keeping, now or later. ``block_ids``: by group of layers, as they were given, also
     those that have left a window since. ``kept``: leading tokens known to be stored.
     ``held``: the chunks that it was given to load. ``was_cut``: a worker could not load some of its blocks.
+    ``documents``: those over whose caches it may be computed; ``is_mended``: it was. ``preamble``: the tokens before
+    the document that its prompt is, which is kept by itself; None: it is none.
     ``refused_s``: when it could first hold nothing, for want of room; it is not looked up again before
     ``refused_until_s``."""
 
@@ -67,3 +72,6 @@ class TrackedRequest:
     was_cut: bool = False
     refused_s: float | None = None
     refused_until_s: float = float("-inf")
+    documents: NamedDocuments | None = None
+    is_mended: bool = False
+    preamble: int | None = None

@@ -23,6 +23,7 @@ from kvstore_client.engines.vllm.moved import Moved
 from kvstore_client.engines.vllm.pages import LAYOUT, PagesOfModel
 from kvstore_client.engines.vllm.step import Save
 from kvstore_client.fetch.paged import Paged
+from kvstore_client.prompt import PageHashes
 from kvstore_client.store.writer import StoreWriter
 
 COPY_S_MAX = 2.0
@@ -145,9 +146,14 @@ class Saves:
         """Copy all layers by one put. Returns when nothing reads the pages. The sidecar does not say here which tokens
         it had already: those of the request's earlier saves are not counted again."""
         computed()
-        paged = Paged(self._pages.views, save.slots(0, self._pages.groups[0]), LAYOUT)
+        before = save.preamble or 0
+        paged = Paged(self._pages.views, save.slots(0, self._pages.groups[0])[before:], LAYOUT)
         with self._patience.watch(COPY_S_MAX) as watched:
-            receipt = self._client.store(save.spec, save.tokens, paged, extras=save.extras)
+            if save.preamble is None or isinstance(save.tokens, PageHashes):
+                receipt = self._client.store(save.spec, save.tokens, paged, extras=save.extras)
+            else:
+                document, preamble = save.tokens[before:], save.tokens[:before]
+                receipt = self._client.store_segment(save.spec, document, paged, preamble=preamble, extras=save.extras)
             if receipt.is_done and not receipt.stored_token_count:
                 watched.more_s = 0.0  # nothing was copied: this was waiting for the sidecar
                 return None

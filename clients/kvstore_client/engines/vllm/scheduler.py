@@ -19,8 +19,9 @@ from kvstore_client.engines.vllm.naming import Naming, TokensBehind
 from kvstore_client.engines.vllm.objects import EngineRequest, ScheduledStep, WorkersReport, scheduled_requests
 from kvstore_client.engines.vllm.planning import RequestPlanner
 from kvstore_client.engines.vllm.requests import TrackedRequest
+from kvstore_client.engines.vllm.reuse import DocumentReuse
 from kvstore_client.engines.vllm.settings import ConnectorSettings
-from kvstore_client.engines.vllm.step import Load, Save, Step
+from kvstore_client.engines.vllm.step import Load, Mend, Save, Step
 
 _log = logging.getLogger("kvstore.vllm")
 
@@ -45,6 +46,8 @@ class SchedulerSide:
         reads_ahead = draft is not None and draft.reads_ahead
         ahead_tokens = self._chunk_tokens if reads_ahead else 0
         self._naming = Naming(settings.digests, block_tokens, ahead_tokens)
+        is_simple = ranks == 1 and draft is None and not self._has_windows
+        self._documents = DocumentReuse(settings, self._naming, block_tokens, is_possible=is_simple)
         self._does_load, self._does_save = loads, saves
         self._ranks = ranks
         clock = clock or SystemClock()
@@ -61,6 +64,7 @@ class SchedulerSide:
         self._tracked: dict[str, TrackedRequest] = {}
         self._unnamed: set[str] = set()
         self._loads: list[Load] = []
+        self._mends: list[Mend] = []
         self._settled: list[int] = []
         self._written: list[int] = []
         self._had: dict[str, int] = {}
@@ -85,6 +89,10 @@ class SchedulerSide:
         found = self._lookups.find(request, tracked, useful, computed)
         if found is None:
             return None, False
+        found.is_mended = self._documents.may_mend(tracked, found.match, computed)
+        if found.is_mended:
+            found.computed = computed
+            return useful - computed, False
         if found.stop <= computed:
             return 0, False
         found.computed = computed
@@ -103,6 +111,7 @@ class SchedulerSide:
                 self._unnamed.add(name)
                 return None
             tracked = self._tracked[name] = TrackedRequest(request, spec, self._no_blocks())
+            self._documents.look(tracked)
         return tracked
 
     def _spec_of(self, request: EngineRequest, fate: str) -> ModelSpec | None:
@@ -139,8 +148,10 @@ class SchedulerSide:
             self._planner.follow(name, found.decision)
         tracked = self._tracked[name]
         tracked.block_ids = self._of_groups(block_ids)
-        if not external or found.match.ticket is None:
+        if not external or found.match.ticket is None or found.is_mended:
             self._lookups.release(found.match)
+            if external and found.is_mended:
+                self._mends.append(self._documents.mend(tracked, found.computed, found.computed + external))
             return
         tracked.held = found.match
         if self._settings.load == "async":
@@ -163,9 +174,9 @@ class SchedulerSide:
     def step(self, output: ScheduledStep) -> Step:
         """Return the workers' loads and saves in the step that ``output`` describes."""
         self._lookups.step_begins()
-        number = self._planner.step_begins(output, loads=bool(self._loads))
-        step = Step(self._loads, [], self._settled, self._written, number)
-        self._loads, self._settled, self._written = [], [], []
+        number = self._planner.step_begins(output, loads=bool(self._loads or self._mends))
+        step = Step(self._loads, self._mends, [], self._settled, self._written, number)
+        self._loads, self._mends, self._settled, self._written = [], [], [], []
         if not self._does_save:
             return step
         longest, computing = 0, []
@@ -201,6 +212,9 @@ class SchedulerSide:
         """Return a save of the blocks that are complete once the tokens ``start .. stop`` are computed: all whole
         blocks at the prompt's end, whole chunks before and after."""
         request, chunk = tracked.request, self._chunk_tokens
+        if tracked.preamble is not None:
+            is_kept = self._documents.is_complete(tracked, start, stop) and self._is_named(tracked)
+            return self._documents.save(tracked, tracked.preamble) if is_kept else None
         if tracked.has_failed:
             tracked.kept = min(tracked.kept, self._whole(start))
         prompt, stop = self._whole(request.num_prompt_tokens), min(stop, int(request.num_tokens))
@@ -281,20 +295,21 @@ class SchedulerSide:
 
     def reported(self, failed_blocks: Iterable[int]) -> set[int]:
         """Note blocks that workers could not load, where there is one table; vLLM computes them, so nobody loads them
-        again. Blocks computed beside them in a layerwise step may have read them, and are not kept. Returns these and
-        the failed ones: vLLM's prefix cache has them already, and the request that would compute them may go away
-        before it does."""
-        failed = set(failed_blocks)
+        again. Blocks computed beside them in the same step (layerwise, or over documents) may have read them, and are
+        not kept. Returns these and the failed ones: vLLM's prefix cache has them already, and the request that would
+        compute them may go away before it does."""
+        failed, is_layerwise = set(failed_blocks), self._settings.load == "layerwise"
         self._settled += failed
-        wrong = set(failed)
+        wrong = set(failed) if is_layerwise else set()
         for tracked in self._tracked.values():
             blocks = tracked.block_ids[0]
             first = next((index for index, block in enumerate(blocks) if block in failed), None)
             if first is not None:
                 self._cut(tracked)
-                tracked.is_doubtful = tracked.is_doubtful or self._settings.load == "layerwise"
-                wrong.update(blocks[first:])
-        return wrong if self._settings.load == "layerwise" else set()
+                if is_layerwise or tracked.is_mended:
+                    tracked.is_doubtful = True
+                    wrong.update(blocks[first:])
+        return wrong
 
     def _cut(self, tracked: TrackedRequest) -> None:
         """Note that a rank could not load a request."""

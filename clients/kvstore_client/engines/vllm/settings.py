@@ -8,12 +8,14 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from kvstore.errors import InvalidRequest
+from kvstore.planning import Recompute
 from kvstore.planning.loading.outcome import MODES
 
 LOADS = ("async", "layerwise")
 DIGESTS = ("kvstore", "vllm")
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "str": str, "str | None": (str, type(None)), "int | None": (int, type(None)), "float": (int, float), "bool": bool,
+    "dict[str, Any] | None": (dict, type(None)),
 }  # fmt: skip
 
 
@@ -64,7 +66,8 @@ class ConnectorSettings(Common):
     requests run while a prefix is on its way; ``layerwise`` loads within the step, each layer while those before it
     compute. ``digests``: ``vllm`` names chunks by vLLM's own block hashes, for routers that use these (see ``hashes``).
     ``planning``: ``on`` loads only tokens that load sooner than they compute; ``observe`` logs that choice, and loads
-    all.
+    all. ``recompute``: how much of the documents in a prompt is computed again, as the arguments of ``Recompute``;
+    None: no document is reused.
     """
 
     WHERE: ClassVar[str] = "kv_connector_extra_config"
@@ -73,12 +76,40 @@ class ConnectorSettings(Common):
     digests: str = "kvstore"
     save_output: bool = False
     planning: str = "off"
+    recompute: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, values in (("load", LOADS), ("digests", DIGESTS), ("planning", MODES)):
             if getattr(self, name) not in values:
                 raise InvalidRequest(f"{self.WHERE}: {name} {getattr(self, name)!r} must be one of {', '.join(values)}")
+        if self.mends and self.digests != "kvstore":
+            raise InvalidRequest(
+                f'{self.WHERE}: recompute needs the tokens of documents, which "digests": "vllm" does not name: leave '
+                "out one of the two"
+            )
+
+    @property
+    def mends(self) -> Recompute | None:
+        """How documents are mended; None: they are not reused. Raises InvalidRequest."""
+        if self.recompute is None:
+            return None
+        known = {each.name for each in fields(Recompute)}
+        unknown = sorted(set(self.recompute) - known)
+        if unknown:
+            raise InvalidRequest(
+                f"{self.WHERE}: recompute has no {', '.join(map(str, unknown))}; it takes {', '.join(sorted(known))}"
+            )
+        try:
+            found = Recompute(**{"first_layer": 0, "last_layer": -1, **self.recompute})
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{self.WHERE}: recompute: {error.message}") from error
+        if found.first_layer:
+            raise InvalidRequest(
+                f"{self.WHERE}: recompute: first_layer {found.first_layer} needs hidden states, which vLLM does not "
+                "keep: leave it out"
+            )
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

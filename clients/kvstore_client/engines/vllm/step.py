@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kvstore.keys import Extra, Tokens
 from kvstore.spec import ModelSpec
+from kvstore_client.engines.vllm.documents import NamedDocuments
 from kvstore_client.engines.vllm.groups import LayerGroup
 from kvstore_client.prompt import PageHashes
 
@@ -44,7 +45,8 @@ class Save:
     """Keep a request's leading tokens, which this step completes, named by themselves or by vLLM's hashes.
     ``block_ids``: by group of layers, from the token ``start`` on; the chunks before it are stored already, or by
     another save. ``ticket``: the store that several ranks join; empty for one rank. ``new``: how many of its tokens,
-    the last ones, no save or load of the request had before."""
+    the last ones, no save or load of the request had before. ``preamble``: the tokens are that many, and behind them a
+    document, which is kept by itself; None: they are a prefix."""
 
     spec: ModelSpec
     tokens: Tokens | PageHashes
@@ -53,6 +55,7 @@ class Save:
     ticket: bytes = b""
     start: int = 0
     new: int = 0
+    preamble: int | None = None
 
     def slots(self, place: int, group: LayerGroup) -> NDArray[np.int64]:
         """Return the slots of the tokens from ``start`` on, in the group at that place."""
@@ -63,6 +66,21 @@ class Save:
         return not all(blocks.isdisjoint(each) for each in self.block_ids)
 
 
+@dataclass(frozen=True)
+class Mend:
+    """Compute a prompt over the stored caches of its documents, and write the tokens ``start .. stop`` into the
+    request's blocks, of the one group that there is."""
+
+    request_id: str
+    spec: ModelSpec
+    tokens: Tokens
+    documents: NamedDocuments
+    extras: tuple[Extra, ...]
+    block_ids: list[int]
+    start: int
+    stop: int
+
+
 @dataclass
 class Step:
     """``settled``: blocks whose failed load the scheduler has noted; vLLM has computed them since. ``written``: blocks
@@ -70,6 +88,7 @@ class Step:
     workers report with its results; 0: they report none."""
 
     loads: list[Load] = field(default_factory=list)
+    mends: list[Mend] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     settled: list[int] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
@@ -78,5 +97,6 @@ class Step:
     def anon_repr(self) -> str:
         """Return what vLLM writes to its log of a step that failed: names and counts, nothing of prompts or tickets."""
         loads = [(each.request_id, each.start, each.stop, each.block_ids) for each in self.loads]
+        mends = [(each.request_id, each.start, each.stop, each.block_ids) for each in self.mends]
         saves = [(each.tokens.size, each.block_ids) for each in self.saves]
-        return f"Step(number={self.number}, loads={loads}, saves={saves}, written={self.written})"
+        return f"Step(number={self.number}, loads={loads}, mends={mends}, saves={saves}, written={self.written})"

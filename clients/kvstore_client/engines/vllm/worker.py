@@ -12,10 +12,11 @@ from kvstore.seams import SystemClock
 from kvstore_client.client import Client
 from kvstore_client.engines.pause import CallPause
 from kvstore_client.engines.vllm.groups import LayerGroup
+from kvstore_client.engines.vllm.mending import Mender
 from kvstore_client.engines.vllm.moved import Moved
 from kvstore_client.engines.vllm.pages import LAYOUT, PagesOfModel
 from kvstore_client.engines.vllm.saves import Saves
-from kvstore_client.engines.vllm.step import Load, Save, Step
+from kvstore_client.engines.vllm.step import Load, Mend, Save, Step
 from kvstore_client.fetch.paged import Paged
 from kvstore_client.fetch.transfer import Transfer
 
@@ -56,7 +57,7 @@ class WorkerSide:
 
     def __init__(
         self, client: Client, pages: PagesOfModel, *, is_layerwise: bool, is_one_table: bool = True,
-        is_waiting: bool = False, call_s_max: float = 0.0,
+        is_waiting: bool = False, call_s_max: float = 0.0, mender: Mender | None = None,
     ) -> None:  # fmt: skip
         self._client = client
         self._pages = pages
@@ -67,6 +68,7 @@ class WorkerSide:
         """Counts what this worker moves."""
         self._saves = Saves(client, pages, CallPause(self._clock), self.moved, call_s_max=call_s_max)
         self._is_waiting = is_waiting
+        self._mender = mender
         self._can_give_way = False
         self._moving: dict[str, _Moving] = {}
         self._waited: set[int] = set()
@@ -77,7 +79,7 @@ class WorkerSide:
     # ------------------------------------------------------------ loads
 
     def begin(self, step: Step) -> None:
-        """Start the step's loads."""
+        """Start the step's loads, and compute what it computes over documents."""
         self._doubtful.subtract(step.settled)
         self._doubtful = +self._doubtful
         self._waited.clear()
@@ -93,6 +95,16 @@ class WorkerSide:
                 moving.is_whole = False
                 for transfer in moving.transfers:
                     transfer.stop()
+        for mend in step.mends:
+            self._mend(mend)
+
+    def _mend(self, mend: Mend) -> None:
+        reused = self._mender.mend(mend) if self._mender is not None else None
+        if reused is not None:
+            self.moved.mended(reused)
+            return
+        self.moved.add("failed_mends")
+        self._failed |= set(mend.block_ids[mend.start // self._pages.groups[0].block_tokens :])
 
     def _begin_group(self, moving: _Moving, place: int, group: LayerGroup) -> Transfer:
         """Begin to fetch a group's layers into its own blocks. Raises KVStoreError."""

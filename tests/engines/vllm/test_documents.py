@@ -1,0 +1,194 @@
+"""Documents in prompts of vLLM: which are kept, over which a prompt is computed, and whom the result never reaches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kvstore_client import ModelSpec, Recompute, connect
+from kvstore_client.engines.transformers import TransformersRunner
+from kvstore_client.engines.vllm.documents import DERIVED, NamedDocuments, own_salt
+from kvstore_client.engines.vllm.runner import VllmRunner, model_of
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.errors import InvalidRequest
+from tests.engines.vllm.engine import BLOCK, Engine, blocks_of, matched, request
+from tests.engines.vllm.lookalike import LlamaForCausalLM
+from tests.recompute.models import model_of as made
+from tests.recompute.models import prompt
+from tests.server.raw import eventually
+
+HEAD, ONE, TWO, QUESTION = (prompt(count, seed).tolist() for count, seed in ((6, 1), (33, 2), (18, 3), (7, 4)))
+ASKED = HEAD + TWO + ONE + QUESTION
+RUNS = [(6, 24), (24, 57)]
+SOME = {"selector": "suffix_attention", "ratio": 0.4}
+
+
+def named(*runs: Any, preamble: int = 6) -> dict[str, Any]:
+    return {"kv_transfer_params": {"kvstore_documents": list(runs), "kvstore_preamble": preamble}}
+
+
+def asked(name: str, salt: str | None = DERIVED, runs: Any = RUNS) -> Any:
+    return request(name, ASKED, cache_salt=salt, **named(*runs))
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    return made("qwen3")
+
+
+@pytest.fixture(scope="module")
+def spec(theirs: Any) -> ModelSpec:
+    return TransformersRunner(theirs, chunk_tokens=16).spec
+
+
+@pytest.fixture
+def engine(sidecar: Sidecar, theirs: Any, spec: ModelSpec) -> Any:
+    engine = Engine(sidecar.address, spec, model=LlamaForCausalLM(theirs), recompute=SOME)
+    yield engine
+    engine.close()
+
+
+def wait_kept(engine: Engine, save: Any) -> None:
+    """Until a document is stored, which is no prefix."""
+
+    def found() -> Any:
+        runs = [(save.preamble, save.tokens.size)]
+        return engine.clients[0].lookup(save.spec, save.tokens, extras=save.extras, segments=runs, preamble=HEAD)
+
+    eventually(lambda: found().segments[0].is_whole)
+    assert found().prefix_token_count == 0
+
+
+def remember(engine: Engine, *documents: list[int], salt: str | None = None) -> None:
+    """Keep documents of random numbers, as an engine does that computes them."""
+    for index, each in enumerate(documents):
+        tokens = HEAD + each
+        whole = request(f"{salt}{index}", tokens, cache_salt=salt, **named((6, len(tokens))))
+        blocks = blocks_of(len(tokens))
+        assert engine.admit(whole, blocks) == 0
+        engine.fill(blocks, index)
+        (save,) = engine.compute(whole, blocks, 0, len(tokens)).saves
+        wait_kept(engine, save)
+        engine.scheduler.finished(whole.request_id)
+
+
+@pytest.mark.parametrize("family", ["llama-biased-mha", "llama-llama3", "qwen3"])
+def test_the_runner_computes_as_transformers_does(sidecar: Sidecar, family: str) -> None:
+    theirs = made(family)
+    reference = TransformersRunner(theirs, chunk_tokens=16)
+    ours = LlamaForCausalLM(theirs)
+    assert model_of(ours.model.layers[1].self_attn.attn) is ours
+    runner = VllmRunner(ours, reference.spec, torch.device("cpu"))
+    with connect(sidecar.address) as client:
+        kv = [(torch.randn(each.kv_heads, 33, each.k_dim), torch.randn(each.kv_heads, 33, each.v_dim))
+              for each in reference.spec.layers]  # fmt: skip
+        client.store_segment(reference.spec, ONE, kv, preamble=HEAD).wait()
+        options = {"segments": [(24, 57)], "preamble": HEAD, "recompute": Recompute(0, -1, 0.4, "suffix_attention")}
+        wanted, found = (client.partial_prefill(each, ASKED, **options) for each in (reference, runner))  # type: ignore[arg-type]
+    assert found.plan.reused_token_count == wanted.plan.reused_token_count == 33
+    assert torch.allclose(found.logits, wanted.logits, atol=1e-4)
+    for one, other in zip(found.kv, wanted.kv, strict=True):
+        assert torch.allclose(one[0], other[0], atol=1e-4)
+        assert torch.allclose(one[1], other[1], atol=1e-4)
+
+
+def test_a_prompt_is_computed_over_its_documents_and_not_kept(engine: Engine, theirs: Any, spec: ModelSpec) -> None:
+    remember(engine, ONE, TWO)
+    blocks = blocks_of(len(ASKED))
+    engine.fill(blocks, 9)
+    mended = asked("b")
+    assert engine.admit(mended, blocks) == 60  # whole blocks of 4; the last of 64 tokens is left
+    step = engine.compute(mended, blocks, 60, 4)
+    assert (len(step.mends), step.saves) == (1, [])
+    assert engine.worker.failed_blocks() == set()
+    assert engine.worker.moved.take()["mend_reused_tokens"] == 51
+    wanted = engine.clients[0].partial_prefill(
+        TransformersRunner(theirs, spec=spec), ASKED, segments=RUNS, preamble=HEAD,
+        recompute=Recompute(0, -1, 0.4, "suffix_attention"),
+    )  # fmt: skip
+    for pages, planes in zip(engine.content(blocks[:15]), wanted.kv, strict=True):
+        held = pages.transpose(1, 2).flatten(0, 1).transpose(0, 1)  # [heads, slots, K and V]
+        assert torch.allclose(held, torch.cat([each[:, :60] for each in planes], -1), atol=1e-4)
+    engine.scheduler.finished("b")
+    assert engine.admit(request("c", ASKED), blocks) == 0, "nothing of it is a prefix"
+
+
+def test_documents_of_another_salt_or_of_a_request_without_one_are_not_reused(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    remember(engine, ONE, TWO, salt="tenant")
+    assert own_salt(asked("x", f"{DERIVED}:tenant")) == "tenant"
+    assert own_salt(asked("x", f"{DERIVED}tenant")) == f"{DERIVED}tenant"
+    for name, salt, found in (("a", None, 0), ("b", "tenant", 0), ("c", "other", 0), ("d", "tenant", 60)):
+        of_derived = f"{DERIVED}:{salt}" if name in "cd" else salt
+        assert matched(engine.scheduler, asked(name, of_derived), 0) == (found, False)
+    assert caplog.text.count("without a cache_salt that begins with") == 1
+
+
+def test_what_vllm_has_behind_the_documents_is_not_computed_again(engine: Engine) -> None:
+    remember(engine, ONE, TWO)
+    assert matched(engine.scheduler, asked("a"), 0) == (60, False)
+    assert matched(engine.scheduler, asked("b"), 40) == (20, False)
+    assert matched(engine.scheduler, asked("c"), 56) == (0, False), "a token of a document is less than a block"
+
+
+def test_a_request_that_takes_mended_caches_is_not_kept(engine: Engine) -> None:
+    """Nothing of it is mended, but vLLM may have had its first blocks from one of which something was."""
+    one = asked("a", f"{DERIVED}:somebody")
+    assert engine.admit(one, blocks_of(64)) == 0
+    assert engine.compute(one, blocks_of(64), 0, 64).saves == []
+
+
+def test_a_prompt_that_cannot_be_computed_over_its_documents_is_told_once(engine: Engine) -> None:
+    remember(engine, ONE, TWO)
+    engine.worker._mender._model = None  # type: ignore[union-attr]  # it has one
+    one, blocks = asked("a"), blocks_of(64)
+    assert engine.admit(one, blocks, 8) == 52
+    engine.compute(one, blocks, 60, 4)
+    failed = engine.worker.failed_blocks()
+    assert failed == set(blocks[2:])
+    assert engine.scheduler.reported(failed) == failed, "vLLM's prefix cache has them, and gives them to others"
+    assert matched(engine.scheduler, one, 8) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("runs", "preamble", "said"),
+    [
+        ([(6, 90)], 6, "must be a run of the prompt's 64 tokens"),
+        ([(30, 40), (20, 24)], 6, "behind the segment before it"),
+        ("all", 6, "must be a list"),
+        ([], 6, "one run or more, behind the 6 tokens"),
+        ([(4, 24)], 6, "one run or more, behind the 6 tokens"),
+        ([(6, 24)], -1, "kvstore_preamble -1 must be a whole number"),
+        ([(6, 24)], 64, "kvstore_preamble 64 must be"),
+        ([(6, 24)], True, "kvstore_preamble True must be"),
+    ],
+)
+def test_documents_that_are_none_are_said_and_the_request_goes_on(
+    engine: Engine, caplog: pytest.LogCaptureFixture, runs: Any, preamble: Any, said: str
+) -> None:
+    given = {"kv_transfer_params": {"kvstore_documents": runs, "kvstore_preamble": preamble}}
+    wrong = request("a", ASKED, cache_salt=DERIVED, **given)
+    with pytest.raises(InvalidRequest, match=said):
+        NamedDocuments.of(wrong)
+    assert matched(engine.scheduler, wrong, 0) == (0, False)
+    assert "neither kept nor reused" in caplog.text
+
+
+def test_a_document_is_kept_when_its_prompt_is_complete(engine: Engine) -> None:
+    tokens = HEAD + ONE
+    whole, blocks = request("a", tokens, **named((6, 39))), blocks_of(39)
+    assert engine.admit(whole, blocks) == 0
+    engine.fill(blocks, 1)
+    assert engine.compute(whole, blocks, 0, 20).saves == []
+    (save,) = engine.compute(whole, [], 20, 19, is_new=False).saves
+    assert (save.preamble, save.new, save.block_ids) == (6, 33, [blocks])
+    assert engine.compute(whole, [], 39, 1, is_new=False).saves == []
+    assert len(blocks) * BLOCK > 39, "the last block is kept, too, though it is not whole"
+    place = SimpleNamespace(offset=0, length=2)
+    seen = [SimpleNamespace(mm_position=place, identifier="x", modality="image")]
+    engine.scheduler.new_request(request("b", tokens, mm_features=seen, **named((6, 39))))
+    assert engine.scheduler._tracked["b"].preamble is None, "a document has no images"

@@ -1,0 +1,45 @@
+"""Documents in prompts of vLLM: whom what is computed over them may reach."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+REUSE = "clients/kvstore_client/engines/vllm/reuse.py"
+DOCUMENTS = "clients/kvstore_client/engines/vllm/documents.py"
+SCHEDULER = "clients/kvstore_client/engines/vllm/scheduler.py"
+T_DOCUMENTS = "tests/engines/vllm/test_documents.py"
+
+MUTANTS = [
+    Mutant(
+        "blocks-of-mended-caches-are-kept",
+        REUSE,
+        "        tracked.is_doubtful = takes_derived(request)\n",
+        "",
+        "what was computed over mended blocks of vLLM's own cache is stored as the model's own",
+        (f"{T_DOCUMENTS}::test_a_request_that_takes_mended_caches_is_not_kept",),
+    ),
+    Mutant(
+        "mended-without-a-salt",
+        REUSE,
+        "        if tracked.is_doubtful:\n",
+        "        if True:\n",
+        "a mended cache lies in vLLM's own prefix cache for all",
+        (f"{T_DOCUMENTS}::test_documents_of_another_salt_or_of_a_request_without_one_are_not_reused",),
+    ),
+    Mutant(
+        "salts-of-tenants-are-one",
+        DOCUMENTS,
+        "    return salt[len(DERIVED) + 1 :] if takes_derived(request) else salt\n",
+        '    return "" if takes_derived(request) else salt\n',
+        "a tenant's documents are reused for another one",
+        (f"{T_DOCUMENTS}::test_documents_of_another_salt_or_of_a_request_without_one_are_not_reused",),
+    ),
+    Mutant(
+        "blocks-that-were-not-mended-stay",
+        SCHEDULER,
+        "                if is_layerwise or tracked.is_mended:\n",
+        "                if is_layerwise:\n",
+        "vLLM gives blocks that nothing was written to to the next request with this prefix",
+        (f"{T_DOCUMENTS}::test_a_prompt_that_cannot_be_computed_over_its_documents_is_told_once",),
+    ),
+]
