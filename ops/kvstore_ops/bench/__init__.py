@@ -29,7 +29,7 @@ SHARED = frozenset(
     }
 )
 """Modules of this package that are not benchmarks."""
-BESIDE = frozenset({"peers", "peers-redis", "peers-s3", "vllm-cold"})
+BESIDE = frozenset({"peers", "peers-redis", "peers-s3", "vllm-cold", "vllm-documents"})
 """Benchmarks that need another product's environment: "all" leaves them out, only their names run them."""
 GPU = ("gpu-kernels", "gpu-fetch", "gpu-store", "gpu-hbm", "gpu-ttft-prefix", "gpu-ttft-blend", "gpu-ttft-sibling")
 """Benchmarks of a GPU, in the order of ``make gpu``. Where there is none, "all" leaves them out, except at the scale
