@@ -21,6 +21,7 @@ ROUND = ["hits_total 0.0", "hits_total 288.0"]
 SAID = {
     "Start": ROUND,
     "By vLLM's own block hashes": [*ROUND, "256 tokens, block 7", "32 tokens, block 8"],
+    "Documents, at any place": ["reused: 320"],
     "Images and sounds: the encoder cache": ["found: 0", "found: 1"],
     "A tier of vLLM's CPU offloading": ROUND,
 }
@@ -63,5 +64,5 @@ def test_the_guide_runs_as_written(section: str, tmp_path: Path) -> None:
                     os.killpg(process.pid, signal.SIGKILL)
         said.seek(0)
         lines = [re.sub(r"^vllm:external_prefix_cache_(hits_total)\{.*\}", r"\1", line.rstrip()) for line in said]
-    found = [line for line in lines if line.startswith(("hits_total", "found: ")) or ", block " in line]
+    found = [line for line in lines if line.startswith(("hits_total", "found: ", "reused: ")) or ", block " in line]
     assert found == SAID[section], "\n".join([*lines, (tmp_path / "problems").read_text()[-3000:]])
