@@ -113,8 +113,9 @@ class Engine:
         """As vLLM does before a request runs, of which it has some tokens: how many will be loaded."""
         self.scheduler.new_request(asked)
         count, is_async = matched(self.scheduler, asked, computed)
-        is_within_step = self.scheduler._settings.load != "async" or self.scheduler._tracked[asked.request_id].documents
-        assert is_async == (count > 0 and not is_within_step)
+        tracked = self.scheduler._tracked.get(asked.request_id)  # None: it has no name
+        is_mended = tracked is not None and tracked.documents is not None
+        assert is_async == (count > 0 and self.scheduler._settings.load == "async" and not is_mended)
         self.scheduler.allocated(asked, blocks if isinstance(blocks, tuple) else (blocks,), count)
         return count
 
