@@ -244,8 +244,8 @@ def _announce(tenants: list[Tenant], page: str, remote: str) -> None:
     path = first.sockets.grpc
     tiers = f"arena {format_bytes(first.settings.arena.capacity_bytes)}"
     for tier in first.controller.stats().tiers:
-        room = f" {format_bytes(tier.capacity_bytes)} with {tier.chunk_count:,} chunks" if tier.capacity_bytes else ""
-        tiers += f", {tier.name}{room}"
+        room = f" {format_bytes(tier.capacity_bytes)}" if tier.capacity_bytes else ""
+        tiers += f", {tier.name}{room}{'' if tier.is_shared else f' with {tier.chunk_count:,} chunks'}"
     if remote:
         tiers += f", remote {remote}"
     if others:

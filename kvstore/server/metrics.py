@@ -42,7 +42,7 @@ _TIER_GAUGES = {
     "allocated_bytes": "Bytes of slots that hold a chunk",
     "free_bytes": "Bytes of slots that are free",
     "quarantined_bytes": "Bytes of slots out of use because a check failed",
-    "chunk_count": "Chunks in the tier",
+    "chunk_count": "Chunks in the tier; none of shared tiers, whose engines do not count them",
     "state_seconds": "Seconds for which the tier has been in its state: up, read-only or failing",
 }
 _MODEL_COUNTERS = {
@@ -89,7 +89,8 @@ class _Collector(Collector):
         for name, description in _TIER_GAUGES.items() if tiers else ():
             gauge = GaugeMetricFamily(f"kvstore_tier_{name}", description, labels=[*self._labels, "tier"])
             for tenant, tier in tiers:
-                gauge.add_metric([*self._named(tenant), tier.name], getattr(tier, name))
+                if not (tier.is_shared and name == "chunk_count"):
+                    gauge.add_metric([*self._named(tenant), tier.name], getattr(tier, name))
             yield gauge
         if tiers:
             is_up = GaugeMetricFamily("kvstore_tier_up", TIER_UP, labels=[*self._labels, "tier"])

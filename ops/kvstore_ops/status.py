@@ -92,8 +92,8 @@ def _tier(tier: admin_pb2.TierStats) -> Table:
         drawn.add_row("why", cell(tier.reason, "red"))
     if tier.is_shared:
         room = f" of {format_bytes(tier.capacity_bytes)}" if tier.capacity_bytes else ""
-        if tier.chunk_count or room:  # a bucket gives no counts: ``kvstore scan`` counts its chunks
-            drawn.add_row("holds", f"{format_bytes(tier.allocated_bytes)}{room} in {tier.chunk_count:,} chunks")
+        if tier.allocated_bytes or room:  # a bucket tells nothing: ``kvstore scan`` counts its chunks
+            drawn.add_row("holds", f"{format_bytes(tier.allocated_bytes)}{room}")
         if tier.envelope == "none":
             drawn.add_row("envelope", Text("none: nothing protects copies there", style="yellow"))
         elif tier.envelope:

@@ -71,8 +71,8 @@ function tiers(tenant, id) {
       ` ${Math.round(share * 100)} % of ${bytes(tier.capacity_bytes)}`);
     const is_well = tier.health === "up";
     return [plain(tier.name), el("span", { class: is_well ? "" : "bad" }, plain(tier.health)), full,
-      whole(tier.chunk_count), rate(tier.in_bytes_per_s), rate(tier.out_bytes_per_s), whole(tier.backlog_count),
-      tier.durability.toLowerCase()];
+      tier.is_shared ? "" : whole(tier.chunk_count), rate(tier.in_bytes_per_s), rate(tier.out_bytes_per_s),
+      whole(tier.backlog_count), tier.durability.toLowerCase()];
   });
   const columns = [["Tier"], ["State"], ["Full"], ["Chunks", "n"], ["In", "n"], ["Out", "n"], ["Waiting", "n"],
     ["Survives"]];

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import compress
@@ -52,7 +51,6 @@ _CODES = {
 }  # fmt: skip
 """The code of a server's error reply for which redis-py has a class; MovedError is an AskError."""
 _STATES = {ord("1"): UploadState.THERE, ord("f"): UploadState.FREE, ord("t"): UploadState.TAKEN}
-_DATABASE = re.compile("db[0-9]+")
 REDIS_ERRORS = (RedisError, RedisClusterException, OSError)
 """The errors that redis-py raises where a server refuses something, or fails."""
 
@@ -72,7 +70,6 @@ class Account(NamedTuple):
 
     used_bytes: int = 0
     capacity_bytes: int = 0
-    key_count: int = 0
     problem: str = ""
 
 
@@ -211,7 +208,6 @@ class Control:
         return Account(
             sum(int(each["used_memory"]) for each in nodes),
             sum(int(each.get("maxmemory") or each.get("total_system_memory", 0)) for each in nodes),
-            sum(int(db["keys"]) for each in nodes for name, db in each.items() if _DATABASE.fullmatch(name)),
             f"{len(errors)} of {len(found)} nodes do not answer: {errors[0]}" if errors else "",
         )
 

@@ -241,14 +241,14 @@ class RedisTier:
 
     def statistics(self) -> TierStatistics:
         """Return the account of the whole engine, with other nodes' chunks and other users' keys, as it was some
-        seconds ago."""
+        seconds ago. No chunks are counted: the engine counts keys, and most of them may be others than chunks."""
         account = self._errands.account
         capacity = max(account.capacity_bytes, account.used_bytes)
         state = "failing" if self._errands.problem else "read-only" if self._refused else "up"
         return TierStatistics(
             name=self.name, state=state, capacity_bytes=capacity,
             file_bytes=account.used_bytes, allocated_bytes=account.used_bytes, free_bytes=0, quarantined_bytes=0,
-            overhead_bytes=0, chunk_count=account.key_count, read_bytes=self._read_bytes,
+            overhead_bytes=0, chunk_count=0, read_bytes=self._read_bytes,
             written_bytes=self._written_bytes, envelope=self._trust.kind,
             reason=self._errands.problem or self._refused, encodings=self._choice.figures(),
         )  # fmt: skip

@@ -145,10 +145,10 @@ def render_tiers(found: admin_pb2.TiersResponse) -> Group:
         state = state_of(stats) if state == stats.state else state
         is_well = stats.state == "up" and not (is_stalled(tier) or tier.is_draining)
         name = f"{stats.name} (shared, {tier.write_policy})" if stats.is_shared else stats.name
-        is_told = bool(stats.chunk_count or stats.allocated_bytes or not stats.is_shared)
+        is_told = bool(stats.allocated_bytes or not stats.is_shared)
         table.rows.append((
             cell(name), cell(state, "" if is_well else "red"), Durability(tier.durability).name,
-            f"{stats.chunk_count:,}" if is_told else "not told", format_bytes(stats.allocated_bytes) if is_told else "",
+            "not told" if stats.is_shared else f"{stats.chunk_count:,}", format_bytes(stats.allocated_bytes) if is_told else "",
             format_bytes(stats.capacity_bytes) if stats.capacity_bytes else "", f"{tier.backlog_chunk_count:,}",
         ))  # fmt: skip
     lines: list[RenderableType] = [table, *_encodings(found.tiers)]

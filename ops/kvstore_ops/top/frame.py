@@ -92,15 +92,17 @@ def _tiers(rates: Rates, width: int) -> Iterator[Text]:
         name, state = plain(stats.name, 8), _state(tier)
         style = "" if state == "up" else _ALARM
         written, read = _moved(rates, stats.name)
+        count = "-" if stats.is_shared else f"{stats.chunk_count:,}"
         if width >= NARROW:
             yield Text(
-                f"{name:<8} {state:<9} {_fill(stats):<18} {stats.chunk_count:>10,} {_rate(written):>9} "
+                f"{name:<8} {state:<9} {_fill(stats):<18} {count:>10} {_rate(written):>9} "
                 f"{_rate(read):>9} {tier.backlog_chunk_count:>8,}", style,
             )  # fmt: skip
             continue
         yield Text(f"{name} {state}", style or _TITLE)
         yield Text(f" {_fill(stats).strip()}")
-        yield Text(f" {stats.chunk_count:,} chunks")
+        if not stats.is_shared:
+            yield Text(f" {count} chunks")
 
 
 def _state(tier: admin_pb2.TierReport) -> str:
