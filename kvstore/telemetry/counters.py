@@ -67,7 +67,11 @@ TIER_DESCRIPTIONS: dict[str, str] = {
     "recovered_chunks": "Chunks found at the start",
     "proven_chunks": "Chunks left by a crash that were read and synced anew before a store relied on them",
 }
-"""The counters of each tier. Memory's names have no prefix, the others' have their tier's name."""
+"""The counters of each local tier. Memory's names have no prefix, the others' have their tier's name."""
+MEMORY_NAMES = ("demoted_chunks", "evicted_chunks", "evicted_bytes", "fetched_chunks")
+"""Those that memory counts: stores and loads fill it, which have counters of their own."""
+SHARED_NAMES = ("written_chunks", "written_bytes", "refused_chunks", "verified_bytes", "fetched_chunks")
+"""Those that a shared tier counts: it does not tell what it gives up."""
 SHARED_DESCRIPTIONS: dict[str, str] = {
     "asked_chunks": "Chunks that a shared tier was asked for",
     "late_answers": "Answers of a shared tier that came too late",
@@ -90,7 +94,8 @@ class Counters:
 
     def add_tier(self, tier: str, said: str = "", *, is_shared: bool = False) -> None:
         """Add the counters of a tier. ``said``: its name in descriptions, if that is another. Idempotent."""
-        of_tier = TIER_DESCRIPTIONS | SHARED_DESCRIPTIONS if is_shared else TIER_DESCRIPTIONS
+        names = MEMORY_NAMES if tier == MEMORY else SHARED_NAMES if is_shared else tuple(TIER_DESCRIPTIONS)
+        of_tier = {name: TIER_DESCRIPTIONS[name] for name in names} | (SHARED_DESCRIPTIONS if is_shared else {})
         for name, description in of_tier.items():
             self.descriptions.setdefault(_name(tier, name), f"{description} ({said or tier})")
             self._values.setdefault(_name(tier, name), 0)

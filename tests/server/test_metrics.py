@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from kvstore_ops.pages.metrics import all_counters
 
 from kvstore.controller import Stats
 from kvstore.controller.benefit import Saving, ServedModel
@@ -77,3 +78,16 @@ def test_times_are_in_seconds_whatever_is_counted() -> None:
     row = next(each for each in metric_rows(DESCRIPTIONS) if "saved" in each.name and "prefill" in each.name)
     assert (row.name, row.unit) == ("kvstore_partial_prefill_saved_seconds_total", "seconds")
     assert not [each.name for each in metric_rows(DESCRIPTIONS) if "milli" in each.name]
+
+
+def test_a_tier_has_no_counter_that_never_grows() -> None:
+    """Memory is filled by stores and loads, which have counters of their own, and keeps nothing over a start. Redis
+    tells nobody what it evicts: a zero would say that it evicts nothing."""
+    names = {each.name for each in metric_rows(all_counters().descriptions)}
+    of_memory = {f"kvstore_{each}_total" for each in ("written_bytes", "verified_bytes", "refused_chunks")}
+    of_memory |= {f"kvstore_{each}_total" for each in ("written_chunks", "recovered_chunks", "proven_chunks")}
+    of_shared = {f"kvstore_redis_{each}_total" for each in ("evicted_chunks", "evicted_bytes", "demoted_chunks")}
+    of_shared |= {f"kvstore_s3_{each}_total" for each in ("recovered_chunks", "proven_chunks")}
+    assert names & (of_memory | of_shared) == set()
+    assert names >= {"kvstore_evicted_chunks_total", "kvstore_nvme_evicted_chunks_total"}
+    assert names >= {"kvstore_nvme_recovered_chunks_total", "kvstore_redis_refused_chunks_total"}

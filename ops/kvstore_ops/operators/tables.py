@@ -148,7 +148,8 @@ def render_tiers(found: admin_pb2.TiersResponse) -> Group:
         is_told = bool(stats.allocated_bytes or not stats.is_shared)
         table.rows.append((
             cell(name), cell(state, "" if is_well else "red"), Durability(tier.durability).name,
-            "not told" if stats.is_shared else f"{stats.chunk_count:,}", format_bytes(stats.allocated_bytes) if is_told else "",
+            "not told" if stats.is_shared else f"{stats.chunk_count:,}",
+            format_bytes(stats.allocated_bytes) if is_told else "",
             format_bytes(stats.capacity_bytes) if stats.capacity_bytes else "", f"{tier.backlog_chunk_count:,}",
         ))  # fmt: skip
     lines: list[RenderableType] = [table, *_encodings(found.tiers)]

@@ -136,7 +136,7 @@ async def test_a_cluster_has_chunks_on_all_its_nodes(cluster: Cluster, monkeypat
         keys = [each.header.storage_key for each in chunks]
         assert await tier.probe([*keys, bytes(32)], 5.0) == [True] * COUNT + [False]
         await until(lambda: tier.statistics().capacity_bytes)
-        assert tier.statistics().chunk_count == 0  # other keys lie beside the chunks: a number of keys is none of chunks
+        assert tier.statistics().chunk_count == 0  # there are more keys than chunks
         for each in cluster.servers:
             for key in each.client().keys("*"):
                 each.client().expire(key, 60)
