@@ -367,6 +367,17 @@ def test_a_copy_that_was_altered_in_a_shared_tier_is_found(redis: RedisServer, c
     assert stored.hit_count == 2 * STEP
 
 
+def test_a_copy_that_redis_dropped_is_gone_and_no_fault(redis: RedisServer, client: Client, say: Any) -> None:
+    stored = Stored(client, 2)
+    with redis.client() as engine:
+        before = set(engine.scan_iter(_type="hash"))
+        assert say("move", "--model", stored.name, "--to", "redis", "--keep").code == 0
+        engine.delete(min(set(engine.scan_iter(_type="hash")) - before))
+    done = say("verify", "--model", stored.name, "--tier", "redis", "--json")
+    counts = {word: each["chunk_count"] for word, each in done.json["outcomes"].items()}
+    assert (counts, done.json["problem"], done.code) == ({"redis: read": 1, "gone meanwhile": 1}, "", 0)
+
+
 # ---------------------------------------------------------------- drain
 
 

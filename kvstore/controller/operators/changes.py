@@ -365,10 +365,14 @@ class Changes:
             byte_count = self._size(row)
             self._table.hold(row)
             try:
-                for name, look in self._movement.looks(row):
-                    if only and name != only:
-                        continue
+                asked = [each for each in self._movement.looks(row) if only in ("", each[0])]
+                if not asked:
+                    tally.add(WORDS[Fate.GONE], 0)
+                for name, look in asked:
                     found = True if dry_run else await looks.look(name, row, look)
+                    if found is None and name not in dict(self._movement.looks(row)):  # it has none any more
+                        tally.add(WORDS[Fate.GONE], 0)
+                        continue
                     tally.add(f"{name}: {'not read' if found is None else 'read'}", byte_count)
                     if found is False:
                         tally.add(f"{name}: damaged", byte_count)
