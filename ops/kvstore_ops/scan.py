@@ -65,7 +65,7 @@ def wanted_of(settings: Settings, tenant: str, model: str, older_than_s: float, 
     least = DIGITS_MIN if is_for_deletion else 1
     if tenant and exact is None:
         _check_digits("--tenant", tenant, least, "no tenant of the settings has this name")
-    caches = caches_of(names_of_models(settings.server.socket_directory), model) if model else ()
+    caches = caches_of(names_of_models(socket_of(settings)), model) if model else ()
     if model and not caches:
         why = "objects have no names of models, and no sidecar of this node knows one that is called so"
         _check_digits("--model", model, least, why, ", or kvstore models on a node that serves it")
@@ -183,10 +183,15 @@ def names_of_tenants(settings: Settings) -> dict[str, str]:
     return {keys.digest.hex(): name for name, keys in read_keys(settings.tenants).items()}
 
 
-def names_of_models(socket_directory: Path) -> dict[str, KnownModel]:
-    """Return models by the fingerprints of their caches, as far as this node's own sidecar knows them. Objects contain
-    only the fingerprints. Empty where no sidecar runs, or it serves another user."""
-    place = socket_directory / "kvstore.sock"
+def socket_of(settings: Settings) -> Path:
+    """Return the socket of this node's sidecar: $KVSTORE_SOCKET as for other commands, else that of the settings."""
+    named = door_of(None).socket if os.environ.get("KVSTORE_SOCKET") else None
+    return named or settings.server.socket_directory / "kvstore.sock"
+
+
+def names_of_models(place: Path) -> dict[str, KnownModel]:
+    """Return models by the fingerprints of their caches, as far as the sidecar of this socket knows them. Objects
+    contain only the fingerprints. Empty where no sidecar runs, or it serves another user."""
     if not os.path.exists(place):  # also False where its directory is another user's
         return {}
     door = door_of(str(place), "", "")
@@ -215,7 +220,7 @@ def scan(
     """Examine every object, and count those that are ``wanted``; with ``delete``, delete these. Objects of a newer
     release and objects that are no chunks are never deleted. Raises InvalidRequest, PermissionDenied, Unavailable."""
     s3, tenants, found = settings_of(settings), names_of_tenants(settings), Found()
-    models = names_of_models(settings.server.socket_directory)
+    models = names_of_models(socket_of(settings))
     ring = ring_of(settings) if verify else None
     for each in _examined(s3, found, ring):
         meant = [one for one in each if one.reason != "gone" and wanted.has(one, now_s)]

@@ -122,12 +122,14 @@ def test_a_sidecar_of_another_user_is_asked_nothing(tmp_path: Path) -> None:
     (own / "kvstore.sock").touch()
     os.seteuid(65534)
     try:
-        assert scanning.names_of_models(own) == {}
+        assert scanning.names_of_models(own / "kvstore.sock") == {}
     finally:
         os.seteuid(0)
 
 
-def test_models_that_the_nodes_own_sidecar_knows_are_named(stand: S3Stand, own_sidecar: Sidecar) -> None:
+def test_models_that_the_nodes_own_sidecar_knows_are_named(
+    stand: S3Stand, own_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The others are known by their fingerprints only: objects contain no names."""
     spec, place = small_spec(model_id="some/model [bold]"), own_sidecar.directory / "run"
     names = [fingerprint(spec, CacheKind.KV), fingerprint(spec, CacheKind.E, 1), MODELS["other"]]
@@ -148,6 +150,9 @@ def test_models_that_the_nodes_own_sidecar_knows_are_named(stand: S3Stand, own_s
     for name in (spec.model_id, "model [bold]"):
         assert scan(stand, "--json", "--model", name, place=place)["object_count"] == 2
     assert scan(stand, "--json", "--model", names[0].hex()[:8], place=place)["object_count"] == 1
+    with monkeypatch.context() as context:
+        context.setenv("KVSTORE_SOCKET", own_sidecar.address)  # as for other commands
+        assert scan(stand, "--json", "--model", spec.model_id)["object_count"] == 2
     assert scan(stand, "--json", "--delete", "--model", spec.model_id, "--yes", place=place)["deleted_count"] == 2
     assert {row["model_id"] for row in scan(stand, "--json")["rows"]} == {""}, "no sidecar runs there"
     said = scan(stand, "--model", spec.model_id)
