@@ -90,3 +90,11 @@ def test_nobody_counts_the_chunks_of_a_shared_tier() -> None:
     text = printed(status.render(admin_pb2.StatsResponse(tiers=[own, shared])), 80)
     assert re.search(r"allocated +│ 5 GiB in 1,234,567 chunks", text)
     assert re.search(r"holds +│ 5 GiB of 8 GiB +│", text), text
+
+
+def test_bytes_that_nobody_knows_are_not_told_as_none() -> None:
+    """Of what left, or waits for a tier, only the number of chunks is known."""
+    outcomes = [admin_pb2.Outcome(what="written", chunk_count=41), admin_pb2.Outcome(what="held", byte_count=1024)]
+    text = printed(tables.render_outcomes(admin_pb2.ChangeResponse(outcomes=outcomes), dry_run=False), 80)
+    assert re.search(r"written +│ +41 │ +│", text), text
+    assert "1 KiB" in text

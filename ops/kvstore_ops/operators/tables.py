@@ -338,7 +338,8 @@ def render_outcomes(
     """Draw a line per kind of outcome. ``nothing``: the line where there is none."""
     table = Table("would be" if dry_run else "became", Column("chunks", justify="right"), "as in memory")
     for each in found.outcomes:
-        table.add_row(cell(each.what), f"{each.chunk_count:,}", format_bytes(each.byte_count))
+        known = format_bytes(each.byte_count) if each.byte_count else ""
+        table.add_row(cell(each.what), f"{each.chunk_count:,}", known)
     if not found.outcomes:
         table.add_row(nothing, "0", "")
     return Group(table, cell(found.problem, "red")) if found.problem else Group(table)
