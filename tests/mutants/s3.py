@@ -284,8 +284,8 @@ MUTANTS = [
     Mutant(
         "a-node-that-may-not-write-sends-on-and-on",
         f"{ROOM}/tier.py",
-        "            if self._denied and self._clock.monotonic() < self._denied[0]:\n",
-        "            if False:\n",
+        "                if (now_s := self._clock.monotonic()) < self._denied[0]:\n",
+        "                if (now_s := self._clock.monotonic()) < 0:\n",
         "a node that only reads sends every chunk to be denied, until its day's bytes are used up",
         (f"{T_LIMITS}::test_a_node_that_may_not_write_does_not_send_chunk_after_chunk",),
     ),

@@ -312,8 +312,10 @@ class S3Tier:
                 if await self._is_whole(found.header, layout, found.etag):
                     return
                 is_damaged = True
-            if self._denied and self._clock.monotonic() < self._denied[0]:
-                raise PermissionDenied(self._denied[1])
+            if self._denied:
+                if (now_s := self._clock.monotonic()) < self._denied[0]:
+                    raise PermissionDenied(self._denied[1])
+                self._denied = (now_s + DENIED_S, self._denied[1])  # this one finds out, and the others wait for that
             await self._allowance.turn(byte_count)
             self._allowance.used(byte_count, request_count_of(byte_count))
             replaced = found.etag if is_damaged else ""
@@ -326,9 +328,7 @@ class S3Tier:
                 return
             refused = replaced
             if found.finding is Finding.HIDDEN:
-                raise PermissionDenied(
-                    "tiers.s3: an object is there already, and to tell what it is takes s3:GetObject"
-                )
+                raise PermissionDenied("tiers.s3: an object is there already: to tell what it is takes s3:GetObject")
         raise Unavailable("tiers.s3: others keep changing the object that a chunk was to go to: it is tried again")
 
     async def _is_whole(self, header: ChunkHeader, layout: ChunkLayout, etag: str) -> bool:
@@ -352,9 +352,8 @@ class S3Tier:
         place = (self._settings, header.storage_key)
         work: tuple[Any, ...] = (write_object, *place) if making.is_plain else (write_copy_object, *place, making)
         slow_s = grace_s(self._settings.writer_count, layout.total_bytes)
-        put: Timed[int]
         try:
-            put = await self._run(self._lanes.writers, timed, *work, source, condition, grace_s=slow_s)
+            put: Timed[int] = await self._run(self._lanes.writers, timed, *work, source, condition, grace_s=slow_s)
         except PermissionDenied as error:
             self._denied = (self._clock.monotonic() + DENIED_S, error.message)
             raise

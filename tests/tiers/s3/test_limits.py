@@ -125,6 +125,24 @@ def test_a_node_that_may_write_again_finds_out(stand: S3Stand, monkeypatch: pyte
     stand.run(scenario)
 
 
+def test_one_chunk_at_a_time_finds_out_if_a_node_may_write_by_now(
+    stand: S3Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        stand.switches.denied = frozenset({"PUT"})
+        with monkeypatch.context() as context:
+            context.setattr(s3_tier, "DENIED_S", 0.0)
+            with pytest.raises(PermissionDenied):
+                await write(stand.tier, chunk(0))
+        stand.switches.asked.clear()
+        writes = (write(stand.tier, chunk(number)) for number in range(1, 9))
+        ends = await asyncio.gather(*writes, return_exceptions=True)
+        assert all(isinstance(each, PermissionDenied) for each in ends)
+        assert sum(method == "PUT" for method, *_ in stand.switches.asked) == 1
+
+    stand.run(scenario)
+
+
 class Hand(SystemClock):
     """A clock that is moved by hand; sleepers wake at once."""
 
