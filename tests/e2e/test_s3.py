@@ -25,6 +25,7 @@ from tests.e2e.test_nvme import same
 from tests.fakes import Switch
 from tests.fakes.s3_proxy import S3Proxy
 from tests.fakes.s3_server import ENDPOINT, KEYS, S3Server
+from tests.ops.command import run
 from tests.server.raw import eventually
 from tests.specs import random_cache, small_spec, tokens_of
 
@@ -223,6 +224,14 @@ def test_rights_to_read_or_to_write_alone_are_of_use(nodes: Nodes, one: Client, 
     nodes.line.denied = frozenset({"GET", "HEAD"})
     eventually(lambda: get(one, given(two)) == WHOLE, 20.0)  # for some seconds after a denial nothing is sent
     assert get(two, given(one))[0] == 0
+
+
+def test_copies_that_the_bucket_denies_are_not_counted_as_gone(nodes: Nodes, two: Client) -> None:
+    given(two)
+    nodes.line.denied = frozenset({"GET"})
+    done = run("verify", "--tier", "s3", "--json", "--socket", nodes.two.socket_address.removeprefix("unix://"))
+    assert (done.json["outcomes"].keys(), done.code) == ({"s3: not read"}, 10)
+    assert "was not given" in done.json["problem"]
 
 
 def test_an_outage_is_a_bounded_miss_and_ends_by_itself(nodes: Nodes, one: Client, two: Client) -> None:

@@ -17,6 +17,7 @@ from kvstore.controller.operators.values import ChangeNews, Tally
 from kvstore.controller.parts import Parts
 from kvstore.movement import ChunkStep, Fate, Meant, Transit, Writes
 from kvstore.seams import Clock
+from kvstore.spec import Durability
 
 NEWS_S = 0.5
 """Seconds between two reports of a change's progress."""
@@ -350,7 +351,10 @@ class Changes:
 
     async def verify(self, chosen: Chosen, only: str, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Read every copy of the selected chunks again, in the tier ``only`` or in all, and check every strip. A copy
-        that fails is quarantined, and written again if memory has the chunk. A tier that stalls is given up."""
+        that fails is quarantined, and written again if memory has the chunk. A tier that stalls is given up. What an
+        object store does not give is not counted as gone: nothing goes there by itself, and a denial looks the same."""
+        targets = [writes.target for writes in self._movement.all_writes]
+        lasting = {target.name for target in targets if target.durability is Durability.OBJECT}
         turn = self._turns.begin()
         meant = await self._picked(chosen, turn)
         tally = Tally(len(meant))
@@ -370,7 +374,7 @@ class Changes:
                     tally.add(WORDS[Fate.GONE], 0)
                 for name, look in asked:
                     found = True if dry_run else await looks.look(name, row, look)
-                    if found is None and name not in dict(self._movement.looks(row)):  # it has none any more
+                    if found is None and name not in lasting and name not in dict(self._movement.looks(row)):
                         tally.add(WORDS[Fate.GONE], 0)
                         continue
                     tally.add(f"{name}: {'not read' if found is None else 'read'}", byte_count)
