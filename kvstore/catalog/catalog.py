@@ -154,14 +154,18 @@ class Catalog:
         return is_tail and count < parents.get(parent_digest(self.table, row), 0)
 
     def below(self, space: Namespace, rows: Iterable[int]) -> list[int]:
-        """Return the rows of all descendants of a namespace's chunks, parents before children. Cost: nothing where none
-        has a child; else a pass over the table, a sort of the namespace's rows, and 4 us per descendant."""
+        """Return the rows of the descendants of a namespace's chunks, parents before children: those that came in the
+        second when these did, or later. Earlier ones hang on chunks that had these names before. Cost: nothing where
+        none of the chunks has a child; else a pass over the table, and a sort of what came since."""
         table = self.table
         found = [row for row in rows if table.child_counts[row]]
         count = len(found)
         if not count:
             return []
-        ours = np.flatnonzero(np.frombuffer(table.spaces, np.uint16) == space.number)
+        since_s = min(table.stored_s[row] for row in found)
+        length = len(table.digests)  # columns are longer after a growth that failed
+        is_later = np.frombuffer(table.stored_s, np.uint32, length) >= since_s
+        ours = np.flatnonzero(is_later & (np.frombuffer(table.spaces, np.uint16, length) == space.number))
         parents = np.frombuffer(table.parents, np.int32)[ours]
         order = np.argsort(parents, kind="stable")
         ours, parents = ours[order], parents[order]

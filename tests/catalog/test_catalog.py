@@ -240,6 +240,16 @@ def test_what_hangs_on_a_chunk_comes_parents_first(catalog: Catalog, space: Name
     assert catalog.below(space, [below[0]]) == [below[2]]
 
 
+def test_what_came_before_a_chunk_hangs_on_an_earlier_one_of_its_name(catalog: Catalog, space: Namespace) -> None:
+    """Of a value that is replaced again and again, all that earlier ones left would be walked each time."""
+    chain = (("old", "root"), ("older", "old"), ("root", ""), ("new", "root"), ("newer", "new"), ("other", "root"))
+    rows = {}
+    for second, (name, parent) in enumerate(chain):
+        rows[name] = put(catalog, space, name, parent)
+        catalog.table.came(rows[name], 1000 + second)
+    assert catalog.below(space, [rows["root"]]) == [rows["new"], rows["other"], rows["newer"]]
+
+
 def test_documents_are_no_tails() -> None:
     """Each ends where it ends: many of them begin at the root, and nobody looks for them by a length."""
     catalog = shelved_catalog()
