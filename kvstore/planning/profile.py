@@ -65,10 +65,11 @@ class Side:
 @dataclass(frozen=True)
 class Calibration:
     """The contexts behind a profile: a digest of all of them and the seeds they were drawn from. ``contexts``: the
-    number that the figures were measured on; ``answers``: the number of scored answers to these. ``search_contexts``:
-    the number of other contexts that the search used. A search among many settings finds lucky ones, so the settings
-    found are measured again, on contexts that the search did not see. ``token_count_max``, ``run_count_max``: the
-    longest prompt, and the most reused runs in one prompt; the profile does not cover larger ones. 0: not given."""
+    number that the figures were measured on; ``answers``: the number of scored answers to these that are kept or lost
+    by themselves. ``search_contexts``: the number of other contexts that the search used. A search among many settings
+    finds lucky ones, so the settings found are measured again, on contexts that the search did not see.
+    ``token_count_max``, ``run_count_max``: the longest prompt, and the most reused runs in one prompt; the profile does
+    not cover larger ones. 0: not given."""
 
     digest: str
     seeds: tuple[int, ...]

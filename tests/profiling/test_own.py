@@ -16,8 +16,9 @@ from kvstore_client.gate import Gate
 from kvstore_client.recompute import recompute
 from kvstore_ops.profiling.command import Own, run
 from kvstore_ops.profiling.own import OwnSubject, local_model
-from kvstore_ops.profiling.profiler import journal_of
+from kvstore_ops.profiling.profiler import journal_of, point_of
 from kvstore_ops.profiling.prompts import PROMPTS_MIN, Prompt, read_prompts
+from kvstore_ops.profiling.subject import Measured
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -138,8 +139,10 @@ def test_questions_about_the_same_documents_are_one_context() -> None:
     prompts = [Prompt(np.concatenate([one, end]).astype("uint32"), places) for end in ends for one in sets]
     subject = OwnSubject(RUNNER, None, "position", prompts, 3)
     made = subject.calibration
-    assert (made.search_contexts, made.contexts, made.answers) == (2, 4, 12)
+    assert (made.search_contexts, made.contexts) == (2, 4)
     assert subject.full().by_context == (1.0,) * 6
+    full = Measured((1.0,) * 4, 1.0, 0.0)
+    assert point_of(Recompute.reuse(), full, full, made.answers).loss_error == 1 / 4, "four without a loss show no more"
     done: list[int] = []
     lossy = subject.measure(Recompute.reuse(), range(6), done.append)
     assert done == [1, 2, 3, 4, 5, 6]

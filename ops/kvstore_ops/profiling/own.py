@@ -7,7 +7,7 @@ stops and ends agree in any case, so that nine tokens of ten may agree while hal
 count as they fall, so that the loss is rather overstated.
 
 Prompts with the same documents are one context. Their answers are kept and lost together, so that errors are of
-contexts, and no document of the search is measured again.
+contexts, all answers of one count as one, and no set of documents that the search used is measured again.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class OwnSubject:
         measured = [prompt for context in judged for prompt in context]  # the search's own say nothing of the figures
         runs = 1 if reuse == "sibling" else max(len(prompt.segments) for prompt in measured)
         longest = max(int(prompt.tokens.size) for prompt in measured)
-        self.calibration = Calibration(digest, (), len(judged), len(measured), len(searched), longest, runs)
+        self.calibration = Calibration(digest, (), len(judged), len(judged), len(searched), longest, runs)
 
     def full(self) -> Measured:
         """Return the full prefill's measurement. It is perfect, because the other settings are compared with it."""
