@@ -151,6 +151,8 @@ def test_runs_that_do_not_fit_are_refused() -> None:
         recompute(scene.runner, scene.tokens, [first, second], Recompute.reuse(), logit_count=10)
     with pytest.raises(InvalidRequest, match="hidden"):
         recompute(scene.runner, scene.tokens, [first], Recompute.reuse(), hidden_layers=(1,))
+    with pytest.raises(InvalidRequest, match=r"hidden_layers \[99\] must be layers in 0\.\."):
+        recompute(scene.runner, scene.tokens, [], Recompute.reuse(), hidden_layers=(1, 99))
     with pytest.raises(InvalidRequest, match="tokens"):
         recompute(scene.runner, scene.tokens[None], [], Recompute.reuse())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,10 @@ def remembered(engine: Engine, *documents: list[int], salt: str = "") -> None:
     for each in documents:
         named = {"kvstore_documents": [(40, 40 + len(each))], "kvstore_preamble": 40}
         engine.ask(PREAMBLE + each, transfer=named, salt=salt)
-    engine.ask(prompt(3), max_tokens=1)  # a step more: counts are told with steps
-    assert engine.counted["vllm:kvstore_saves"] == before + len(documents)
+    until = time.monotonic() + 30.0
+    while engine.counted["vllm:kvstore_saves"] < before + len(documents):
+        assert time.monotonic() < until, engine.counted
+        engine.ask(prompt(3), max_tokens=1)  # a step more: saves end beside steps, and are told with them
 
 
 @pytest.mark.parametrize(
@@ -124,5 +127,5 @@ def test_engines_whose_layers_are_not_whole_are_refused(models: dict[str, Path],
     refused = {"extra": {"recompute": {}}, **SYNCHRONOUS}
     with pytest.raises(RuntimeError, match="several block tables, or windows"):
         Engine(models["gemma"], durable.address, **refused).__enter__()
-    with pytest.raises(RuntimeError, match="Gemma3ForCausalLM has no runner"):
-        Engine(models["gemma"], durable.address, disable_hybrid_kv_cache_manager=True, **refused).__enter__()
+    with pytest.raises(RuntimeError, match="Glm4MoeForCausalLM has no runner"):
+        Engine(models["glm"], durable.address, **refused).__enter__()

@@ -71,6 +71,8 @@ def recompute(
     check_runs(runs, len(known), runner.spec, logit_count)
     if hidden_layers and runs:
         raise InvalidRequest("hidden_layers: E of a prompt that is computed alone, without runs")
+    if unknown := set(hidden_layers) - set(range(runner.spec.layer_count)):
+        raise InvalidRequest(f"hidden_layers {sorted(unknown)} must be layers in 0..{runner.spec.layer_count - 1}")
     planes = kv or dense_planes(runner.spec, len(known), runner.device)
     check_runner(runner)
     done = _Pass(runner, known, runs, setting, planes, clock or SystemClock(), attention, before_layer)
