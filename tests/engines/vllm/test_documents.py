@@ -9,6 +9,7 @@ import pytest
 import torch
 from kvstore_client import ModelSpec, Recompute, connect
 from kvstore_client.engines.transformers import TransformersRunner
+from kvstore_client.engines.vllm import documents
 from kvstore_client.engines.vllm.documents import DERIVED, NamedDocuments, own_salt
 from kvstore_client.engines.vllm.runner import VllmRunner, model_of
 from kvstore_ops.sidecar import Sidecar
@@ -62,9 +63,9 @@ def wait_kept(engine: Engine, save: Any) -> None:
     assert found().prefix_token_count == 0
 
 
-def remember(engine: Engine, *documents: list[int], salt: str | None = None) -> None:
+def remember(engine: Engine, *texts: list[int], salt: str | None = None) -> None:
     """Keep documents of random numbers, as an engine does that computes them."""
-    for index, each in enumerate(documents):
+    for index, each in enumerate(texts):
         tokens = HEAD + each
         whole = request(f"{salt}{index}", tokens, cache_salt=salt, **named((6, len(tokens))))
         blocks = blocks_of(len(tokens))
@@ -162,20 +163,29 @@ def test_a_prompt_that_cannot_be_computed_over_its_documents_is_told_once(engine
         ("all", 6, "must be a list"),
         ([], 6, "one run or more, behind the 6 tokens"),
         ([(4, 24)], 6, "one run or more, behind the 6 tokens"),
+        ([(each, each + 1) for each in range(6, 64)], 6, "names 58 runs, and may name 57"),
         ([(6, 24)], -1, "kvstore_preamble -1 must be a whole number"),
         ([(6, 24)], 64, "kvstore_preamble 64 must be"),
         ([(6, 24)], True, "kvstore_preamble True must be"),
     ],
 )
 def test_documents_that_are_none_are_said_and_the_request_goes_on(
-    engine: Engine, caplog: pytest.LogCaptureFixture, runs: Any, preamble: Any, said: str
-) -> None:
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, runs: Any, preamble: Any,
+    said: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(documents, "RUNS_MAX", 57)
     given = {"kv_transfer_params": {"kvstore_documents": runs, "kvstore_preamble": preamble}}
     wrong = request("a", ASKED, cache_salt=DERIVED, **given)
     with pytest.raises(InvalidRequest, match=said):
         NamedDocuments.of(wrong)
     assert matched(engine.scheduler, wrong, 0) == (0, False)
     assert "neither kept nor reused" in caplog.text
+
+
+@pytest.mark.parametrize("given", [5, ["kvstore_documents"], "kvstore_documents"])
+def test_parameters_that_are_no_table_name_no_documents(engine: Engine, given: Any) -> None:
+    """Over HTTP a request may have anything there, by ``vllm_xargs``."""
+    assert matched(engine.scheduler, request("a", ASKED, cache_salt=DERIVED, kv_transfer_params=given), 0) == (0, False)
 
 
 def test_a_document_is_kept_when_its_prompt_is_complete(engine: Engine) -> None:

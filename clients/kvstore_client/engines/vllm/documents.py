@@ -20,6 +20,8 @@ DERIVED = "kvstore:derived"
 """The salt of requests that take mended caches; behind it, after a colon, the salt that they would have without."""
 DOCUMENTS, PREAMBLE = "kvstore_documents", "kvstore_preamble"
 """The keys of a request's ``kv_transfer_params``."""
+RUNS_MAX = 256
+"""The most documents of one request: all requests of a step wait while they are looked up and merged."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class NamedDocuments:
     def of(request: EngineRequest) -> NamedDocuments | None:
         """Return the documents that a request names; None: it names none. Raises InvalidRequest for what names none of
         its prompt's."""
-        given: Any = getattr(request, "kv_transfer_params", None) or {}
-        if DOCUMENTS not in given:
+        given: Any = getattr(request, "kv_transfer_params", None)
+        if not isinstance(given, dict) or DOCUMENTS not in given:
             return None
         count, preamble = int(request.num_prompt_tokens), given.get(PREAMBLE, 0)
         if not isinstance(preamble, int) or isinstance(preamble, bool) or not 0 <= preamble < count:
@@ -46,6 +48,8 @@ class NamedDocuments:
             runs = checked_runs(given[DOCUMENTS], count)
         except InvalidRequest as error:
             raise InvalidRequest(f"{DOCUMENTS}: {error.message}") from error
+        if len(runs) > RUNS_MAX:
+            raise InvalidRequest(f"{DOCUMENTS} names {len(runs)} runs, and may name {RUNS_MAX}")
         if not runs or runs[0].start < preamble:
             raise InvalidRequest(f"{DOCUMENTS} must be one run or more, behind the {preamble} tokens of {PREAMBLE}")
         return NamedDocuments(tuple(runs), preamble)
