@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ from kvstore_client.engines.transformers import TransformersRunner
 from kvstore_client.engines.vllm import documents
 from kvstore_client.engines.vllm.documents import DERIVED, NamedDocuments, own_salt
 from kvstore_client.engines.vllm.runner import VllmRunner, model_of
+from kvstore_client.engines.vllm.step import Step
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
@@ -153,6 +156,24 @@ def test_a_prompt_that_cannot_be_computed_over_its_documents_is_told_once(engine
     assert failed == set(blocks[2:])
     assert engine.scheduler.reported(failed) == failed, "vLLM's prefix cache has them, and gives them to others"
     assert matched(engine.scheduler, one, 8) == (0, False)
+
+
+def test_a_sidecar_that_stalls_is_waited_for_once_by_the_mends_of_a_step(
+    own_sidecar: Sidecar, theirs: Any, spec: ModelSpec
+) -> None:
+    """The first prompt is computed in full after that, the second one by vLLM."""
+    engine = Engine(own_sidecar.address, spec, model=LlamaForCausalLM(theirs), recompute=SOME, timeout_s=2.2)
+    remember(engine, ONE, TWO)
+    blocks = {"a": blocks_of(64), "b": blocks_of(64, 20)}
+    for name, given in blocks.items():
+        assert engine.admit(asked(name), given) == 60
+    os.kill(own_sidecar.pid, signal.SIGSTOP)
+    try:
+        engine.worker.begin(Step(mends=engine.scheduler._mends))
+    finally:
+        os.kill(own_sidecar.pid, signal.SIGCONT)
+    assert engine.worker.failed_blocks() == set(blocks["b"])
+    engine.close()
 
 
 @pytest.mark.parametrize(

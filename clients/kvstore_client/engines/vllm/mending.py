@@ -9,8 +9,10 @@ import torch
 
 from kvstore.errors import KVStoreError
 from kvstore.planning import Recompute
+from kvstore.seams import SystemClock
 from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
+from kvstore_client.engines.pause import CallPause
 from kvstore_client.engines.vllm.pages import PagesOfModel
 from kvstore_client.engines.vllm.runner import VllmRunner
 from kvstore_client.engines.vllm.step import Mend
@@ -26,11 +28,15 @@ class Mender:
         self._pages = pages
         self._model = model
         self._setting = setting
+        self._patience = CallPause(SystemClock())
         self._runners: dict[ModelSpec, VllmRunner] = {}
 
     def mend(self, mend: Mend) -> int | None:
         """Compute a prompt, and return how many of its tokens were reused; None: it could not be, and its blocks have
-        nothing. Raises nothing: the engine goes on."""
+        nothing. Raises nothing: the engine goes on. A sidecar that stalls is waited for once, because all requests of
+        the step wait, too."""
+        if self._patience.is_spent:
+            return None
         try:
             with torch.inference_mode(False):  # threads that are in no such mode write what is fetched
                 return self._mended(mend)
@@ -45,6 +51,7 @@ class Mender:
             self._runner(mend.spec), mend.tokens, segments=mend.documents.runs, recompute=self._setting,
             extras=mend.extras, preamble=mend.tokens[: mend.documents.preamble],
         )  # fmt: skip
+        self._patience.took(result.timeline.prepare_s)  # also what a load took that did not come
         self._write(result.kv, mend)
         return result.plan.reused_token_count
 
