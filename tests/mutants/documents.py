@@ -37,9 +37,17 @@ MUTANTS = [
     Mutant(
         "blocks-that-were-not-mended-stay",
         SCHEDULER,
-        "                if is_layerwise or tracked.is_mended:\n",
-        "                if is_layerwise:\n",
+        "        wrong = set(failed)\n",
+        "        wrong = set(failed) if is_layerwise else set()\n",
         "vLLM gives blocks that nothing was written to to the next request with this prefix",
-        (f"{T_DOCUMENTS}::test_a_prompt_that_cannot_be_computed_over_its_documents_is_told_once",),
+        (f"{T_DOCUMENTS}::test_blocks_of_a_mend_that_fails_are_dropped_though_its_request_was_aborted_meanwhile",),
+    ),
+    Mutant(
+        "blocks-computed-over-those-that-were-not-mended-stay",
+        SCHEDULER,
+        "                if tracked.is_doubtful:\n                    wrong",
+        "                if is_layerwise:\n                    wrong",
+        "vLLM gives blocks that were computed over nothing to the next request with this prefix",
+        (f"{T_DOCUMENTS}::test_blocks_computed_beside_a_mend_that_fails_are_dropped_too",),
     ),
 ]

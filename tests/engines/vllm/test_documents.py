@@ -18,7 +18,7 @@ from kvstore_client.engines.vllm.step import Step
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
-from tests.engines.vllm.engine import BLOCK, Engine, blocks_of, matched, request
+from tests.engines.vllm.engine import BLOCK, Engine, blocks_of, matched, request, scheduled
 from tests.engines.vllm.lookalike import LlamaForCausalLM
 from tests.recompute.models import model_of as made
 from tests.recompute.models import prompt
@@ -156,6 +156,33 @@ def test_a_prompt_that_cannot_be_computed_over_its_documents_is_told_once(engine
     assert failed == set(blocks[2:])
     assert engine.scheduler.reported(failed) == failed, "vLLM's prefix cache has them, and gives them to others"
     assert matched(engine.scheduler, one, 8) == (0, False)
+
+
+def test_blocks_computed_beside_a_mend_that_fails_are_dropped_too(engine: Engine) -> None:
+    """Of a request with the same salt that has the first one's blocks by vLLM's prefix cache, in the same step."""
+    remember(engine, ONE, TWO)
+    engine.worker._mender._model = None  # type: ignore[union-attr]  # it has one
+    one, blocks = asked("a"), blocks_of(64)
+    assert engine.admit(one, blocks) == 60
+    beside, own = request("b", ASKED + QUESTION, cache_salt=DERIVED), [40, 41, 42]
+    assert engine.admit(beside, blocks[:15] + own, 60) == 0
+    step = scheduled("a", blocks, 60, 4)
+    step.scheduled_new_reqs += scheduled("b", blocks[:15] + own, 60, 11).scheduled_new_reqs
+    step.num_scheduled_tokens["b"] = 11
+    engine.worker.begin(engine.scheduler.step(step))
+    failed = engine.worker.failed_blocks()
+    assert failed == set(blocks)
+    assert engine.scheduler.reported(failed) == {*blocks, *own}
+
+
+def test_blocks_of_a_mend_that_fails_are_dropped_though_its_request_was_aborted_meanwhile(engine: Engine) -> None:
+    remember(engine, ONE, TWO)
+    engine.worker._mender._model = None  # type: ignore[union-attr]  # it has one
+    one, blocks = asked("a"), blocks_of(64)
+    assert engine.admit(one, blocks) == 60
+    engine.compute(one, blocks, 60, 4)
+    engine.scheduler.finished("a")
+    assert engine.scheduler.reported(engine.worker.failed_blocks()) == set(blocks)
 
 
 def test_a_sidecar_that_stalls_is_waited_for_once_by_the_mends_of_a_step(

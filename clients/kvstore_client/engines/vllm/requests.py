@@ -57,8 +57,8 @@ class TrackedRequest:
     """A request with blocks worth keeping, now or later. ``block_ids``: by group of layers, as they were given, also
     those that have left a window since. ``kept``: leading tokens known to be stored.
     ``held``: the chunks that it was given to load. ``was_cut``: a worker could not load some of its blocks.
-    ``documents``: those over whose caches it may be computed; ``is_mended``: it was. ``preamble``: the tokens before
-    the document that its prompt is, which is kept by itself; None: it is none.
+    ``documents``: those over whose caches it may be computed. ``preamble``: the tokens before the document that its
+    prompt is, which is kept by itself; None: it is none.
     ``refused_s``: when it could first hold nothing, for want of room; it is not looked up again before
     ``refused_until_s``."""
 
@@ -73,5 +73,4 @@ class TrackedRequest:
     refused_s: float | None = None
     refused_until_s: float = float("-inf")
     documents: NamedDocuments | None = None
-    is_mended: bool = False
     preamble: int | None = None

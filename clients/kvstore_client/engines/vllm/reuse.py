@@ -66,7 +66,6 @@ class DocumentReuse:
         tokens = self._naming.prompt(request, int(request.num_tokens))
         assert documents is not None, "it was asked if it may be mended"
         assert not isinstance(tokens, PageHashes), "documents are not possible then"
-        tracked.is_mended = True
         extras, blocks = self._naming.extras(request), list(tracked.block_ids[0])
         return Mend(str(request.request_id), tracked.spec, tokens, documents, extras, blocks, start, stop)
 

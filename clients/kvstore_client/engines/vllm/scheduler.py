@@ -296,18 +296,18 @@ class SchedulerSide:
     def reported(self, failed_blocks: Iterable[int]) -> set[int]:
         """Note blocks that workers could not load, where there is one table; vLLM computes them, so nobody loads them
         again. Blocks computed beside them in the same step (layerwise, or over documents) may have read them, and are
-        not kept. Returns these and the failed ones: vLLM's prefix cache has them already, and the request that would
-        compute them may go away before it does."""
+        not kept. Returns these and the failed ones: vLLM's prefix cache has them already, and the requests that would
+        compute them may go away before they do, or are gone."""
         failed, is_layerwise = set(failed_blocks), self._settings.load == "layerwise"
         self._settled += failed
-        wrong = set(failed) if is_layerwise else set()
+        wrong = set(failed)
         for tracked in self._tracked.values():
             blocks = tracked.block_ids[0]
             first = next((index for index, block in enumerate(blocks) if block in failed), None)
             if first is not None:
                 self._cut(tracked)
-                if is_layerwise or tracked.is_mended:
-                    tracked.is_doubtful = True
+                tracked.is_doubtful = tracked.is_doubtful or is_layerwise
+                if tracked.is_doubtful:
                     wrong.update(blocks[first:])
         return wrong
 
