@@ -283,8 +283,8 @@ MUTANTS = [
     Mutant(
         "computed-over-a-failed-load-and-cached",
         SCHEDULER,
-        "                wrong.update(blocks[first:])\n",
-        "",
+        "                    wrong.update(blocks[first:])\n",
+        "                    pass\n",
         "vLLM gives blocks that were computed over a failed load to other requests",
         (f"{T_FAILED}::test_what_is_computed_over_a_failed_load_is_not_kept",),
     ),

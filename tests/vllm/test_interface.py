@@ -369,6 +369,18 @@ def test_a_failure_policy_around_the_connector_counts_too(configured: VllmConfig
             KVConnectorFactory.create_connector(whole, KVConnectorRole.WORKER, caches(FULL)).shutdown()
 
 
+def test_documents_are_not_mended_beside_other_connectors(configured: VllmConfig) -> None:
+    """Some name what they keep without the salt, and none knows of a mend that failed in the step that they keep."""
+    inner = {**CONNECTOR, "kv_connector_extra_config": {"address": NOWHERE, "recompute": {}}}
+    whole = copy.copy(configured)
+    whole.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"connectors": [inner]},
+    )  # fmt: skip
+    with set_current_vllm_config(whole), pytest.raises(InvalidRequest, match="MultiConnector"):
+        KVConnectorFactory.create_connector(whole, KVConnectorRole.WORKER, caches(FULL))
+
+
 def test_loads_within_steps_are_refused_where_vllm_schedules_ahead(configured: VllmConfig) -> None:
     """See ``test_failed_blocks`` for what vLLM would do."""
     layerwise, mended = {"load": "layerwise"}, {"recompute": {}}
