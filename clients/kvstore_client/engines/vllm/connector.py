@@ -92,7 +92,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 'between steps: set "load": "async", and no "save_output", in the extra settings'
             )
         if self._settings.mends is not None:
-            check_documents(vllm_config, self._geometry)
+            is_alone = _around(transfer).kv_connector == transfer.kv_connector
+            check_documents(vllm_config, self._geometry, is_alone=is_alone)
         fp8 = str(current_platform.fp8_dtype()).removeprefix("torch.")
         if self._geometry.cache_dtype in FP8.values() and self._geometry.cache_dtype != fp8:
             raise InvalidRequest(f"this device's fp8 is {fp8}, which kvstore does not keep: set --kv-cache-dtype auto")
@@ -286,14 +287,17 @@ _register(KVStoreConnector)
 def _check_policy(transfer: Any) -> None:
     """Raise InvalidRequest where vLLM would fail a request whose load failed. ``transfer``: this connector's settings;
     vLLM goes by those of a MultiConnector around it, which its workers see."""
-    engine = get_current_vllm_config_or_none()
-    around = getattr(engine, "kv_transfer_config", None) or transfer
-    for each, place in ((transfer, ""), (around, ", in the settings of the connector around this one, too")):
+    for each, place in ((transfer, ""), (_around(transfer), ", in the settings of the connector around this one, too")):
         if each.kv_load_failure_policy != "recompute":
             raise InvalidRequest(
                 f"kv_load_failure_policy is {each.kv_load_failure_policy!r}: a sidecar that goes away would fail "
                 f'requests; set "kv_load_failure_policy": "recompute" in --kv-transfer-config{place}'
             )
+
+
+def _around(transfer: Any) -> Any:
+    """Return the settings of the connector around this one, as workers see them; its own where it stands alone."""
+    return getattr(get_current_vllm_config_or_none(), "kv_transfer_config", None) or transfer
 
 
 def _cpu_writer(config: Any) -> Writer:

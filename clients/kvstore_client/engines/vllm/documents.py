@@ -67,8 +67,9 @@ class NamedDocuments:
         return sum(max(0, each) for each in stops)
 
 
-def check_documents(vllm_config: EngineConfig, geometry: Geometry) -> None:
-    """Raise InvalidRequest where prompts cannot be computed over their documents."""
+def check_documents(vllm_config: EngineConfig, geometry: Geometry, *, is_alone: bool) -> None:
+    """Raise InvalidRequest where prompts cannot be computed over their documents. ``is_alone`` False: other connectors
+    see the same blocks. They would keep what a mend that failed has left in them, some of them without the salt."""
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     has_windows = any(each.window for each in geometry.layers)
     wrong = {
@@ -77,6 +78,7 @@ def check_documents(vllm_config: EngineConfig, geometry: Geometry) -> None:
         "--enable-lora (adapters change layers by a batch's requests)": getattr(vllm_config, "lora_config", None),
         "layers with several block tables, or windows": not geometry.is_one_table or has_windows,
         "MLA": geometry.mla,
+        "a MultiConnector (its other connectors would keep what is not the model's exact cache)": not is_alone,
         f"a cache of {geometry.cache_dtype} beside a model of {dtype}": geometry.cache_dtype != dtype,
     }
     found = [name for name, is_so in wrong.items() if is_so]
