@@ -13,6 +13,7 @@ from kvstore_client import ModelSpec, Recompute, connect
 from kvstore_client.engines.transformers import TransformersRunner
 from kvstore_client.engines.vllm import documents
 from kvstore_client.engines.vllm.documents import DERIVED, NamedDocuments, own_salt
+from kvstore_client.engines.vllm.groups import LayerGroup
 from kvstore_client.engines.vllm.runner import VllmRunner, model_of
 from kvstore_client.engines.vllm.step import Step
 from kvstore_ops.sidecar import Sidecar
@@ -201,6 +202,16 @@ def test_a_sidecar_that_stalls_is_waited_for_once_by_the_mends_of_a_step(
         os.kill(own_sidecar.pid, signal.SIGCONT)
     assert engine.worker.failed_blocks() == set(blocks["b"])
     engine.close()
+
+
+def test_documents_are_kept_where_one_table_has_all_of_a_cache(sidecar: Sidecar, spec: ModelSpec) -> None:
+    """Without windows, too, layers may have a table each."""
+    tables = [LayerGroup(0, (0,), BLOCK), LayerGroup(1, (1,), BLOCK)]
+    for groups, is_kept in (([], True), (tables, False)):
+        engine = Engine(sidecar.address, spec, groups=groups)
+        engine.scheduler.new_request(request("a", HEAD + ONE, **named((6, 39))))
+        assert (engine.scheduler._tracked["a"].preamble is not None) == is_kept
+        engine.close()
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class SchedulerSide:
         reads_ahead = draft is not None and draft.reads_ahead
         ahead_tokens = self._chunk_tokens if reads_ahead else 0
         self._naming = Naming(settings.digests, block_tokens, ahead_tokens)
-        is_simple = ranks == 1 and draft is None and not self._has_windows
+        is_simple = ranks == 1 and draft is None and len(self._groups) == 1 and not self._has_windows
         self._documents = DocumentReuse(settings, self._naming, block_tokens, is_possible=is_simple)
         self._does_load, self._does_save = loads, saves
         self._ranks = ranks
