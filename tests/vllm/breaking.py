@@ -67,4 +67,4 @@ class BreakingMender(KVStoreConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        self._worker._mender._model = None
+        self._worker._mender._runner = None

@@ -127,5 +127,10 @@ def test_engines_whose_layers_are_not_whole_are_refused(models: dict[str, Path],
     refused = {"extra": {"recompute": {}}, **SYNCHRONOUS}
     with pytest.raises(RuntimeError, match="several block tables, or windows"):
         Engine(models["gemma"], durable.address, **refused).__enter__()
-    with pytest.raises(RuntimeError, match="Glm4MoeForCausalLM has no runner"):
+    with pytest.raises(RuntimeError, match="several block tables, or windows"):
+        Engine(models["gemma"], durable.address, disable_hybrid_kv_cache_manager=True, **refused).__enter__()
+    with pytest.raises(RuntimeError, match=r"Glm\w+ has no runner"):
         Engine(models["glm"], durable.address, **refused).__enter__()
+    turned = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
+    with pytest.raises(RuntimeError, match="rope kind 'dynamic' cannot be moved"):
+        Engine(models["llama"], durable.address, hf_overrides=turned, **refused).__enter__()

@@ -14,6 +14,7 @@ from kvstore_client.engines.vllm.groups import LayerGroup
 from kvstore_client.engines.vllm.identity import Adapters
 from kvstore_client.engines.vllm.mending import Mender
 from kvstore_client.engines.vllm.pages import PagesOfModel
+from kvstore_client.engines.vllm.runner import VllmRunner
 from kvstore_client.engines.vllm.scheduler import SchedulerSide
 from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.step import Step
@@ -85,7 +86,9 @@ class Engine:
         self.scheduler = SchedulerSide(
             self.clients[0], Adapters(spec), settings, BLOCK, draft=draft, groups=groups
         )  # fmt: skip
-        mender = Mender(self.clients[1], views, model, settings.mends) if settings.mends else None
+        mender = None
+        if settings.mends is not None:
+            mender = Mender(self.clients[1], views, VllmRunner(model, spec, torch.device("cpu")), settings.mends)
         self.worker = WorkerSide(
             self.clients[1], views, is_layerwise=load == "layerwise", is_one_table=not groups, mender=mender
         )  # fmt: skip

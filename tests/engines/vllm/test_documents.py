@@ -100,6 +100,15 @@ def test_the_runner_computes_as_transformers_does(sidecar: Sidecar, family: str)
         assert torch.allclose(one[1], other[1], atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["do_llama_4_scaling", "dual_chunk_attention_config", "ada_rms_norm_t_cond"])
+def test_layers_that_compute_more_than_the_runner_are_refused(theirs: Any, spec: ModelSpec, name: str) -> None:
+    ours = LlamaForCausalLM(theirs)
+    first = ours.model.layers[0]
+    setattr(first if name.startswith("ada") else first.self_attn, name, torch.nn.Linear(1, 1))
+    with pytest.raises(InvalidRequest, match="computes its layers in a way that is not known here"):
+        VllmRunner(ours, spec, torch.device("cpu"))
+
+
 def test_a_prompt_is_computed_over_its_documents_and_not_kept(engine: Engine, theirs: Any, spec: ModelSpec) -> None:
     remember(engine, ONE, TWO)
     blocks = blocks_of(len(ASKED))
@@ -149,7 +158,7 @@ def test_a_request_that_takes_mended_caches_is_not_kept(engine: Engine) -> None:
 
 def test_a_prompt_that_cannot_be_computed_over_its_documents_is_told_once(engine: Engine) -> None:
     remember(engine, ONE, TWO)
-    engine.worker._mender._model = None  # type: ignore[union-attr]  # it has one
+    engine.worker._mender._runner = None  # type: ignore[union-attr]  # it has one
     one, blocks = asked("a"), blocks_of(64)
     assert engine.admit(one, blocks, 8) == 52
     engine.compute(one, blocks, 60, 4)
@@ -162,7 +171,7 @@ def test_a_prompt_that_cannot_be_computed_over_its_documents_is_told_once(engine
 def test_blocks_computed_beside_a_mend_that_fails_are_dropped_too(engine: Engine) -> None:
     """Of a request with the same salt that has the first one's blocks by vLLM's prefix cache, in the same step."""
     remember(engine, ONE, TWO)
-    engine.worker._mender._model = None  # type: ignore[union-attr]  # it has one
+    engine.worker._mender._runner = None  # type: ignore[union-attr]  # it has one
     one, blocks = asked("a"), blocks_of(64)
     assert engine.admit(one, blocks) == 60
     beside, own = request("b", ASKED + QUESTION, cache_salt=DERIVED), [40, 41, 42]
@@ -178,7 +187,7 @@ def test_blocks_computed_beside_a_mend_that_fails_are_dropped_too(engine: Engine
 
 def test_blocks_of_a_mend_that_fails_are_dropped_though_its_request_was_aborted_meanwhile(engine: Engine) -> None:
     remember(engine, ONE, TWO)
-    engine.worker._mender._model = None  # type: ignore[union-attr]  # it has one
+    engine.worker._mender._runner = None  # type: ignore[union-attr]  # it has one
     one, blocks = asked("a"), blocks_of(64)
     assert engine.admit(one, blocks) == 60
     engine.compute(one, blocks, 60, 4)

@@ -31,7 +31,7 @@ from kvstore_client.engines.vllm.metrics import MovedMetrics, MovedStats
 from kvstore_client.engines.vllm.naming import check_algorithm, check_items
 from kvstore_client.engines.vllm.objects import CacheConfig, EngineRequest, RequestBlocks, ScheduledStep, WorkersReport
 from kvstore_client.engines.vllm.pages import CPU, PagesOfModel, Writer
-from kvstore_client.engines.vllm.runner import model_of
+from kvstore_client.engines.vllm.runner import VllmRunner, model_of
 from kvstore_client.engines.vllm.scheduler import SchedulerSide
 from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.step import Step
@@ -191,9 +191,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             spec, tensors, self._geometry.block_tokens, backend, writer, groups=self._geometry.groups,
             rank=worker_rank() if ranks > 1 else 0, ranks=ranks, replicas=self._geometry.replicas,
         )  # fmt: skip
-        client, setting = self._connect(), self._settings.mends
-        model = None if setting is None else model_of(self._config.compilation_config.static_forward_context[names[0]])
-        mender = None if setting is None else Mender(client, pages, model, setting)
+        client, setting, mender = self._connect(), self._settings.mends, None
+        if setting is not None:
+            model = model_of(self._config.compilation_config.static_forward_context[names[0]])
+            mender = Mender(client, pages, VllmRunner(model, spec, tensors[0].device), setting)
         self._worker = WorkerSide(
             client, pages, is_layerwise=self._settings.load == "layerwise",
             is_one_table=self._geometry.is_one_table,

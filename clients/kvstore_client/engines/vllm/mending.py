@@ -10,7 +10,6 @@ import torch
 from kvstore.errors import KVStoreError
 from kvstore.planning import Recompute
 from kvstore.seams import SystemClock
-from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
 from kvstore_client.engines.pause import CallPause
 from kvstore_client.engines.vllm.pages import PagesOfModel
@@ -21,15 +20,14 @@ _log = logging.getLogger("kvstore.vllm")
 
 
 class Mender:
-    """Mends the prompts of one worker, by one ``setting``. ``model``: vLLM's, of a family that has a runner."""
+    """Mends the prompts of one worker, by one ``setting``."""
 
-    def __init__(self, client: Client, pages: PagesOfModel, model: Any, setting: Recompute) -> None:
+    def __init__(self, client: Client, pages: PagesOfModel, runner: VllmRunner, setting: Recompute) -> None:
         self._client = client
         self._pages = pages
-        self._model = model
+        self._runner = runner
         self._setting = setting
         self._patience = CallPause(SystemClock())
-        self._runners: dict[ModelSpec, VllmRunner] = {}
 
     def mend(self, mend: Mend) -> int | None:
         """Compute a prompt, and return how many of its tokens were reused; None: it could not be, and its blocks have
@@ -47,18 +45,14 @@ class Mender:
         return None
 
     def _mended(self, mend: Mend) -> int:
+        self._runner.spec = mend.spec  # it has the weights' identity
         result = self._client.partial_prefill(
-            self._runner(mend.spec), mend.tokens, segments=mend.documents.runs, recompute=self._setting,
+            self._runner, mend.tokens, segments=mend.documents.runs, recompute=self._setting,
             extras=mend.extras, preamble=mend.tokens[: mend.documents.preamble],
         )  # fmt: skip
         self._patience.took(result.timeline.prepare_s)  # also what a load took that did not come
         self._write(result.kv, mend)
         return result.plan.reused_token_count
-
-    def _runner(self, spec: ModelSpec) -> VllmRunner:
-        if spec not in self._runners:
-            self._runners = {spec: VllmRunner(self._model, spec, self._pages.views[0][0].device)}
-        return self._runners[spec]
 
     @torch.inference_mode()
     def _write(self, kv: Any, mend: Mend) -> None:

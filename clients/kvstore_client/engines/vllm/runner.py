@@ -46,12 +46,14 @@ class VllmRunner:
         self._layers = list(self._base.layers)
         attention = self._layers[0].self_attn
         self.scale = float(attention.scaling)
-        scaled = getattr(attention, "do_llama_4_scaling", False) or getattr(
-            attention, "dual_chunk_attention_config", None
+        more = (
+            getattr(attention, "do_llama_4_scaling", False),
+            getattr(attention, "dual_chunk_attention_config", None),
+            getattr(self._layers[0], "ada_rms_norm_t_cond", None),
         )
-        if len(self._layers) != spec.layer_count or type(attention).__name__ not in ATTENTION or scaled:
+        if len(self._layers) != spec.layer_count or type(attention).__name__ not in ATTENTION or any(more):
             raise InvalidRequest(
-                f"{type(model).__name__} computes attention in a way that is not known here, so documents cannot be "
+                f"{type(model).__name__} computes its layers in a way that is not known here, so documents cannot be "
                 'mended: leave "recompute" out of kv_connector_extra_config'
             )
         self._head_dim = int(attention.head_dim)
