@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -352,33 +353,21 @@ def test_a_failure_policy_that_fails_requests_is_refused(configured: VllmConfig)
         KVStoreConnector(shadow, KVConnectorRole.WORKER, caches(FULL))
 
 
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_failure_policy_around_the_connector_counts_too(configured: VllmConfig, policy: Any) -> None:
-    """vLLM goes by MultiConnector's own. It makes the workers' connectors where its configuration can be seen."""
-    inner = {**CONNECTOR, "kv_connector_extra_config": {"address": NOWHERE}}
+@pytest.mark.parametrize(
+    ("policy", "own", "said"),
+    [("fail", {}, "the connector around"), ("recompute", {}, ""), ("recompute", {"recompute": {}}, "a MultiConnector")],
+)
+def test_what_is_around_the_connector_counts_too(configured: VllmConfig, policy: Any, own: Any, said: str) -> None:
+    """vLLM goes by MultiConnector's policy, and its other connectors would keep what is mended. It makes the workers'
+    connectors where its configuration can be seen."""
+    inner = {**CONNECTOR, "kv_connector_extra_config": {"address": NOWHERE, **own}}
     whole = copy.copy(configured)
     whole.kv_transfer_config = KVTransferConfig(
         kv_connector="MultiConnector", kv_role="kv_both", kv_load_failure_policy=policy,
         kv_connector_extra_config={"connectors": [inner]},
     )  # fmt: skip
-    with set_current_vllm_config(whole):
-        if policy == "fail":
-            with pytest.raises(InvalidRequest, match="the connector around this one"):
-                KVConnectorFactory.create_connector(whole, KVConnectorRole.WORKER, caches(FULL))
-        else:
-            KVConnectorFactory.create_connector(whole, KVConnectorRole.WORKER, caches(FULL)).shutdown()
-
-
-def test_documents_are_not_mended_beside_other_connectors(configured: VllmConfig) -> None:
-    """Some name what they keep without the salt, and none knows of a mend that failed in the step that they keep."""
-    inner = {**CONNECTOR, "kv_connector_extra_config": {"address": NOWHERE, "recompute": {}}}
-    whole = copy.copy(configured)
-    whole.kv_transfer_config = KVTransferConfig(
-        kv_connector="MultiConnector", kv_role="kv_both", kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"connectors": [inner]},
-    )  # fmt: skip
-    with set_current_vllm_config(whole), pytest.raises(InvalidRequest, match="MultiConnector"):
-        KVConnectorFactory.create_connector(whole, KVConnectorRole.WORKER, caches(FULL))
+    with set_current_vllm_config(whole), pytest.raises(InvalidRequest, match=said) if said else nullcontext():
+        KVConnectorFactory.create_connector(whole, KVConnectorRole.WORKER, caches(FULL)).shutdown()
 
 
 def test_loads_within_steps_are_refused_where_vllm_schedules_ahead(configured: VllmConfig) -> None:
