@@ -7,6 +7,7 @@ import os
 import shutil
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -16,12 +17,13 @@ import pytest
 import torch
 from kvstore_client.engines.vllm import KVStoreConnector
 from kvstore_client.engines.vllm.connector import StepMetadata
+from kvstore_client.engines.vllm.documents import NamedDocuments
 from kvstore_client.engines.vllm.geometry import geometry_of
 from kvstore_client.engines.vllm.hashes import block_hashes, seed_of_process
 from kvstore_client.engines.vllm.identity import FROM_FILES, OF_ADAPTERS, Adapters, adapter_settings, spec_of
 from kvstore_client.engines.vllm.naming import Naming, extras_of
 from kvstore_client.engines.vllm.settings import ConnectorSettings
-from kvstore_client.engines.vllm.step import Load, Save, Step
+from kvstore_client.engines.vllm.step import Load, Mend, Save, Step
 from vllm.config import (
     KVTransferConfig,
     LoRAConfig,
@@ -254,8 +256,9 @@ def test_nothing_of_a_prompt_is_in_vllms_log_of_a_step_that_failed(configured: V
     spec, tokens = spec_for(configured, caches(FULL)), np.arange(700, 764, dtype=np.uint32)
     load = Load("a", b"a ticket", 64, [[1, 2]], 0, 64)
     save = Save(spec, tokens, (Extra(0, b"salt\0secret"),), [[3, 4]], b"a ticket")
-    said = prepare_object_to_dump(StepMetadata(Step([load], [save], number=7)))
-    assert "number=7, loads=[('a', 0, 64, [[1, 2]])], saves=[(64, [[3, 4]])]" in said
+    mend = Mend("b", spec, tokens, NamedDocuments((), 0), save.extras, [5, 6], 0, 64)
+    said = prepare_object_to_dump(StepMetadata(Step([load], [mend], [save], number=7)))
+    assert "number=7, loads=[('a', 0, 64, [[1, 2]])], mends=[('b', 0, 64, [5, 6])], saves=[(64, [[3, 4]])]" in said
     assert not any(each in said for each in ("700", "secret", "ticket"))
 
 
@@ -372,15 +375,12 @@ def test_what_is_around_the_connector_counts_too(configured: VllmConfig, policy:
 
 def test_loads_within_steps_are_refused_where_vllm_schedules_ahead(configured: VllmConfig) -> None:
     """See ``test_failed_blocks`` for what vLLM would do."""
-    layerwise, mended = {"load": "layerwise"}, {"recompute": {}}
-    for own, is_ahead in ((layerwise, True), (layerwise, False), (mended, True), (mended, False), ({}, True)):
+    for own, is_ahead in product(({"load": "layerwise"}, {"recompute": {}}, {}), (True, False)):
         transfer = KVTransferConfig(**CONNECTOR, kv_connector_extra_config={"address": NOWHERE, **own})
         ahead = SimpleNamespace(**{**vars(configured.scheduler_config), "async_scheduling": is_ahead})
         shadow = SimpleNamespace(**{**vars(configured), "kv_transfer_config": transfer, "scheduler_config": ahead})
-        if own and is_ahead:
-            with pytest.raises(InvalidRequest, match="set --no-async-scheduling"):
-                KVStoreConnector(shadow, KVConnectorRole.WORKER, caches(FULL))
-        else:
+        is_refused = bool(own) and is_ahead
+        with pytest.raises(InvalidRequest, match="set --no-async-scheduling") if is_refused else nullcontext():
             KVStoreConnector(shadow, KVConnectorRole.WORKER, caches(FULL)).shutdown()
 
 

@@ -105,14 +105,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             spec = spec_of(vllm_config, self._geometry, self._settings)
             adapters = Adapters(spec, adapter_settings(vllm_config))
             self._scheduler = SchedulerSide(
-                self._connect(), adapters, self._settings, self._geometry.block_tokens, groups=self._geometry.groups,
-                loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer, ranks=self._geometry.ranks,
-                step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens), draft=self._geometry.draft,
+                self._connect(self._settings.planning), adapters, self._settings, self._geometry.block_tokens,
+                groups=self._geometry.groups, loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer,
+                ranks=self._geometry.ranks, step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
+                draft=self._geometry.draft,
             )  # fmt: skip
 
-    def _connect(self) -> Client:
+    def _connect(self, planning: str = "off") -> Client:
+        """Connect to the sidecar. What is loaded is planned by the scheduler's side alone."""
         settings = self._settings
-        return connect(settings.address, required=False, timeout_s=settings.timeout_s, planning=settings.planning)
+        return connect(settings.address, required=False, timeout_s=settings.timeout_s, planning=planning)
 
     @property
     def requires_kv_delivery(self) -> bool:
