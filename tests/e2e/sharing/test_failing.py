@@ -164,16 +164,14 @@ def test_a_fetch_that_is_given_up_leaves_nothing(one: Client, two: Client, share
     eventually(lambda: get(two, seed) == WHOLE, 10.0)
 
 
-def test_operators_see_their_rows(nodes: Nodes, one: Client, shared: Shared) -> None:
+def test_operators_see_their_rows(nodes: Nodes, one: Client) -> None:
     given(one)
     stats = one.stats()
     assert [(tier.name, tier.state) for tier in stats.tiers] == [("nvme", "up"), ("redis", "up"), ("s3", "up")]
     assert stats.tier_problem == ""
-    redis = stats.tiers[1]
-    eventually(lambda: one.stats().tiers[1].chunk_count == len(shared.objects("redis")))
     assert [tier.is_shared for tier in stats.tiers] == [False, True, True]
-    assert f"in {redis.chunk_count:,} chunks" in drawn(stats)
-    assert page_of(nodes.one, "tier_chunk_count")["redis"] > 0
+    assert all(f"{tier.name} (up" in drawn(stats) for tier in stats.tiers)
+    assert set(page_of(nodes.one, "tier_chunk_count")) == {"nvme"}, "a shared engine's keys may be others than chunks"
     assert page_of(nodes.one, "tier_up") == {"nvme": 1.0, "redis": 1.0, "s3": 1.0}
     for name in ("written_chunks", "refused_chunks", "asked_chunks", "late_answers"):
         assert f"kvstore_redis_{name}_total" in metrics(nodes.one)
