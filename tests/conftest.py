@@ -7,9 +7,8 @@ import gc
 import importlib
 import os
 import subprocess
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -61,19 +60,11 @@ EXAMPLES = Warm("kvstore_client.engines.transformers", "transformers.models.llam
 """For what guides have readers run, some of it beside a model."""
 
 
-def _started_warm(command: list[str], *, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[Any]:
-    """Start a sidecar warm. Backing all of its arena with pages would be a quarter of what a start costs, and few tests
-    use more than a few pages."""
-    own = os.environ if env is None else env
-    return WARM.popen(command, env={"KVSTORE__ARENA__PREFAULT": "false", **own}, **options)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-    """Start sidecars warm and with an arena that gets its pages when they are used, but for the files that look at the
-    process."""
+    """Start sidecars warm, but for the files that look at the process."""
     is_true = IS_FULL or str(item.path.relative_to(ROOT)) in TRUE_STARTS
-    Sidecar.launch = subprocess.Popen if is_true else staticmethod(_started_warm)  # type: ignore[assignment]
+    Sidecar.launch = subprocess.Popen if is_true else WARM.popen
     done = yield
     if nextitem is None or nextitem.path != item.path:
         _keep()
@@ -91,9 +82,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what was collected stays: to look through it for garbage takes a second
     gc.enable()
     gc.set_threshold(GARBAGE_COUNT, 20, 20)
+    _keep()
 
 
 def _keep() -> None:

@@ -7,7 +7,6 @@ import tomllib
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -110,8 +109,7 @@ def _shown(value: object) -> object:
     return without_password(value) if isinstance(value, str) else value
 
 
-@cache
-def _sections() -> Mapping[str, Any]:
+def _sections() -> dict[str, Any]:
     """Return every section's leaf class, by its dotted name; sections of sections are flattened."""
     found: dict[str, Any] = {}
     for name, leaf in get_type_hints(Settings).items():
@@ -122,8 +120,7 @@ def _sections() -> Mapping[str, Any]:
     return found
 
 
-@cache
-def _schema() -> Mapping[str, dict[str, Any]]:
+def _schema() -> dict[str, dict[str, Any]]:
     return {name: get_type_hints(leaf, include_extras=True) for name, leaf in _sections().items()}
 
 
@@ -154,7 +151,7 @@ class _Sources:
     """Values gathered so far, each with its origin."""
 
     def __init__(self) -> None:
-        self.schema = dict(_schema())
+        self.schema = _schema()
         self.values: dict[str, dict[str, object]] = {section: {} for section in self.schema}
         self.origins: dict[str, str] = {}
         self.misspelt = {
