@@ -259,6 +259,9 @@ async def _cancel(_: AsyncClient, transfer: Transfer, timeout: float | None = No
 
 def _uses_memory(function: Callable[..., object], options: Mapping[str, object]) -> bool:
     """Return True for a call that reads or fills memory of its caller."""
+    if isinstance(function, partial):  # a partial of another is one with the arguments of both
+        options = {**function.keywords, **options}
+        function = function.func
     return options.get("into") is not None or getattr(function, "__func__", None) in _GIVEN_MEMORY
 
 

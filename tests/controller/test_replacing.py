@@ -35,7 +35,7 @@ def test_of_two_values_that_wait_for_room_under_the_names_of_one_key_one_is_take
     service = ValueService(arena_chunks=24)
 
     async def scenario() -> None:
-        monkeypatch.setattr(service.nvme._writers._chance, "uniform", lambda *_: 1000.0)  # type: ignore[attr-defined]
+        monkeypatch.setattr(service.nvme._writers._chance, "uniform", lambda *_: 1000.0)  # type: ignore[attr-defined]  # the tier's own
         for number in range(24):
             await service.put(number, str(number), is_settled=False)
         key = Key.of("k")

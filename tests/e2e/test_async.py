@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pytest
@@ -257,7 +258,7 @@ class Begins(Sequence[Any]):
         raise IndexError
 
 
-@pytest.mark.parametrize("kind", ["stored", "fetched"])
+@pytest.mark.parametrize("kind", ["stored", "stored by a partial", "fetched"])
 async def test_when_a_cancelled_call_has_ended_the_memory_that_it_used_is_its_callers(
     own_sidecar: Sidecar, kind: str
 ) -> None:
@@ -271,6 +272,9 @@ async def test_when_a_cancelled_call_has_ended_the_memory_that_it_used_is_its_ca
         try:
             use = {
                 "stored": lambda: client.store(SPEC, TOKENS, ours, extras=begins),
+                "stored by a partial": lambda: client.call(
+                    partial(client.client.store, SPEC, TOKENS, ours, extras=begins)
+                ),
                 "fetched": lambda: client.fetch(SPEC, TOKENS, into=ours, extras=begins),
             }
             running = asyncio.ensure_future(use[kind]())

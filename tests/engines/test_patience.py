@@ -288,10 +288,11 @@ def test_nor_is_it_for_a_prompt_with_documents(
             receipt.wait(10.0)
         runner, reuse = TransformersRunner(model, spec=cached.spec), Recompute.reuse()
         expected = recompute(runner, ids[0], [], reuse).logits
+        before = client.statistics()["loads_given_up"]
         os.kill(own_sidecar.pid, signal.SIGSTOP)
         try:
             found = client.partial_prefill(runner, ids[0], segments=[(64, 128)], recompute=reuse)
-            assert client.statistics()["loads_given_up"] == 1, "a call's deadline was waited for"
+            assert client.statistics()["loads_given_up"] == before + 1, "a call's deadline was waited for"
         finally:
             os.kill(own_sidecar.pid, signal.SIGCONT)
         assert torch.equal(found.logits, expected)
@@ -318,13 +319,16 @@ def test_nor_is_it_to_give_back_what_it_held_before_it_stood_still(
             return begin(*args, **options)
 
         monkeypatch.setattr(client, "start_fetch_segment", stopped)
+        before = client.statistics()[
+            "loads_given_up"
+        ]  # on a busy machine a tenth of a second is short for generate, too
         try:
             found = client.partial_prefill(runner, ids[0], segments=[(64, 128)], recompute=reuse)
             assert client.statistics()["unavailable"] == 0, "a call's deadline was waited for"
         finally:
             os.kill(own_sidecar.pid, signal.SIGCONT)
         assert found.plan.reused_token_count == 0
-        assert client.statistics()["loads_given_up"] == 1
+        assert client.statistics()["loads_given_up"] == before + 1
         is_free(client)
         cached.close()
 

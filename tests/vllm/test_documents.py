@@ -129,6 +129,9 @@ def test_engines_whose_layers_are_not_whole_are_refused(models: dict[str, Path],
         Engine(models["gemma"], durable.address, **refused).__enter__()
     with pytest.raises(RuntimeError, match="several block tables, or windows"):
         Engine(models["gemma"], durable.address, disable_hybrid_kv_cache_manager=True, **refused).__enter__()
+    deeper = {"extra": {"recompute": {"last_layer": 3}}, **SYNCHRONOUS}
+    with pytest.raises(RuntimeError, match=r"recompute in kv_connector_extra_config: .* below the model's 3 layers"):
+        Engine(models["llama"], durable.address, **deeper).__enter__()
     with pytest.raises(RuntimeError, match=r"Glm\w+ has no runner"):
         Engine(models["glm"], durable.address, **refused).__enter__()
     turned = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}

@@ -15,11 +15,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from kvstore_client import connect
+from kvstore_client import Client, connect
 from kvstore_client.engines.vllm.documents import DERIVED
 
-from kvstore.errors import Internal, Unavailable
+from kvstore.errors import Unavailable
 from kvstore_ops.bench.result import Goal, Result, judged_by, note, quartiles, show
+from kvstore_ops.bench.vllm_cold import wait_stored
 from kvstore_ops.bench.vllm_engine import Answer, Asked, Engine
 from kvstore_ops.pretrained import Absent, pretrained
 from kvstore_ops.pretrained.questions import Question, questions
@@ -43,16 +44,15 @@ def named(question: Question) -> dict[str, Any]:
     return {"kvstore_documents": question.segments, "kvstore_preamble": len(question.preamble)}
 
 
-def remember(engine: Engine, question: Question, address: str) -> None:
-    """Have an engine compute a prompt's documents, each behind the preamble. Raises Internal where one is not
-    stored."""
+def remember(engine: Engine, question: Question, client: Client) -> None:
+    """Have an engine compute a prompt's documents, each behind the preamble, and return when they are stored. Raises
+    Internal where one is not."""
+    stored = client.stats().counters["store_committed_chunks"]
     before = len(question.preamble)
     for each in question.documents:
         told = {"kvstore_documents": [(before, before + len(each))], "kvstore_preamble": before}
         engine.ask([Asked([*question.preamble, *each], transfer=told)])
-    with connect(address) as client:
-        if client.stats().counters["store_committed_chunks"] < len(question.documents):
-            raise Internal("the documents were not stored")
+    wait_stored(client, stored + len(question.documents))
 
 
 def asked(engine: Engine, salt: str, transfer: dict[str, Any], question: Question) -> Answer:
@@ -72,12 +72,13 @@ def measured(model: Path, prompts: list[Question], asked_count: int) -> tuple[li
         Sidecar("--capacity", CAPACITY) as sidecar,
         Engine(model, sidecar.address, token_count_max, THREADS, extra={"recompute": RECOMPUTE}, **options) as ours,
         Engine(model, None, token_count_max, THREADS, **options) as plain,
+        connect(sidecar.address) as client,
     ):
         for engine in (ours, plain):
             engine.wait_ready()
         for number, question in enumerate(prompts):
             if number % asked_count == 0:
-                remember(ours, question, sidecar.address)
+                remember(ours, question, client)
             sides = [(plain, "", {}), (ours, DERIVED, named(question))]
             found = [asked(*side, question) for side in (sides[::-1] if number % 2 else sides)]
             full, mended = found[::-1] if number % 2 else found

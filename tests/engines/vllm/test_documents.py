@@ -91,8 +91,11 @@ def test_the_runner_computes_as_transformers_does(sidecar: Sidecar, family: str)
         kv = [(torch.randn(each.kv_heads, 33, each.k_dim), torch.randn(each.kv_heads, 33, each.v_dim))
               for each in reference.spec.layers]  # fmt: skip
         client.store_segment(reference.spec, ONE, kv, preamble=HEAD).wait()
-        options = {"segments": [(24, 57)], "preamble": HEAD, "recompute": Recompute(0, -1, 0.4, "suffix_attention")}
-        wanted, found = (client.partial_prefill(each, ASKED, **options) for each in (reference, runner))  # type: ignore[arg-type]
+        setting = Recompute(0, -1, 0.4, "suffix_attention")
+        wanted, found = (
+            client.partial_prefill(each, ASKED, segments=[(24, 57)], preamble=HEAD, recompute=setting)
+            for each in (reference, runner)
+        )
     assert found.plan.reused_token_count == wanted.plan.reused_token_count == 33
     assert torch.allclose(found.logits, wanted.logits, atol=1e-4)
     for one, other in zip(found.kv, wanted.kv, strict=True):

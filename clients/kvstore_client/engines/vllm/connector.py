@@ -91,9 +91,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 "a draft computes behind the step, so with --speculative-config prompts alone are kept, and loaded "
                 'between steps: set "load": "async", and no "save_output", in the extra settings'
             )
-        if self._settings.mends is not None:
+        if (setting := self._settings.mends) is not None:
             is_alone = _around(transfer).kv_connector == transfer.kv_connector
-            check_documents(vllm_config, self._geometry, is_alone=is_alone)
+            check_documents(vllm_config, self._geometry, setting, is_alone=is_alone)
         fp8 = str(current_platform.fp8_dtype()).removeprefix("torch.")
         if self._geometry.cache_dtype in FP8.values() and self._geometry.cache_dtype != fp8:
             raise InvalidRequest(f"this device's fp8 is {fp8}, which kvstore does not keep: set --kv-cache-dtype auto")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.errors import InvalidRequest
+from kvstore.planning import Recompute
 from kvstore_client.engines.vllm.geometry import Geometry
 from kvstore_client.engines.vllm.objects import EngineConfig, EngineRequest
 from kvstore_client.lookup.match import Match
@@ -67,9 +68,10 @@ class NamedDocuments:
         return sum(max(0, each) for each in stops)
 
 
-def check_documents(vllm_config: EngineConfig, geometry: Geometry, *, is_alone: bool) -> None:
-    """Raise InvalidRequest where prompts cannot be computed over their documents. ``is_alone`` False: other connectors
-    see the same blocks. They would keep what a mend that failed has left in them, some of them without the salt."""
+def check_documents(vllm_config: EngineConfig, geometry: Geometry, setting: Recompute, *, is_alone: bool) -> None:
+    """Raise InvalidRequest where prompts cannot be computed over their documents, or not with this setting.
+    ``is_alone`` False: other connectors see the same blocks. They would keep what a mend that failed has left in them,
+    some of them without the salt."""
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     has_windows = any(each.window for each in geometry.layers)
     wrong = {
@@ -86,6 +88,10 @@ def check_documents(vllm_config: EngineConfig, geometry: Geometry, *, is_alone: 
         raise InvalidRequest(
             f'documents cannot be mended with {", ".join(found)}: leave "recompute" out of kv_connector_extra_config'
         )
+    try:
+        setting.check(len(geometry.layers))
+    except InvalidRequest as error:
+        raise InvalidRequest(f"recompute in kv_connector_extra_config: {error.message}") from error
 
 
 def takes_derived(request: EngineRequest) -> bool:

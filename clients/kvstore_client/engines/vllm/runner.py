@@ -77,7 +77,7 @@ class VllmRunner:
             q = attention.q_norm(self._by_head(q)).reshape(q.shape)
             k = attention.k_norm(self._by_head(k)).reshape(k.shape)
         q, k = attention.rotary_emb(positions, q.contiguous(), k.contiguous())
-        return tuple(self._by_head(each).transpose(0, 1) for each in (q, k, v))  # type: ignore[return-value]  # three
+        return self._by_head(q).transpose(0, 1), self._by_head(k).transpose(0, 1), self._by_head(v).transpose(0, 1)
 
     @torch.inference_mode()
     def finish(self, layer: int, hidden: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:

@@ -149,9 +149,10 @@ class Saves:
         before = save.preamble or 0
         paged = Paged(self._pages.views, save.slots(0, self._pages.groups[0])[before:], LAYOUT)
         with self._patience.watch(COPY_S_MAX) as watched:
-            if save.preamble is None or isinstance(save.tokens, PageHashes):
+            if save.preamble is None:
                 receipt = self._client.store(save.spec, save.tokens, paged, extras=save.extras)
             else:
+                assert not isinstance(save.tokens, PageHashes), "no document is kept by vLLM's hashes"
                 document, preamble = save.tokens[before:], save.tokens[:before]
                 receipt = self._client.store_segment(save.spec, document, paged, preamble=preamble, extras=save.extras)
             if receipt.is_done and not receipt.stored_token_count:
