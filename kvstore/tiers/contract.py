@@ -183,13 +183,14 @@ class StoredChunk(Protocol):
 
 class Evictor(Protocol):
     """Decides which copies leave a local tier. The tier says which copies would help; the policy says in which order
-    they go. Both calls give copies up through the tier's own ``remove``, before they return."""
+    they go. Both calls give copies up through the tiers' own ``remove``, before they return."""
 
     def evict(
         self, helps: Callable[[Residency], bool], enough: Callable[[], bool], *, among: HelpingCopies | None = None
     ) -> bool:
         """Give up copies in the policy's order until ``enough`` is true, which is asked after each copy. A copy goes if
-        it ``helps``, or if its parent does, which can only go after it. Returns whether ``enough`` came true.
+        it ``helps``, or if its parent does, which can only go after it. What faster tiers alone have below a chunk that
+        leaves the node goes with it. Returns whether ``enough`` came true.
         ``among``: the same as ``helps``, for many copies at once, from a tier of whose copies perhaps few help."""
 
     def evict_all(self, residencies: Sequence[Residency]) -> bool:

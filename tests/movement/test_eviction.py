@@ -176,6 +176,67 @@ def test_a_part_of_a_device_is_found_without_a_look_at_each_copy_before_it() -> 
     assert len(list(device.rows())) == 1001
 
 
+def grown(catalog: Catalog, parent: int, number: int) -> int:
+    """A chunk below another one, of which memory has heard and the device has not."""
+    return store(catalog, catalog.table.copies[0], number, catalog.table.digests[parent])
+
+
+def test_what_only_memory_has_goes_with_the_chunk_that_it_hangs_on() -> None:
+    """It was not used after it, and nobody would find it. Chunks that came later stay."""
+    catalog = shelved_catalog()
+    memory, device = catalog.table.copies
+    oldest = store(catalog, device, 0)
+    tail, other = grown(catalog, oldest, 1), grown(catalog, oldest, 2)
+    deeper = grown(catalog, other, 3)
+    latest = store(catalog, device, 4)
+    assert evicting(catalog, device).evict(lambda _: True, lambda: True)
+    assert (oldest in device, latest in device) == (False, True)
+    assert not any(row in memory for row in (tail, other, deeper))
+    assert len(catalog.table) == 1, "no row waits for a parent that nobody stores again"
+
+
+def test_what_memory_can_still_give_without_the_device_stays_there() -> None:
+    catalog = shelved_catalog()
+    memory, device = catalog.table.copies
+    parent = store(catalog, memory, 0)
+    child = grown(catalog, parent, 1)
+    put(catalog, parent, 0)
+    device.policy.stored(parent, catalog.table.digests[parent], *catalog.worth(parent))
+    assert evicting(catalog, device).evict(lambda _: True, lambda: True)
+    assert (parent in device, parent in memory, child in memory) == (False, True, True)
+
+
+def test_a_chunk_stays_while_something_below_it_is_in_use_or_on_the_device() -> None:
+    catalog = shelved_catalog()
+    device = catalog.table.copies[1]
+    in_use, above = store(catalog, device, 0), store(catalog, device, 1)
+    held = grown(catalog, grown(catalog, in_use, 2), 3)
+    catalog.table.hold(held)
+    below = store(catalog, device, 4, catalog.table.digests[grown(catalog, above, 5)])
+    catalog.table.hold(below)
+    device.used([catalog.table.digests[row] for row in (above, below)], [above, below])
+    evict = evicting(catalog, device).evict
+    assert not evict(lambda _: True, lambda: True)
+    catalog.table.unhold(below)
+    assert evict(lambda _: True, lambda: above not in device), "children go first"
+    assert (below in device, in_use in device) == (False, True)
+    catalog.table.unhold(held)
+    assert evict(lambda _: True, lambda: in_use not in device)
+    assert len(catalog.table) == 0
+
+
+def test_a_parent_stays_for_a_child_that_is_in_memory_and_on_the_device() -> None:
+    """Also where it is less recent there: a long chain's first chunks are not touched for each one that is written."""
+    catalog = shelved_catalog()
+    memory, device = catalog.table.copies
+    parent = store(catalog, device, 0)
+    child = grown(catalog, parent, 1)
+    put(catalog, child, 1)
+    device.policy.stored(child, catalog.table.digests[child], *catalog.worth(child))
+    assert evicting(catalog, device).evict(lambda _: True, lambda: True)
+    assert (parent in device, child in device, child in memory) == (True, False, True)
+
+
 @dataclass(frozen=True)
 class Drawn:
     """A chunk of a drawn tier: how far before it its parent came (0: it has none), its size, whether the device has it,

@@ -9,7 +9,6 @@ CLEARING = "kvstore/movement/clearing.py"
 T_CHANGES = "tests/e2e/test_changes.py"
 T_OPERATORS = "tests/controller/test_operators.py"
 T_MEANWHILE = "tests/controller/test_changes.py"
-EVICTION = "kvstore/movement/eviction.py"
 CATALOG = "kvstore/catalog/catalog.py"
 COMMIT = "kvstore/controller/stores/commit.py"
 CONTROLLER = "kvstore/controller/controller.py"
@@ -116,54 +115,6 @@ MUTANTS = [
         "    if False:\n",
         "a command that was tried out of curiosity empties the cache",
         (f"{T_CHANGES}::test_a_script_that_does_not_say_yes_changes_nothing",),
-    ),
-    Mutant(
-        "held-chunks-are-evicted",
-        EVICTION,
-        "                return may_go(row) and row not in keep and not self._table.is_held(row)\n",
-        "                return may_go(row) and row not in keep\n",
-        "what a client copies is given up under its copy",
-        (f"{T_CONTROLLER}::test_tickets_and_leases_keep_their_chunks",),
-    ),
-    Mutant(
-        "chosen-before-it-was-used",
-        EVICTION,
-        "            if self._copies.policy.place(row) == place and eligible(row):\n",
-        "            if row in self._copies and eligible(row):\n",
-        "what was used a moment ago goes, because it was chosen before",
-        ("tests/movement/test_eviction.py::test_a_chosen_victim_that_was_used_since_stays",),
-    ),
-    Mutant(
-        "children-of-another-size-stay",
-        EVICTION,
-        "(helps_itself | with_parent) &",
-        "helps_itself &",
-        "a device full of conversations whose ends are short takes no more of them",
-        ("tests/movement/test_eviction.py::test_a_child_of_another_size_goes_before_its_parent_wherever_it_is_found",),
-    ),
-    Mutant(
-        "held-neighbours-are-evicted",
-        EVICTION,
-        "row == ABSENT or row in keep or table.is_held(row) for row in rows",
-        "row == ABSENT for row in rows",
-        "what a client copies is given up under its copy, because a larger chunk needs the room beside it",
-        ("tests/movement/test_room.py::test_neighbours_that_are_in_use_stay",),
-    ),
-    Mutant(
-        "neighbours-leave-their-children",
-        EVICTION,
-        "table.child_counts[row] == children[row] for row in alone",
-        "True for row in alone",
-        "chunks stay in memory that nobody finds any more",
-        ("tests/movement/test_room.py::test_neighbours_go_for_a_larger_chunk_and_leave_no_child_behind",),
-    ),
-    Mutant(
-        "neighbours-before-they-are-written",
-        "kvstore/movement/room.py",
-        "product((False, True) if evict_unwritten else (False,), ",
-        "product((evict_unwritten,), ",
-        "a store that waits for the device is refused, because a larger chunk takes its room and not that of others",
-        ("tests/movement/test_room.py::test_neighbours_that_only_memory_has_stay_while_others_can_go",),
     ),
     Mutant(
         "leases-without-a-limit",

@@ -18,7 +18,8 @@ from kvstore.controller import ChainQuery, Fill, ReserveRequest
 from kvstore.controller.fetches import namespaces_of
 from kvstore.errors import InvalidRequest
 from kvstore.server.render import render_lookup, render_store
-from kvstore.spec import Durability, EventKind, Exactness, MissReason, StoreState
+from kvstore.spec import Durability, EventKind, Exactness, LayerSpec, MissReason, StoreState
+from tests.specs import small_spec
 from tests.tiers.service import KIB, DeviceService
 
 STEP = 16
@@ -183,6 +184,33 @@ def test_the_longest_of_what_was_acknowledged_is_found(seed: int, capacity_bytes
             assert life.book.kept == set(life.book.stops.values()), "there was room for all"
         else:
             assert life.book.evicted > 0
+
+    service.run(scenario)
+
+
+def test_a_full_device_takes_prompts_whose_ends_are_partial() -> None:
+    """Twice as many as it has room for. It has little room for ends, so that most of them are in memory alone: chunks
+    that nobody uses any more would stay on the device for them."""
+    spec = small_spec(layers=(LayerSpec(kv_heads=2, k_dim=64, v_dim=64),) * 3)  # ends take other slots than full chunks
+    service = DeviceService(arena_chunks=20, capacity_bytes=640 * KIB, region_bytes=120 * KIB, spec=spec)
+
+    async def scenario() -> None:
+        life = Life(service, 0)
+
+        async def use(count: int) -> None:
+            for _ in range(count):
+                number, depth = (int(life.chance.integers(*bounds)) for bounds in ((4, 24), (1, 4)))
+                tokens = (number,) * (STEP * depth + int(life.chance.choice([0, 0, 5, 9])))
+                await life.store(tokens)
+                await life.look(tokens)
+
+        await use(60)
+        files = service.region_files()
+        await use(60)
+        counters = service.counters()
+        assert counters["nvme_evicted_chunks"] > 100
+        assert counters["nvme_refused_chunks"] == 0
+        assert service.region_files() == files, "no file was removed and made anew"
 
     service.run(scenario)
 
