@@ -31,11 +31,12 @@ FIRST = [Chain(NARROW, (0, 1)), Chain(NARROW, (1, 2), 5, (1,)), Chain(WIDE, (0, 
 SECOND = [Chain(WIDE, (1, 2)), Chain(NARROW, (0, 1, 1)), Chain(NARROW, (1, 1), 0, (1,))]
 RETRIES = 3
 THIRD = [Chain(WIDE, (2,), 8), Chain(NARROW, (2, 2))]
+LIVES = ((FIRST, True), (SECOND, False), (THIRD, True))
+"""What each life stores, and whether it stops by itself."""
 
 
 NEVER = 1 << 30
 SEED = 3
-"""One in which chunks that a cut tears are still there at the end."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Scenario:
         self.oracle = Oracle(self.trace)
         self.setup = SETUP
         self.lives = 0
+        self.last = FIRST
+        """What the last life that was not a recovery stored."""
         self.steps = 0
         self.recovery_steps = 0
 
@@ -79,7 +82,8 @@ class Scenario:
 
     async def run(self, cut: Cut) -> None:
         self.disk.stop_after = cut.step
-        for chains, is_clean in ((FIRST, True), (SECOND, False), (THIRD, True)):
+        for chains, is_clean in LIVES:
+            self.last = chains
             if not await self._lived(chains, is_clean=is_clean):
                 break
             self._cut(power_cut=cut.power_cut and not is_clean)
@@ -128,7 +132,10 @@ class Scenario:
         await self.oracle.verify(life)
         again = Client("again", life, random.Random(self.seed), Knowledge())
         await again.get_value(KEYS[0])
-        for chain in (*THIRD, *SECOND, *FIRST):  # what the cut left of them may be torn
+        for chain in self.last:  # what the cut left of it may be torn, and has to be looked at while it is there
+            await again.put(chain)
+            await self.oracle.verify(life)
+        for chain in (*THIRD, *SECOND, *FIRST):
             await again.put(chain)
         await life.controller.close_session(again.session)
         await self.oracle.verify(life)
