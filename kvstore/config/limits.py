@@ -30,7 +30,8 @@ class LimitSettings:
     """Calls in progress. Streams that last as long as their callers (watches, partial prefills, health watches) have as
     many places of their own."""
     staging_bytes_max: Size = 512 * MIB
-    """Staging memory of one session, which it fills for its stores. A client keeps what it got for its next stores."""
+    """Staging memory of one session, which it fills for its stores. A client gives back what it has not used for half a
+    minute."""
     staging_bytes_total_max: Size = 4 * GIB
     """Staging memory of all sessions together."""
     staging_count_max: int = 128

@@ -244,7 +244,7 @@ def test_scribbling_on_staging_changes_nothing_committed(local_sidecar: Sidecar)
     with connect(local_sidecar.address) as client, connect(local_sidecar.address) as reader:
         tokens, kv = large_cache(6)
         client.store(large_spec(), tokens[:512], [(k[:, :512], v[:, :512]) for k, v in kv]).wait()
-        segments = [each.backed_to(4 << 20) for each in client.connect_now().staging._segments.values()]
+        segments = [each._mapping.bytes[: 4 << 20] for each in client.connect_now().staging._segments.values()]
         stop = threading.Event()
         rounds: list[int] = []
 
@@ -253,7 +253,7 @@ def test_scribbling_on_staging_changes_nothing_committed(local_sidecar: Sidecar)
             while not stop.is_set():
                 value = (value + 1) % 256
                 for segment in segments:
-                    segment[: 4 << 20] = value
+                    segment[:] = value
                 rounds.append(value)
 
         thread = threading.Thread(target=scribble)

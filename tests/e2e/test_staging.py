@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import pytest
-from kvstore_client import Durability, connect
+from kvstore_client import Client, Durability, connect
+from kvstore_client.planes.shared_memory import staging
 from kvstore_client.planes.shared_memory.staging import StagingPool
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.errors import Exhausted, Unavailable
+from kvstore.errors import Exhausted, InvalidRequest, Unavailable
 from kvstore.seams import mapping
 from kvstore.seams.mapping import HUGE_BYTES, SharedMap
 from tests.descriptors import open_files
+from tests.server.raw import eventually
 from tests.specs import random_cache, small_spec, tokens_of
 
 COUNT = 64
@@ -24,6 +27,7 @@ class Grant:
 
     def __init__(self, backed_bytes_max: int) -> None:
         self.backed_bytes_max = backed_bytes_max
+        self.ended = threading.Event()
 
     def create_staging(self, byte_count: int) -> tuple[int, SharedMap]:
         descriptor = os.memfd_create("test")
@@ -137,3 +141,81 @@ def test_an_interrupt_while_staging_is_asked_for_leaves_no_answer_for_the_next(
         _, memory = session.create_staging(1 << 20)
         memory.back(0, 1 << 20)  # raises where less came
         assert client.store(spec, tokens_of(COUNT), random_cache(spec, COUNT)).wait() is not Durability.NONE
+
+
+def staging_bytes(client: Client) -> int:
+    return int(client.stats().sessions.staging_bytes)
+
+
+def test_what_a_client_stored_by_goes_back_when_it_is_idle(
+    local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All sessions share a budget: what busy ones took once would be missing for the next for ever."""
+    spec = small_spec()
+    monkeypatch.setattr(staging, "IDLE_S", 0.05)
+    with connect(local_sidecar.address) as client, connect(local_sidecar.address) as other:
+        for number in range(3):  # and it comes again with the next store
+            assert client.store(spec, tokens_of(COUNT, number), random_cache(spec, COUNT)).wait() is not Durability.NONE
+            eventually(lambda: staging_bytes(other) == 0)
+        session: Any = client._context.connection.session()
+        assert session.staging.used_bytes == 0
+    eventually(lambda: not any(each.name == "kvstore-staging" for each in threading.enumerate()))
+
+
+def test_what_a_store_still_uses_is_not_idle(local_sidecar: Sidecar) -> None:
+    with connect(local_sidecar.address) as client:
+        client.lookup(small_spec(), tokens_of(COUNT))
+        pool: Any = StagingPool(client._context.connection.session())
+        run = pool.take(HUGE_BYTES, HUGE_BYTES)
+        before = staging_bytes(client)
+        assert [pool.give_back_idle() for _ in range(3)] == [True] * 3
+        assert staging_bytes(client) == before > 0
+        run.memory[run.offset] = 1
+        pool.give_back(run)
+        assert pool.give_back_idle()  # it was used a moment ago
+        assert staging_bytes(client) == before
+        assert not pool.give_back_idle()
+        assert staging_bytes(client) == 0
+        assert pool.take(HUGE_BYTES, HUGE_BYTES) is not None
+
+
+def test_staging_that_the_sidecar_may_be_reading_stays(local_sidecar: Sidecar) -> None:
+    with connect(local_sidecar.address) as client:
+        client.lookup(small_spec(), tokens_of(COUNT))
+        session: Any = client._context.connection.session()
+        pool: Any = StagingPool(session)
+        pool.give_back(pool.take(HUGE_BYTES, HUGE_BYTES))
+        close, refused = session.close_staging, []
+
+        def refuse(segment: int) -> None:
+            refused.append(segment)
+            raise InvalidRequest("staging is being read: close it after its commit")
+
+        session.close_staging = refuse
+        assert [pool.give_back_idle() for _ in range(3)] == [True] * 3
+        assert refused
+        run = pool.take(HUGE_BYTES, HUGE_BYTES)
+        assert run.staging_id == refused[0]
+        pool.give_back(run)
+        session.close_staging = close
+        assert pool.give_back_idle()
+        assert not pool.give_back_idle()
+
+
+def test_a_store_whose_idle_staging_nobody_could_look_for_is_stored(
+    local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine has no thread for it: then the staging stays until a thread can be had."""
+    spec = small_spec()
+
+    def refuse(*_: object) -> None:
+        raise Unavailable("can't start new thread")
+
+    with connect(local_sidecar.address) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(staging, "start_thread", refuse)
+            assert client.store(spec, tokens_of(COUNT), random_cache(spec, COUNT)).wait() is not Durability.NONE
+        session: Any = client._context.connection.session()
+        assert not session.staging._is_watched
+        session.staging._watch()
+        assert session.staging._is_watched

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 ARENA = "kvstore/arena/arena.py"
-REGION = "kvstore/arena/region.py"
+RUNS = "kvstore/seams/runs.py"
 STAGING = "kvstore/arena/staging.py"
 MEMORY = "kvstore/seams/memory.py"
 MAPPING = "kvstore/seams/mapping.py"
@@ -85,7 +85,7 @@ MUTANTS = [
     ),
     Mutant(
         "run-handed-out-twice",
-        REGION,
+        RUNS,
         "            self._offsets[index] += byte_count\n            self._sizes[index] -= byte_count\n",
         "            pass\n",
         "two chunks lie over each other",

@@ -37,6 +37,7 @@ IN_TURN = "tests/e2e/test_gpu_by_cpu.py::test_layers_in_turn_of_which_a_copy_fai
 STORE = "tests/e2e/test_failing_threads.py::test_a_store_of_which_a_job_fails_keeps_what_is_right_or_nothing"
 VALUES = "tests/e2e/test_failing_threads.py::test_values_of_which_a_job_fails_are_whole_or_nothing"
 NO_THREAD = "tests/e2e/test_failing_threads.py::test_without_a_thread_of_its_own_a_call_is_a_miss_or_a_typed_error"
+IDLE = "tests/e2e/test_staging.py::test_a_store_whose_idle_staging_nobody_could_look_for_is_stored"
 ENCODER = "tests/engines/vllm/test_embeddings.py::test_an_item_that_no_thread_fetches_is_encoded"
 RATES = "tests/server/test_rates.py::test_a_write_that_nobody_makes_ends_nothing_and_is_owed"
 PROCESS = "tests/e2e/remote/test_bad_peers.py::test_the_remote_planes_process_ends_with_the_sidecar"
@@ -110,6 +111,7 @@ SITES = {
     ("clients/kvstore_client/opaque/calls.py", "_begun_put"): VALUES,
     ("clients/kvstore_client/opaque/reader.py", "Reader._copy"): VALUES,
     ("clients/kvstore_client/planes/shared_memory/mapped.py", "MappedMemory.__init__"): NO_THREAD,
+    ("clients/kvstore_client/planes/shared_memory/staging.py", "StagingPool._watch"): IDLE,
     ("clients/kvstore_client/planes/stream/session.py", "StreamSession.__init__"): NO_THREAD,
     ("clients/kvstore_client/planes/returns.py", "Returns.start"): NO_THREAD,
     ("clients/kvstore_client/planes/incoming.py", "Ends.start"): NO_THREAD,

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.arena.region import FreeRuns
 from kvstore.seams import Memory
 from kvstore.seams.devices import Device
 from kvstore.seams.fence import fence
+from kvstore.seams.runs import FreeRuns
 from kvstore.units import PAGE_BYTES
 
 CHUNK_BYTES_MIN = 2 * PAGE_BYTES

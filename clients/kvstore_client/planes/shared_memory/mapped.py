@@ -217,18 +217,21 @@ class MappedMemory(ClientSession):
         return found
 
     def create_staging(self, byte_count: int) -> tuple[int, SharedMap]:
-        """Return writable memory that the server can read: (staging id, mapping). Raises Exhausted at the limit,
-        Unavailable where it cannot be mapped."""
+        """Return writable memory that the server can read, until ``close_staging``: (staging id, mapping). Raises
+        Exhausted at the limit, Unavailable where it cannot be mapped."""
         answer, descriptors = self._exchange(StagingQuestion(byte_count), StagingAnswer)
         with closing_all(descriptors):
             try:
                 check_descriptors(answer, descriptors)
                 mapping = SharedMap(descriptors[0], byte_count, writable=True)
             except Unavailable:
-                self._exchange(StagingClose(answer.staging_id), Done)
+                self.close_staging(answer.staging_id)
                 raise
-        self._maps.append(mapping)
         return answer.staging_id, mapping
+
+    def close_staging(self, staging_id: int) -> None:
+        """Give staging back that nobody writes. Raises InvalidRequest while the sidecar reads any of this session's."""
+        self._exchange(StagingClose(staging_id), Done)
 
     def fill(self, reservation_id: int, fills: Sequence[pb.Fill], runs: Sequence[StagingRun], timeout_s: float) -> None:
         """Hand the runs over by calls of at most ``CALL_FILLS_MAX``, which share the time: the sidecar reads them."""

@@ -3,46 +3,76 @@
 from __future__ import annotations
 
 import threading
-from bisect import insort
+import weakref
+from contextlib import suppress
+from functools import partial
 
-from kvstore.errors import Exhausted
+from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, Unavailable
 from kvstore.seams.mapping import HUGE_BYTES, Bytes, SharedMap
+from kvstore.seams.runs import FreeRuns
+from kvstore.seams.scheduler import start_thread
 from kvstore.units import PAGE_BYTES
 from kvstore_client.planes.shared_memory.mapped import MappedMemory
 from kvstore_client.planes.store import StagingRun
 
 SEGMENT_BYTES = 64 << 20
+IDLE_S = 30.0
+"""Staging that was not used for so many seconds goes back to the machine: all sessions share a budget of it
+(``limits.staging_bytes_total_max``). What comes anew costs page faults: 4 ms for a segment in huge pages, 40 in small
+ones."""
 
 
 class StagingFile:
-    """A staging memfd of this client. It gets pages only as it fills: many clients never fill one."""
+    """A staging memfd of this client, and its free runs. It gets pages only as it fills: many clients never fill
+    one."""
 
     def __init__(self, mapping: SharedMap) -> None:
         self._mapping = mapping
         self._backed = 0
+        self._free = FreeRuns()
+        self._free.give_back(0, mapping.byte_count)
+        self.was_used = True
+        """True when any of it was used since the last look for idle staging."""
 
     @property
-    def byte_count(self) -> int:
-        return self._mapping.byte_count
+    def used_bytes(self) -> int:
+        return self._mapping.byte_count - self._free.free_bytes
 
-    def backed_to(self, stop: int) -> Bytes:
-        """Return all its bytes; those before ``stop`` are backed, and cause no more page faults."""
+    def take(self, byte_count: int) -> tuple[int, Bytes] | None:
+        """Return the offset of a run, and the whole file's bytes, or None when there is no run. Those of the run are
+        backed, and cause no more page faults. Raises Exhausted when the machine has no memory for it."""
+        offset = self._free.take(byte_count)
+        if offset is None:
+            return None
+        try:
+            self._back(offset + byte_count)
+        except BaseException:
+            self._free.give_back(offset, byte_count)
+            raise
+        self.was_used = True
+        return offset, self._mapping.bytes
+
+    def _back(self, stop: int) -> None:
         if stop > self._backed:
             stop = min(-(-stop // HUGE_BYTES) * HUGE_BYTES, self._mapping.byte_count)
             self._mapping.back(self._backed, stop - self._backed)
             self._backed = stop
-        return self._mapping.bytes
+
+    def give_back(self, offset: int, byte_count: int) -> None:
+        """Free a run."""
+        self._free.give_back(offset, byte_count)
+        self.was_used = True
 
 
 class StagingPool:
-    """Allocates runs, first fit, in segments made on demand, within the server's limit."""
+    """Allocates runs, first fit, in segments made on demand, within the server's limit. Idle segments go back."""
 
     def __init__(self, session: MappedMemory) -> None:
         self._session = session
         self._lock = threading.Lock()
         self._segments: dict[int, StagingFile] = {}
-        self._free: list[tuple[int, int, int]] = []
-        """(segment, offset, byte_count), sorted; neighbours are joined."""
+        self._is_watched = False
+        """True while a thread looks for idle segments."""
 
     def take(self, byte_count: int, expected_bytes: int) -> StagingRun | None:
         """Return a run, or None when the budget is used up. ``expected_bytes``: the bytes that the store still needs,
@@ -55,13 +85,10 @@ class StagingPool:
             return run
 
     def _first_fit(self, byte_count: int) -> StagingRun | None:
-        for index, (segment, offset, size) in enumerate(self._free):
-            if size >= byte_count:
-                memory = self._segments[segment].backed_to(offset + byte_count)  # before the list changes: it may raise
-                if size == byte_count:
-                    del self._free[index]
-                else:
-                    self._free[index] = (segment, offset + byte_count, size - byte_count)
+        for segment, file in self._segments.items():
+            found = file.take(byte_count)
+            if found is not None:
+                offset, memory = found
                 return StagingRun(segment, offset, byte_count, memory)
         return None
 
@@ -76,24 +103,55 @@ class StagingPool:
                 wanted = max(byte_count, wanted // 2 // PAGE_BYTES * PAGE_BYTES)
                 continue
             self._segments[segment] = StagingFile(mapping)
-            insort(self._free, (segment, 0, wanted))
+            self._watch()
             return True
+
+    def _watch(self) -> None:
+        if not self._is_watched:
+            with suppress(Unavailable):  # no thread can be started now: the next segment tries again
+                start_thread(partial(_give_back_idle, weakref.ref(self), self._session.ended), "kvstore-staging")
+                self._is_watched = True
 
     @property
     def used_bytes(self) -> int:
         """Bytes that were taken and not given back."""
         with self._lock:
-            held = sum(each.byte_count for each in self._segments.values())
-            return held - sum(size for _, _, size in self._free)
+            return sum(file.used_bytes for file in self._segments.values())
 
     def give_back(self, run: StagingRun) -> None:
         """Free a run: the server has read it."""
         with self._lock:
-            insort(self._free, (run.staging_id, run.offset, run.byte_count))
-            joined: list[tuple[int, int, int]] = []
-            for segment, offset, size in self._free:
-                if joined and joined[-1][0] == segment and joined[-1][1] + joined[-1][2] == offset:
-                    joined[-1] = (segment, joined[-1][1], joined[-1][2] + size)
-                else:
-                    joined.append((segment, offset, size))
-            self._free = joined
+            self._segments[run.staging_id].give_back(run.offset, run.byte_count)
+
+    def give_back_idle(self) -> bool:
+        """Give segments back to the sidecar that were not used since the last call. Returns False when none is left.
+        The session may end meanwhile."""
+        with self._lock:
+            idle = {
+                segment: file for segment, file in self._segments.items() if not file.was_used and not file.used_bytes
+            }
+            for segment in idle:
+                del self._segments[segment]
+            for file in self._segments.values():
+                file.was_used = False
+        for segment, file in idle.items():
+            try:
+                self._session.close_staging(segment)
+            except InvalidRequest:  # it reads for a store of this session now, and does not look from which segment
+                with self._lock:
+                    self._segments[segment] = file
+            except KVStoreError:
+                return False
+        with self._lock:
+            self._is_watched = bool(self._segments)
+            return self._is_watched
+
+
+def _give_back_idle(pool_of: weakref.ref[StagingPool], ended: threading.Event) -> None:
+    """Give back what is idle, until nothing is left or the session has ended. The thread that does this does not keep
+    the pool alive."""
+    while not ended.wait(IDLE_S):
+        pool = pool_of()
+        if pool is None or not pool.give_back_idle():
+            return
+        del pool
