@@ -20,6 +20,7 @@ ROUND = ["hits_total 0.0", "hits_total 288.0"]
 """The first engine computes the prompt and says so; the second one loads it."""
 SAID = {
     "Start": ROUND,
+    "Prefill on one engine, decoding on another": ["kept: {'kvstore_prefilled': 288}", "hits_total 288.0"],
     "By vLLM's own block hashes": [*ROUND, "256 tokens, block 7", "32 tokens, block 8"],
     "Documents, at any place": ["reused: 320"],
     "Images and sounds: the encoder cache": ["found: 0", "found: 1"],
@@ -41,7 +42,9 @@ def script_of(section: str) -> str:
     rest = ""
     if section != "Start":
         start, rest = re.sub(r"^ask .*\n", "", start, flags=re.MULTILINE), blocks_of(section)
-    return f"trap 'kill $(jobs -p) 2> /dev/null || true' EXIT\n{start}{rest}".replace("8123", str(free_port()))
+    return f"trap 'kill $(jobs -p) 2> /dev/null || true' EXIT\n{start}{rest}".replace("8123", str(free_port())).replace(
+        "8124", str(free_port())
+    )
 
 
 @pytest.mark.parametrize("section", SAID)
@@ -64,5 +67,7 @@ def test_the_guide_runs_as_written(section: str, tmp_path: Path) -> None:
                     os.killpg(process.pid, signal.SIGKILL)
         said.seek(0)
         lines = [re.sub(r"^vllm:external_prefix_cache_(hits_total)\{.*\}", r"\1", line.rstrip()) for line in said]
-    found = [line for line in lines if line.startswith(("hits_total", "found: ", "reused: ")) or ", block " in line]
+    found = [
+        line for line in lines if line.startswith(("hits_total", "found: ", "reused: ", "kept: ")) or ", block " in line
+    ]
     assert found == SAID[section], "\n".join([*lines, (tmp_path / "problems").read_text()[-3000:]])

@@ -91,8 +91,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 "a draft computes behind the step, so with --speculative-config prompts alone are kept, and loaded "
                 'between steps: set "load": "async", and no "save_output", in the extra settings'
             )
+        is_alone = _around(transfer).kv_connector == transfer.kv_connector
         if (setting := self._settings.mends) is not None:
-            is_alone = _around(transfer).kv_connector == transfer.kv_connector
             check_documents(vllm_config, self._geometry, setting, is_alone=is_alone)
         fp8 = str(current_platform.fp8_dtype()).removeprefix("torch.")
         if self._geometry.cache_dtype in FP8.values() and self._geometry.cache_dtype != fp8:
@@ -108,7 +108,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 self._connect(self._settings.planning), adapters, self._settings, self._geometry.block_tokens,
                 groups=self._geometry.groups, loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer,
                 ranks=self._geometry.ranks, step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
-                draft=self._geometry.draft,
+                draft=self._geometry.draft, is_alone=is_alone,
             )  # fmt: skip
 
     def _connect(self, planning: str = "off") -> Client:
@@ -154,8 +154,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self, request: EngineRequest, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, object] | None]:
         assert self._scheduler is not None
-        self._scheduler.finished(request.request_id)
-        return False, None
+        return False, self._scheduler.finished(request.request_id)
 
     def request_finished(self, request: EngineRequest, block_ids: list[int]) -> tuple[bool, dict[str, object] | None]:
         """As above: a MultiConnector calls this one where another of its connectors needs one table."""

@@ -13,6 +13,7 @@ from kvstore.seams import Clock, WorkerThreads
 from kvstore.seams.jobs import NotBegun, begun
 from kvstore_client.client import Client
 from kvstore_client.engines.pause import SLOW_S, CallPause
+from kvstore_client.engines.vllm.handover import PAUSE_S, WAIT_S_MAX
 from kvstore_client.engines.vllm.naming import Naming
 from kvstore_client.engines.vllm.objects import EngineRequest
 from kvstore_client.engines.vllm.planning import RequestPlanner
@@ -83,7 +84,7 @@ class PrefixLookups:
             return FoundPrefix(NOTHING.match, useful, 0, now_s)
         if asked is None:
             self.forget(name)
-            if now_s < tracked.refused_until_s:
+            if now_s < tracked.look_again_s:
                 return None
             if len(self._ahead) >= self._ahead_max:
                 if not is_first:
@@ -94,6 +95,10 @@ class PrefixLookups:
         if answer is None:
             return None
         if answer.refusal and self._may_wait(name, tracked, answer.refusal, is_alone=asked.is_alone, is_first=is_first):
+            return None
+        if self._is_about_to_come(tracked, max(self._whole(answer.stored), computed), useful):
+            self._ahead.pop(name, None)
+            self.release(answer.match)
             return None
         if answer.match.ticket is None:
             self._ahead.pop(name, None)
@@ -114,12 +119,30 @@ class PrefixLookups:
         now_s = self._clock.monotonic()
         tracked.refused_s = now_s if tracked.refused_s is None else tracked.refused_s
         if not is_alone and now_s - tracked.refused_s < REFUSED_S_MAX:
-            tracked.refused_until_s = now_s + REFUSED_PAUSE_S
+            tracked.look_again_s = now_s + REFUSED_PAUSE_S
             if is_first and self._ahead:
                 self.forget(next(reversed(self._ahead)))
             self._ahead_max = max(1, len(self._ahead))
             return True
         _log.warning("kvstore: %s; the prompt is computed", refusal)
+        return False
+
+    def _is_about_to_come(self, tracked: TrackedRequest, had: int, useful: int) -> bool:
+        """Return True where another engine keeps more of the prompt than can be ``had`` by now: it is looked up
+        again."""
+        wanted, now_s = min(self._whole(tracked.prefilled), useful), self._clock.monotonic()
+        if had >= wanted:
+            return False
+        if tracked.prefilled_until_s is None:
+            tracked.prefilled_until_s = now_s + WAIT_S_MAX
+        if now_s < tracked.prefilled_until_s:
+            tracked.look_again_s = now_s + PAUSE_S
+            return True
+        _log.warning(
+            "kvstore: another engine computed %d tokens of a prompt, and %d of them came within %g s; the others are "
+            "computed", wanted, had, WAIT_S_MAX,
+        )  # fmt: skip
+        tracked.prefilled = 0
         return False
 
     def _ask(

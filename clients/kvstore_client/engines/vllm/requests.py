@@ -60,7 +60,8 @@ class TrackedRequest:
     ``documents``: those over whose caches it may be computed. ``preamble``: the tokens before the document that its
     prompt is, which is kept by itself; None: it is none.
     ``refused_s``: when it could first hold nothing, for want of room; it is not looked up again before
-    ``refused_until_s``."""
+    ``look_again_s``. ``prefilled``: leading tokens that another engine keeps, or is about to, which are waited for
+    until ``prefilled_until_s``; None before the first look."""
 
     request: EngineRequest
     spec: ModelSpec
@@ -71,6 +72,8 @@ class TrackedRequest:
     is_doubtful: bool = False
     was_cut: bool = False
     refused_s: float | None = None
-    refused_until_s: float = float("-inf")
+    look_again_s: float = float("-inf")
+    prefilled: int = 0
+    prefilled_until_s: float | None = None
     documents: NamedDocuments | None = None
     preamble: int | None = None

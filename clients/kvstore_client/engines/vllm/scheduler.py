@@ -13,6 +13,7 @@ from kvstore_client.client import Client
 from kvstore_client.engines.pause import CallPause
 from kvstore_client.engines.vllm.drafts import Draft, Undrafted
 from kvstore_client.engines.vllm.groups import LayerGroup
+from kvstore_client.engines.vllm.handover import handed_over, prefilled_tokens
 from kvstore_client.engines.vllm.identity import Adapters
 from kvstore_client.engines.vllm.lookups import PrefixLookups
 from kvstore_client.engines.vllm.naming import Naming, TokensBehind
@@ -33,8 +34,9 @@ class SchedulerSide:
     def __init__(
         self, client: Client, adapters: Adapters, settings: ConnectorSettings, block_tokens: int, *,
         groups: Sequence[LayerGroup] = (), loads: bool = True, saves: bool = True, ranks: int = 1, step_tokens: int = 0,
-        draft: Draft | None = None, clock: Clock | None = None,
+        draft: Draft | None = None, clock: Clock | None = None, is_alone: bool = True,
     ) -> None:  # fmt: skip
+        """``is_alone`` False: other connectors may have what this one would wait for."""
         self._client = client
         self._adapters = adapters
         self._settings = settings
@@ -48,7 +50,7 @@ class SchedulerSide:
         self._naming = Naming(settings.digests, block_tokens, ahead_tokens)
         is_simple = ranks == 1 and draft is None and len(self._groups) == 1 and not self._has_windows
         self._documents = DocumentReuse(settings, self._naming, block_tokens, is_possible=is_simple)
-        self._does_load, self._does_save = loads, saves
+        self._does_load, self._does_save, self._is_alone = loads, saves, is_alone
         self._ranks = ranks
         clock = clock or SystemClock()
         self._patience = CallPause(clock)
@@ -112,6 +114,7 @@ class SchedulerSide:
                 return None
             tracked = self._tracked[name] = TrackedRequest(request, spec, self._no_blocks())
             self._documents.look(tracked)
+            tracked.prefilled = prefilled_tokens(request) if self._is_alone else 0
         return tracked
 
     def _spec_of(self, request: EngineRequest, fate: str) -> ModelSpec | None:
@@ -318,12 +321,14 @@ class SchedulerSide:
 
     # ------------------------------------------------------------ the end
 
-    def finished(self, request_id: str) -> None:
+    def finished(self, request_id: str) -> dict[str, object] | None:
+        """Forget a request. Returns what its answer says to the engine that goes on with it."""
         self._planner.forget(request_id)
-        self._tracked.pop(request_id, None)
+        tracked = self._tracked.pop(request_id, None)
         self._had.pop(request_id, None)
         self._unnamed.discard(request_id)
         self._lookups.end(request_id)
+        return None if tracked is None or tracked.is_doubtful else handed_over(tracked.request, tracked.kept)
 
     def new_request(self, request: EngineRequest) -> None:
         self._lookups.waiting.add(str(request.request_id))

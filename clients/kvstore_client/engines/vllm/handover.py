@@ -1,0 +1,37 @@
+"""A prompt that one engine computes and another one answers: the second waits a while for what the first keeps.
+
+The first engine's answer comes when it has begun to keep the prompt. A router passes what that answer says on to the
+second engine, which then looks again, for a bounded time, until all of it can be loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvstore_client.engines.vllm.objects import EngineRequest
+
+ASKED = "do_remote_decode"
+"""The key of a request's ``kv_transfer_params`` by which vLLM's own routers ask the engine that computes a prompt."""
+PREFILLED = "kvstore_prefilled"
+"""The key by which that engine answers: the number of leading tokens that it keeps, or is about to."""
+WAIT_S_MAX = 2.0
+"""The most seconds that a request waits for them. Then what there is is loaded, and the rest computed."""
+PAUSE_S = 0.01
+"""Seconds from one look to the next."""
+
+
+def handed_over(request: EngineRequest, kept: int) -> dict[str, object] | None:
+    """Return what the engine's answer to a request says besides tokens; None where the request does not ask. The key is
+    ours alone: a MultiConnector puts the answers of several connectors together."""
+    return {PREFILLED: kept} if kept and _given(request).get(ASKED) else None
+
+
+def prefilled_tokens(request: EngineRequest) -> int:
+    """Return the number of leading tokens that another engine keeps, or is about to; 0 where nobody says so."""
+    count = _given(request).get(PREFILLED, 0)
+    return count if type(count) is int and count > 0 else 0
+
+
+def _given(request: EngineRequest) -> dict[str, Any]:
+    given: Any = getattr(request, "kv_transfer_params", None)
+    return given if isinstance(given, dict) else {}

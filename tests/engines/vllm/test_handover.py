@@ -1,0 +1,147 @@
+"""A prompt that one engine computes and another one answers, beside a real sidecar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from kvstore_client import connect
+from kvstore_client.engines.vllm.handover import ASKED, PREFILLED, WAIT_S_MAX
+from kvstore_client.engines.vllm.identity import Adapters
+from kvstore_client.engines.vllm.scheduler import SchedulerSide
+from kvstore_client.engines.vllm.settings import ConnectorSettings
+from kvstore_ops.sidecar import Sidecar
+
+from tests.engines.vllm.engine import BLOCK, SPEC, Engine, blocks_of, matched, request
+from tests.server.raw import eventually
+from tests.simulated import ManualClock
+from tests.specs import tokens_of
+
+COUNT, WHOLE = 42, 40
+
+
+@pytest.fixture
+def first(sidecar: Sidecar) -> Iterator[Engine]:
+    """The engine that computes prompts."""
+    engine = Engine(sidecar.address)
+    yield engine
+    engine.close()
+
+
+class Second:
+    """The scheduler of the engine that goes on with them, by a clock that stands."""
+
+    def __init__(self, address: str, *, is_alone: bool = True) -> None:
+        self.clock = ManualClock()
+        self.client = connect(address)
+        self.client.lookup(SPEC, tokens_of(COUNT, 1))
+        eventually(lambda: self.client.connect_now().presence.is_there)
+        self.side = SchedulerSide(
+            self.client, Adapters(SPEC), ConnectorSettings(chunk_tokens=16), BLOCK, clock=self.clock, is_alone=is_alone
+        )  # fmt: skip
+
+    def asks_again(self, asked: Any) -> bool:
+        """True when vLLM is told to ask again, though the answer to the lookup has come."""
+        for _ in range(100):
+            count, _ = self.side.matched(asked, 0)
+            tracked = self.side._tracked[asked.request_id]
+            if count is not None or self.clock.monotonic() < tracked.look_again_s:
+                return count is None
+        raise AssertionError("the sidecar does not answer")
+
+
+@pytest.fixture
+def second(sidecar: Sidecar) -> Iterator[Second]:
+    second = Second(sidecar.address)
+    yield second
+    second.side.close()
+
+
+def handed(seed: int, said: object = WHOLE, **more: Any) -> Any:
+    return request(f"second {seed}", tokens_of(COUNT, seed), kv_transfer_params={PREFILLED: said}, **more)
+
+
+def finished(engine: Engine, seed: int, params: object) -> object:
+    """What the engine that computed a prompt says at its end."""
+    asked = request(f"first {seed}", tokens_of(COUNT, seed), kv_transfer_params=params)
+    engine.admit(asked, blocks_of(COUNT))
+    engine.fill(blocks_of(COUNT), seed)
+    engine.compute(asked, blocks_of(COUNT), 0, COUNT)
+    return engine.scheduler.finished(asked.request_id)
+
+
+def test_an_engine_says_what_it_keeps_to_who_asks(first: Engine) -> None:
+    assert finished(first, 700, {ASKED: True}) == {PREFILLED: WHOLE}
+    assert finished(first, 700, {ASKED: True}) == {PREFILLED: WHOLE}  # now it loads it, and it is there as before
+    for params in (None, {}, {ASKED: False}, "do_remote_decode", [ASKED]):
+        assert finished(first, 701, params) is None
+
+
+def test_what_is_not_kept_is_not_said_to_be(first: Engine) -> None:
+    asked = request("first", tokens_of(COUNT, 702), kv_transfer_params={ASKED: True})
+    first.admit(asked, blocks_of(COUNT))
+    first.compute(asked, blocks_of(COUNT), 0, 5)  # no whole chunk of it
+    assert first.scheduler.finished(asked.request_id) is None
+    assert first.scheduler.finished("unknown") is None
+
+
+def test_the_second_engine_waits_for_what_the_first_keeps(first: Engine, second: Second) -> None:
+    asked = handed(703)
+    second.side.new_request(asked)
+    for _ in range(3):
+        assert second.asks_again(asked)
+        second.clock.advance(WAIT_S_MAX / 10)
+    first.keep(request("first", tokens_of(COUNT, 703)), blocks_of(COUNT))
+    assert matched(second.side, asked, 0) == (WHOLE, True)
+
+
+def test_a_part_of_it_is_waited_on_and_held_by_nobody(first: Engine, second: Second) -> None:
+    first.keep(request("first", tokens_of(COUNT, 704)[:16]), blocks_of(16))
+    asked = handed(704)
+    second.side.new_request(asked)
+    assert second.asks_again(asked)
+    eventually(lambda: second.client.stats().sessions.ticket_count == 0)
+    first.keep(request("more", tokens_of(COUNT, 704), skip_reading_prefix_cache=True), blocks_of(COUNT))
+    second.clock.advance(WAIT_S_MAX / 2)
+    assert matched(second.side, asked, 0) == (WHOLE, True)
+
+
+def test_what_never_comes_is_computed_after_a_while(
+    first: Engine, second: Second, caplog: pytest.LogCaptureFixture
+) -> None:
+    first.keep(request("first", tokens_of(COUNT, 705)[:16]), blocks_of(16))
+    asked = handed(705)
+    second.side.new_request(asked)
+    assert second.asks_again(asked)
+    second.clock.advance(WAIT_S_MAX)
+    assert matched(second.side, asked, 0) == (16, True)
+    assert "40 tokens of a prompt, and 16 of them came" in caplog.text
+
+
+@pytest.mark.parametrize("said", [None, "40", True, -40, 4.5, 3, [40], {}])
+def test_an_answer_that_says_no_whole_block_is_not_waited_for(second: Second, said: object) -> None:
+    asked = handed(706, said)
+    second.side.new_request(asked)
+    assert not second.asks_again(asked)
+
+
+def test_more_than_the_prompt_has_is_the_prompt(first: Engine, second: Second) -> None:
+    first.keep(request("first", tokens_of(COUNT, 707)), blocks_of(COUNT))
+    assert matched(second.side, handed(707, 1 << 62), 0) == (WHOLE, True)
+
+
+def test_what_the_engine_has_itself_is_not_waited_for(second: Second) -> None:
+    """A later turn, most of which the second engine computed."""
+    asked = handed(708, 16)
+    second.side.new_request(asked)
+    assert matched(second.side, asked, 16) == (0, False)
+
+
+def test_beside_other_connectors_nothing_is_waited_for(sidecar: Sidecar) -> None:
+    """They may have it."""
+    second = Second(sidecar.address, is_alone=False)
+    asked = handed(709)
+    second.side.new_request(asked)
+    assert not second.asks_again(asked)
+    second.side.close()

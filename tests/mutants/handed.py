@@ -1,0 +1,70 @@
+"""Prompts that one engine computes and another one answers, and staging that goes back while nobody uses it."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+LOOKUPS = "clients/kvstore_client/engines/vllm/lookups.py"
+SCHEDULER = "clients/kvstore_client/engines/vllm/scheduler.py"
+STAGING = "clients/kvstore_client/planes/shared_memory/staging.py"
+T_HANDED = "tests/engines/vllm/test_handover.py"
+T_STAGING = "tests/e2e/test_staging.py"
+
+MUTANTS = [
+    Mutant(
+        "handed-over-and-not-waited-for",
+        LOOKUPS,
+        "        if had >= wanted:\n",
+        "        if True:\n",
+        "the second engine computes what the first one is about to keep",
+        (f"{T_HANDED}::test_the_second_engine_waits_for_what_the_first_keeps",),
+    ),
+    Mutant(
+        "waited-for-without-end",
+        LOOKUPS,
+        "        if now_s < tracked.prefilled_until_s:\n",
+        "        if True:\n",
+        "a prompt whose first engine died never runs",
+        (f"{T_HANDED}::test_what_never_comes_is_computed_after_a_while",),
+    ),
+    Mutant(
+        "held-while-waited-for",
+        LOOKUPS,
+        "            self.release(answer.match)\n            return None\n",
+        "            return None\n",
+        "each look of a waiting request holds its chunks until the ticket is too old",
+        (f"{T_HANDED}::test_a_part_of_it_is_waited_on_and_held_by_nobody",),
+    ),
+    Mutant(
+        "waited-for-beside-others",
+        SCHEDULER,
+        "prefilled_tokens(request) if self._is_alone else 0\n",
+        "prefilled_tokens(request)\n",
+        "a request that another connector could load at once waits for ours",
+        (f"{T_HANDED}::test_beside_other_connectors_nothing_is_waited_for",),
+    ),
+    Mutant(
+        "staging-in-use-goes-back",
+        STAGING,
+        "if not file.was_used and not file.used_bytes\n",
+        "if not file.was_used\n",
+        "the sidecar cannot read what a client has just copied",
+        (f"{T_STAGING}::test_what_a_store_still_uses_is_not_idle",),
+    ),
+    Mutant(
+        "staging-never-goes-back",
+        STAGING,
+        "                file.was_used = False\n",
+        "                pass\n",
+        "what busy clients took once is missing for others until they end",
+        (f"{T_STAGING}::test_what_a_client_stored_by_goes_back_when_it_is_idle",),
+    ),
+    Mutant(
+        "staging-that-is-read-is-forgotten",
+        STAGING,
+        "                    self._segments[segment] = file\n",
+        "                    pass\n",
+        "what the sidecar does not take back now counts against the budget for ever",
+        (f"{T_STAGING}::test_staging_that_the_sidecar_may_be_reading_stays",),
+    ),
+]
