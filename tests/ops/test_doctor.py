@@ -14,7 +14,7 @@ import pytest
 import redis
 from kvstore_client import connect
 from kvstore_ops.doctor.device import look_at_device
-from kvstore_ops.doctor.engines import look_at_redis, look_at_tiers, redis_tells
+from kvstore_ops.doctor.engines import look_at_redis, look_at_settings, look_at_tiers, redis_tells
 from kvstore_ops.doctor.finding import Finding, Health, render_findings
 from kvstore_ops.doctor.machine import certificate, clock, compiled_copies, kernel, memory, open_files, validity_of
 from kvstore_ops.sidecar import TOKEN, Sidecar
@@ -219,6 +219,16 @@ def test_tiers_that_are_not_well() -> None:
     healths = [Health.GOOD, Health.BAD, Health.BAD, Health.BAD, Health.WEAK, Health.BAD]
     assert [each.health for each in found] == healths
     assert all(is_said(each, each.health) for each in found[1:])
+
+
+def test_a_tier_that_only_the_sidecar_has_is_said() -> None:
+    """Else a bucket without credentials would pass for good: nobody has asked it for anything yet."""
+    shared = [admin_pb2.TierReport(stats=admin_pb2.TierStats(name=name, is_shared=True)) for name in ("redis", "s3")]
+    report = admin_pb2.TiersResponse(tiers=[admin_pb2.TierReport(stats=admin_pb2.TierStats(name="nvme")), *shared])
+    (found,) = look_at_settings(report, settings(TIERS__REDIS__URL="redis://127.0.0.1:1").settings)
+    assert is_said(found, Health.WEAK)
+    assert found.subject == "settings of s3"
+    assert not list(look_at_settings(report, settings(TIERS__REDIS__EMBEDDED="true", TIERS__S3__BUCKET="b").settings))
 
 
 def test_a_token_without_the_right_is_said(surroundings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

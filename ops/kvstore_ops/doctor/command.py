@@ -15,7 +15,7 @@ from kvstore.config import LoadedSettings
 from kvstore.errors import Exhausted, KVStoreError, PermissionDenied
 from kvstore_ops.doctor.bucket import look_at_bucket
 from kvstore_ops.doctor.device import look_at_device
-from kvstore_ops.doctor.engines import look_at_redis, look_at_tiers
+from kvstore_ops.doctor.engines import look_at_redis, look_at_settings, look_at_tiers
 from kvstore_ops.doctor.finding import Finding, Health, render_findings
 from kvstore_ops.doctor.machine import look_at_machine
 from kvstore_ops.doctor.removal import removed_from
@@ -70,7 +70,9 @@ def _looks(loaded: LoadedSettings, door: Door, *, with_shared: bool) -> Iterator
             version = client.stats().version
             yield _version(version)
             try:
-                yield from look_at_tiers(Operator(client).tiers())
+                report = Operator(client).tiers()
+                yield from look_at_tiers(report)
+                yield from look_at_settings(report, loaded.settings)
                 least = loaded.settings.tiers.s3.chunk_bytes_min if with_shared else 0
                 remove = partial(removed_from, loaded.settings)
                 yield from Round(client, least, remove).looks(with_shared=with_shared)

@@ -178,6 +178,20 @@ def _waiting_replies(told: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("redis buffers", Health.GOOD, "replies may wait for their readers")
 
 
+def look_at_settings(report: admin_pb2.TiersResponse, settings: Settings) -> Iterator[Finding]:
+    """Find the shared tiers that the sidecar has and these settings do not: their rights and limits were not looked
+    at."""
+    tiers = settings.tiers
+    known = {"redis": bool(tiers.redis.url or tiers.redis.embedded), "s3": bool(tiers.s3.bucket)}
+    for each in report.tiers:
+        if each.stats.is_shared and not known.get(each.stats.name):
+            yield Finding(
+                f"settings of {each.stats.name}", Health.WEAK, "the sidecar has this tier, and these settings do not",
+                "its credentials, rights and limits were not looked at",
+                "run this with the sidecar's own --config and environment",
+            )  # fmt: skip
+
+
 def look_at_tiers(found: admin_pb2.TiersResponse) -> Iterator[Finding]:
     """Check the sidecar's tiers by their own reports."""
     for tier in found.tiers:
