@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 from unittest.mock import patch
 
 import numpy as np
@@ -16,11 +17,12 @@ from kvstore.keys import ROOT_DIGEST
 from kvstore.movement import eviction
 from kvstore.movement.eviction import Eviction
 from kvstore.movement.removal import Removal
+from kvstore.policy import LeastRecentlyUsed
 from kvstore.seams import FaultPoints
-from kvstore.spec import Exactness
+from kvstore.spec import Exactness, Tier
 from kvstore.telemetry import Counters
-from kvstore.tiers import Residency
-from tests.catalog.shelves import put, shelved_catalog
+from kvstore.tiers import LocalTier, Residency
+from tests.catalog.shelves import Shelf, put, shelved_catalog
 from tests.specs import small_spec
 
 SPEC = small_spec()
@@ -223,6 +225,23 @@ def test_a_chunk_stays_while_something_below_it_is_in_use_or_on_the_device() -> 
     catalog.table.unhold(held)
     assert evict(lambda _: True, lambda: in_use not in device)
     assert len(catalog.table) == 0
+
+
+def test_further_copies_count_in_three_tiers() -> None:
+    """A further copy takes the place of one that failed its check, once no tier has another one: what hangs on such a
+    chunk can be found, and such a chunk outlasts its copy in memory."""
+    catalog = shelved_catalog()
+    memory, device = catalog.table.copies
+    slower = Copies(cast(LocalTier, Shelf("files", Tier.NVME)), LeastRecentlyUsed())
+    catalog.table.add_tier(slower)
+    parent = store(catalog, device, 0)
+    child = grown(catalog, parent, 1)
+    slower.put_spare(parent, 0, 0, is_proven=True)
+    assert evicting(catalog, device).evict(lambda _: True, lambda: True)
+    assert (parent in device, parent in slower, child in memory) == (False, True, True)
+    device.put_spare(child, 1, 0, is_proven=True)
+    assert evicting(catalog, slower).evict(lambda _: True, lambda: True)
+    assert len(catalog.table) == 0, "nothing stays that nobody finds"
 
 
 def test_a_parent_stays_for_a_child_that_is_in_memory_and_on_the_device() -> None:

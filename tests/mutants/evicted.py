@@ -53,8 +53,8 @@ MUTANTS = (
     Mutant(
         "gone-from-memory-for-the-device",
         EVICTION,
-        "                if not any(row in copies for copies in self._table.copies if copies is not self._copies):\n",
-        "                if True:\n",
+        "if not any(copies.keeps(row) for copies in self._table.copies if copies is not self._copies):\n",
+        "if True:\n",
         "the device has memory give up what it could still serve",
         (f"{T_EVICTION}::test_what_memory_can_still_give_without_the_device_stays_there",),
     ),
