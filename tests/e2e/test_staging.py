@@ -12,7 +12,8 @@ from kvstore_client.planes.shared_memory import staging
 from kvstore_client.planes.shared_memory.staging import StagingPool
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.errors import Exhausted, InvalidRequest, Unavailable
+from kvstore.config import LimitSettings
+from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, Unavailable
 from kvstore.seams import mapping
 from kvstore.seams.mapping import HUGE_BYTES, SharedMap
 from tests.descriptors import open_files
@@ -20,6 +21,7 @@ from tests.server.raw import eventually
 from tests.specs import random_cache, small_spec, tokens_of
 
 COUNT = 64
+STAGING_BYTES = LimitSettings.staging_bytes_max
 
 
 class Grant:
@@ -151,7 +153,7 @@ def test_what_a_client_stored_by_goes_back_when_it_is_idle(
     local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All sessions share a budget: what busy ones took once would be missing for the next for ever."""
-    spec = small_spec()
+    spec, others = small_spec(), set(threading.enumerate())
     monkeypatch.setattr(staging, "IDLE_S", 0.05)
     with connect(local_sidecar.address) as client, connect(local_sidecar.address) as other:
         for number in range(3):  # and it comes again with the next store
@@ -159,7 +161,7 @@ def test_what_a_client_stored_by_goes_back_when_it_is_idle(
             eventually(lambda: staging_bytes(other) == 0)
         session: Any = client._context.connection.session()
         assert session.staging.used_bytes == 0
-    eventually(lambda: not any(each.name == "kvstore-staging" for each in threading.enumerate()))
+    eventually(lambda: all(each.name != "kvstore-staging" for each in set(threading.enumerate()) - others))
 
 
 def test_what_a_store_still_uses_is_not_idle(local_sidecar: Sidecar) -> None:
@@ -179,7 +181,10 @@ def test_what_a_store_still_uses_is_not_idle(local_sidecar: Sidecar) -> None:
         assert pool.take(HUGE_BYTES, HUGE_BYTES) is not None
 
 
-def test_staging_that_the_sidecar_may_be_reading_stays(local_sidecar: Sidecar) -> None:
+@pytest.mark.parametrize(
+    "why", [InvalidRequest("staging is being read: close it after its commit"), Unavailable("it takes no packet now")]
+)
+def test_staging_that_the_sidecar_does_not_take_back_stays(local_sidecar: Sidecar, why: KVStoreError) -> None:
     with connect(local_sidecar.address) as client:
         client.lookup(small_spec(), tokens_of(COUNT))
         session: Any = client._context.connection.session()
@@ -189,7 +194,7 @@ def test_staging_that_the_sidecar_may_be_reading_stays(local_sidecar: Sidecar) -
 
         def refuse(segment: int) -> None:
             refused.append(segment)
-            raise InvalidRequest("staging is being read: close it after its commit")
+            raise why
 
         session.close_staging = refuse
         assert [pool.give_back_idle() for _ in range(3)] == [True] * 3
@@ -200,6 +205,31 @@ def test_staging_that_the_sidecar_may_be_reading_stays(local_sidecar: Sidecar) -
         session.close_staging = close
         assert pool.give_back_idle()
         assert not pool.give_back_idle()
+
+
+def test_a_store_that_comes_while_idle_staging_goes_back_finds_room(
+    local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The idle segment is all that the limit grants the session."""
+    monkeypatch.setattr(staging, "SEGMENT_BYTES", STAGING_BYTES // 4)
+    with connect(local_sidecar.address) as client:
+        client.lookup(small_spec(), tokens_of(COUNT))
+        session: Any = client._context.connection.session()
+        pool: Any = StagingPool(session)
+        pool.give_back(pool.take(HUGE_BYTES, STAGING_BYTES))
+        assert pool.give_back_idle()
+        close, came = session.close_staging, []
+        store = threading.Thread(target=lambda: came.append(pool.take(HUGE_BYTES, HUGE_BYTES)))
+
+        def close_in_the_middle(segment: int) -> None:
+            store.start()
+            store.join(0.1)  # what needs no staging to go back first is through by then
+            close(segment)
+
+        session.close_staging = close_in_the_middle
+        pool.give_back_idle()
+        store.join()
+        assert came[0] is not None
 
 
 def test_a_store_whose_idle_staging_nobody_could_look_for_is_stored(

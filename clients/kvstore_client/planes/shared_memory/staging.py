@@ -7,7 +7,7 @@ import weakref
 from contextlib import suppress
 from functools import partial
 
-from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import Exhausted, KVStoreError, Unavailable
 from kvstore.seams.mapping import HUGE_BYTES, Bytes, SharedMap
 from kvstore.seams.runs import FreeRuns
 from kvstore.seams.scheduler import start_thread
@@ -126,23 +126,17 @@ class StagingPool:
     def give_back_idle(self) -> bool:
         """Give segments back to the sidecar that were not used since the last call. Returns False when none is left.
         The session may end meanwhile."""
-        with self._lock:
-            idle = {
-                segment: file for segment, file in self._segments.items() if not file.was_used and not file.used_bytes
-            }
-            for segment in idle:
-                del self._segments[segment]
-            for file in self._segments.values():
-                file.was_used = False
-        for segment, file in idle.items():
-            try:
-                self._session.close_staging(segment)
-            except InvalidRequest:  # it reads for a store of this session now, and does not look from which segment
-                with self._lock:
-                    self._segments[segment] = file
-            except KVStoreError:
-                return False
-        with self._lock:
+        closed: list[StagingFile] = []  # unmapped in the end, when nobody waits for the lock any more
+        with self._lock:  # also while the sidecar is asked: a store would find neither the segment nor its room
+            for segment, file in list(self._segments.items()):
+                if file.was_used or file.used_bytes:
+                    file.was_used = False
+                    continue
+                try:
+                    self._session.close_staging(segment)
+                except KVStoreError:  # it may be reading for a store of this session, and does not look from where
+                    continue
+                closed.append(self._segments.pop(segment))
             self._is_watched = bool(self._segments)
             return self._is_watched
 
