@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from kvstore_client.cuda import pinned
+from kvstore_client.cuda import pinned, runtime
 
 from kvstore.seams.mapping import SharedMap
 
@@ -27,7 +31,9 @@ class Runtime:
             raise self.interrupts
         return self.reason
 
-    def unregister(self, address: int) -> None:
+    gpu = 0
+
+    def unregister(self, address: int, gpu: int) -> None:
         self.calls.append("unregister")
         self.there.discard(address)
 
@@ -62,3 +68,45 @@ def test_a_refusal_is_not_asked_for_again(mapping: list[SharedMap], monkeypatch:
     pinned.pin(mapping[0].bytes)
     pinned.pin(mapping[0].bytes[4096:])
     assert cuda.calls == ["register"]
+
+
+def test_it_is_taken_back_on_the_gpu_on_which_it_was_registered(
+    mapping: list[SharedMap], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever thread unmaps it: on another GPU, perhaps another process's, CUDA would make a context for that."""
+    chosen = threading.local()
+    found: list[tuple[str, int]] = []
+
+    @contextmanager
+    def device(gpu: int) -> Iterator[None]:
+        chosen.gpu = gpu
+        yield
+        chosen.gpu = 0
+
+    def of_this_thread() -> int:
+        return int(getattr(chosen, "gpu", 0))
+
+    def register(address: int, *_: int) -> int:
+        found.append(("register", of_this_thread()))
+        return 0
+
+    def unregister(address: int) -> int:
+        found.append(("unregister", of_this_thread()))
+        return 0
+
+    def other(*_: Any) -> bytes:
+        return b""
+
+    library: Any = SimpleNamespace(
+        cudaHostRegister=register, cudaHostUnregister=unregister, cudaMemcpy2DAsync=other, cudaGetLastError=other,
+        cudaGetErrorString=other,
+    )  # fmt: skip
+    torch = SimpleNamespace(cuda=SimpleNamespace(device=device, current_device=of_this_thread))
+    monkeypatch.setattr(runtime, "torch_module", lambda: torch)
+    monkeypatch.setattr(pinned, "runtime", lambda: runtime.Runtime(library))
+    with device(3):
+        pinned.pin(mapping[0].bytes)
+    thread = threading.Thread(target=mapping.clear)
+    thread.start()
+    thread.join()
+    assert found == [("register", 3), ("unregister", 3)]

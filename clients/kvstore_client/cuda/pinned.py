@@ -35,7 +35,7 @@ def _registered(pages: MappedPages) -> bool:
         return _refused(pages, "the machine has no memory left to back it with")
     # Before the addresses are given back: CUDA would go on with the pages that lay there. And before CUDA takes them:
     # that may take seconds, after which an interrupt would leave them registered for ever. For others it does nothing.
-    pages.before_unmapping.append(partial(library.unregister, pages.address))
+    pages.before_unmapping.append(partial(library.unregister, pages.address, library.gpu))
     flags = REGISTER_PORTABLE if pages.writable else REGISTER_PORTABLE | REGISTER_READ_ONLY
     reason = library.register(pages.address, pages.byte_count, flags)
     if reason:

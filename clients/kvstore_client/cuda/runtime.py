@@ -4,6 +4,7 @@ which lets other threads run."""
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from functools import cache
 
 from kvstore.errors import Internal
@@ -38,10 +39,18 @@ class Runtime:
             self._forget()  # torch would find the error, and take it for one of its own calls
         return self._reason(code)
 
-    def unregister(self, address: int) -> None:
-        """Take a registration back. Fails only where CUDA has ended."""
-        if self._unregister(address):
-            self._forget()
+    @property
+    def gpu(self) -> int:
+        """The number of the GPU that this thread has chosen."""
+        return int(torch_module().cuda.current_device())
+
+    def unregister(self, address: int, gpu: int) -> None:
+        """Take a registration back, on the GPU on which it was made: any thread may be the one that unmaps the memory,
+        and in one that has chosen no GPU, CUDA would make a context on the first one, of some 500 MiB. Fails only where
+        CUDA has ended."""
+        with suppress(RuntimeError), torch_module().cuda.device(gpu):
+            if self._unregister(address):
+                self._forget()
 
     def copy_rows(
         self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, count: int, direction: int,
