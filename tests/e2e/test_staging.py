@@ -123,6 +123,27 @@ def test_staging_that_cannot_be_mapped_is_no_part_of_the_budget(
         assert client.store(spec, tokens_of(COUNT), random_cache(spec, COUNT)).wait() is not Durability.NONE
 
 
+def test_staging_that_can_neither_be_mapped_nor_given_back_fails_its_store_alone(
+    local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sidecar reads for another store of the session just then: the caller has made no mistake."""
+    spec = small_spec()
+
+    def refuse(*_: object) -> int:
+        raise OSError(12, "Cannot allocate memory")
+
+    def is_read(_: int) -> None:
+        raise InvalidRequest("staging is being read: close it after its commit")
+
+    with connect(local_sidecar.address) as client:
+        client.lookup(spec, tokens_of(COUNT))
+        with monkeypatch.context() as patch:
+            patch.setattr(mapping, "_map", refuse)
+            patch.setattr(client._context.connection.session(), "close_staging", is_read)
+            assert client.store(spec, tokens_of(COUNT), random_cache(spec, COUNT)).wait() is Durability.NONE
+        assert client.store(spec, tokens_of(COUNT), random_cache(spec, COUNT)).wait() is not Durability.NONE
+
+
 def test_an_interrupt_while_staging_is_asked_for_leaves_no_answer_for_the_next(
     local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:

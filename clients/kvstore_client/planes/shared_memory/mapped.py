@@ -14,6 +14,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
 from kvstore.handoff.messages import (
     PROTOCOL_VERSION,
     Answer,
@@ -225,7 +226,8 @@ class MappedMemory(ClientSession):
                 check_descriptors(answer, descriptors)
                 mapping = SharedMap(descriptors[0], byte_count, writable=True)
             except Unavailable:
-                self.close_staging(answer.staging_id)
+                with suppress(InvalidRequest):  # it reads for another store now: this stays a part of the budget
+                    self.close_staging(answer.staging_id)
                 raise
         return answer.staging_id, mapping
 
