@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from typing import Any
 
 import pytest
 from kvstore_client import Client, Durability, connect
 from kvstore_client.planes.shared_memory import staging
-from kvstore_client.planes.shared_memory.staging import StagingPool
+from kvstore_client.planes.shared_memory.staging import SEGMENT_BYTES, StagingPool
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.config import LimitSettings
@@ -251,6 +252,28 @@ def test_a_store_that_comes_while_idle_staging_goes_back_finds_room(
         pool.give_back_idle()
         store.join()
         assert came[0] is not None
+
+
+def test_a_session_outlives_a_sidecar_that_stands_still_while_idle_staging_goes_back() -> None:
+    """Its tickets are still good, and the answer that comes late is nobody else's."""
+    spec = small_spec()
+    with Sidecar("--capacity", "32 MiB") as sidecar, connect(sidecar.address, timeout_s=0.5) as client:
+        client.lookup(spec, tokens_of(COUNT))
+        session: Any = client._context.connection.session()
+        pool: Any = StagingPool(session)
+        runs = [pool.take(HUGE_BYTES, SEGMENT_BYTES), pool.take(SEGMENT_BYTES, SEGMENT_BYTES)]
+        for run in runs:
+            pool.give_back(run)
+        assert pool.give_back_idle()
+        os.kill(sidecar.pid, signal.SIGSTOP)
+        try:
+            assert pool.give_back_idle()  # the other segment stays for a later time
+        finally:
+            os.kill(sidecar.pid, signal.SIGCONT)
+        eventually(lambda: session._late_count == 0)
+        assert session.is_usable
+        assert client.store(spec, tokens_of(COUNT), random_cache(spec, COUNT)).wait() is not Durability.NONE
+        assert not pool.give_back_idle()
 
 
 def test_a_store_whose_idle_staging_nobody_could_look_for_is_stored(

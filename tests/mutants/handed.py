@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 LOOKUPS = "clients/kvstore_client/engines/vllm/lookups.py"
 SCHEDULER = "clients/kvstore_client/engines/vllm/scheduler.py"
 STAGING = "clients/kvstore_client/planes/shared_memory/staging.py"
+MAPPED = "clients/kvstore_client/planes/shared_memory/mapped.py"
 T_HANDED = "tests/engines/vllm/test_handover.py"
 T_STAGING = "tests/e2e/test_staging.py"
 
@@ -46,8 +47,8 @@ MUTANTS = [
     Mutant(
         "staging-in-use-goes-back",
         STAGING,
-        "if not file.was_used and not file.used_bytes\n",
-        "if not file.was_used\n",
+        "                if file.was_used or file.used_bytes:\n",
+        "                if file.was_used:\n",
         "the sidecar cannot read what a client has just copied",
         (f"{T_STAGING}::test_what_a_store_still_uses_is_not_idle",),
     ),
@@ -62,9 +63,17 @@ MUTANTS = [
     Mutant(
         "staging-that-is-read-is-forgotten",
         STAGING,
-        "                    self._segments[segment] = file\n",
-        "                    pass\n",
+        "look from where\n                    continue\n",
+        "look from where\n                    pass\n",
         "what the sidecar does not take back now counts against the budget for ever",
         (f"{T_STAGING}::test_staging_that_the_sidecar_may_be_reading_stays",),
+    ),
+    Mutant(
+        "late-answer-is-the-next-ones",
+        MAPPED,
+        "                    self._late_count += may_be_late and not come\n",
+        "",
+        "the answer to the next question is taken for the one after it",
+        (f"{T_STAGING}::test_a_session_outlives_a_sidecar_that_stands_still_while_idle_staging_goes_back",),
     ),
 ]

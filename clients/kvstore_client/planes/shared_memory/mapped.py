@@ -84,6 +84,8 @@ class MappedMemory(ClientSession):
         self._growing = threading.Lock()
         self._answers: list[tuple[Answer, list[int]]] = []
         self._arrived = threading.Condition()
+        self._late_count = 0
+        """Answers that are still to come, and that nobody waits for: the next ones, as they come in order."""
         self._maps: list[SharedMap] = []
         self.warm = KnownChunks()
         self._regions: dict[int, Bytes] = {}
@@ -154,9 +156,9 @@ class MappedMemory(ClientSession):
         limit = struct.pack("ll", seconds, max(1, int((self._timeout_s - seconds) * 1e6)))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
-    def _exchange(self, question: Question, kind: type[Said]) -> tuple[Said, list[int]]:
+    def _exchange(self, question: Question, kind: type[Said], *, may_be_late: bool = False) -> tuple[Said, list[int]]:
         """Send one question, and return its answer of this kind, which the watcher receives. Raises the error of a
-        refusal."""
+        refusal. Without an answer the session ends; where it ``may_be_late``, it is dropped when it comes."""
         with self._lock:
             try:
                 send(self._socket, question)
@@ -164,8 +166,9 @@ class MappedMemory(ClientSession):
                 raise Unavailable("the sidecar is gone") from error
             try:
                 with self._arrived:
-                    come = self._arrived.wait_for(lambda: self._answers or self.ended.is_set(), self._timeout_s)
+                    come = self._arrived.wait_for(lambda: bool(self._answers) or self.ended.is_set(), self._timeout_s)
                     answer = self._answers.pop(0) if self._answers else None
+                    self._late_count += may_be_late and not come
             except BaseException:  # an interrupt: as below
                 self.close()
                 raise
@@ -173,7 +176,8 @@ class MappedMemory(ClientSession):
             return expected(kind, *answer)
         if come:
             raise Unavailable("the sidecar is gone")
-        self.close()  # a late answer would be taken for the next question's
+        if not may_be_late:
+            self.close()  # a late answer would be taken for the next question's
         raise DeadlineExceeded(f"the hand-off did not answer within {self._timeout_s} s")
 
     def take(self, answer: Answer, descriptors: list[int]) -> None:
@@ -182,12 +186,14 @@ class MappedMemory(ClientSession):
             self.presence.take(answer, descriptors)
             return
         with self._arrived:
-            if not self.ended.is_set():
+            is_awaited = not (self.ended.is_set() or self._late_count)
+            self._late_count -= min(1, self._late_count)
+            if is_awaited:
                 self._answers.append((answer, descriptors))
                 self._arrived.notify_all()
                 return
         with closing_all(descriptors):
-            return  # nobody asks any more
+            return  # nobody waits for it any more
 
     # ------------------------------------------------------------ memory
 
@@ -232,8 +238,9 @@ class MappedMemory(ClientSession):
         return answer.staging_id, mapping
 
     def close_staging(self, staging_id: int) -> None:
-        """Give staging back that nobody writes. Raises InvalidRequest while the sidecar reads any of this session's."""
-        self._exchange(StagingClose(staging_id), Done)
+        """Give staging back that nobody writes. Raises InvalidRequest while the sidecar reads any of this session's;
+        DeadlineExceeded where it stands still: it takes it back when it goes on."""
+        self._exchange(StagingClose(staging_id), Done, may_be_late=True)
 
     def fill(self, reservation_id: int, fills: Sequence[pb.Fill], runs: Sequence[StagingRun], timeout_s: float) -> None:
         """Hand the runs over by calls of at most ``CALL_FILLS_MAX``, which share the time: the sidecar reads them."""

@@ -7,7 +7,7 @@ import weakref
 from contextlib import suppress
 from functools import partial
 
-from kvstore.errors import Exhausted, KVStoreError, Unavailable
+from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, Unavailable
 from kvstore.seams.mapping import HUGE_BYTES, Bytes, SharedMap
 from kvstore.seams.runs import FreeRuns
 from kvstore.seams.scheduler import start_thread
@@ -134,6 +134,9 @@ class StagingPool:
                     continue
                 try:
                     self._session.close_staging(segment)
+                except DeadlineExceeded:
+                    closed.append(self._segments.pop(segment))
+                    break  # it stands still, and would let each further one wait
                 except KVStoreError:  # it may be reading for a store of this session, and does not look from where
                     continue
                 closed.append(self._segments.pop(segment))
