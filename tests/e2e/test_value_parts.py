@@ -54,6 +54,36 @@ def test_more_than_memory_has_room_for_come_from_the_device(plane: str, size: in
         assert all((each == noise(size, number)).all() for number, each in enumerate(targets))
 
 
+def test_a_value_larger_than_a_session_may_lease_is_read_in_runs(plane: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while it is replaced: all of one put."""
+    environment = {**os.environ, "KVSTORE__LIMITS__LEASED_BYTES_MAX": "10 MiB"}  # two large chunks at a time
+    with Sidecar("--capacity", "96 MiB", plane=plane, environment=environment) as sidecar:
+        with connect(sidecar.address) as client, connect(sidecar.address) as other:
+            old, new, opened = noise(4 * MOST, 1), noise(4 * MOST, 2), Reader._open
+            assert client.put_bytes("n", "key", old).wait(20) is Durability.MEMORY
+            found, place = client.get_bytes("n", "key", verify=True), bytearray(old.size)
+            assert found is not None
+            assert (found == old).all()
+            assert client.get_bytes("n", "key", into=place) is not None
+            assert (np.frombuffer(place, np.uint8) == old).all()
+            steps: list[int] = []
+
+            def replaced(reader: Reader, digests: list[bytes]) -> Any:
+                steps.append(len(digests))
+                if len(steps) == replaced_at:
+                    assert other.put_bytes("n", "key", new).wait(20) is Durability.MEMORY
+                return opened(reader, digests)
+
+            monkeypatch.setattr(Reader, "_open", replaced)
+            for replaced_at in range(1, 6):
+                steps.clear()
+                assert client.put_bytes("n", "key", old).wait(20) is Durability.MEMORY
+                found = client.get_bytes("n", "key")
+                assert found is not None
+                assert len(steps) >= replaced_at
+                assert any((found == each).all() for each in (old, new)), replaced_at
+
+
 @pytest.mark.parametrize("byte_count", [1, 5 << 20])
 def test_values_for_a_sidecar_that_stands_still_wait_for_one_call(own_sidecar: Sidecar, byte_count: int) -> None:
     """Large ones are asked for first."""

@@ -137,6 +137,14 @@ MUTANTS = [
         ("tests/e2e/test_value_parts.py::test_many_in_parts_of_which_one_lost_a_part",),
     ),
     Mutant(
+        "a-value-of-which-a-part-is-missing",
+        READING,
+        "        return (target, False) if all(self._have_rest([(key, head, target)])) else (None, True)\n",
+        "        self._have_rest([(key, head, target)])\n        return target, False\n",
+        "a value of which a part is missing is handed out",
+        ("tests/e2e/test_value_heads.py::test_chunks_that_follow_and_are_too_short_are_a_miss",),
+    ),
+    Mutant(
         "a-page-of-another-length-in-parts",
         READING,
         "            if head is None or head.size != target.size:\n",

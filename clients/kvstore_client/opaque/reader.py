@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -108,7 +107,9 @@ class Reader:
         return None
 
     def _get(self, key: Key, digest: bytes, into: Pieces | None) -> tuple[Pieces | None, bool]:
-        """Return (value or None, True to look again because it was replaced while it was read)."""
+        """Return (value or None, True to look again because it was replaced while it was read). The target is allocated
+        once all chunks are there: at most a chunk's size for each. The first chunk's version names the others, so that
+        all are of one put, though a large value is leased in runs."""
         prefix = self._open([digest])
         try:
             chunks = self._chunks(prefix)
@@ -119,54 +120,14 @@ class Reader:
                 return None, True
             if head is None:
                 return None, False
-            if head.chunk_count == 1:
-                target = _target(into, head.size)
-                is_copied = all(self._copy(prefix, [(chunks[0], HEAD.size, target, 0, head.size)]))
-                return (target, False) if is_copied else (None, True)
-        finally:
-            prefix.close()
-        return self._get_parts(key, head, into)
-
-    def _get_parts(self, key: Key, head: Head, into: Pieces | None) -> tuple[Pieces | None, bool]:
-        """Return as ``_get`` does, for a value of several chunks. The later chunks come first: the target is allocated
-        once all of them are there. Then the first chunk is read once more. A lease on all at a time might exceed the
-        session's limit."""
-        with self._rest(key, head) as (rest, others):
-            if rest is None:
+            if not self._are_there(key, head):
                 return None, True
             target = _target(into, head.size)
-            places = range(FIRST_BYTES, target.size, CHUNK_BYTES)
-            work = [
-                (each, 0, target, at, min(CHUNK_BYTES, target.size - at))
-                for each, at in zip(others, places, strict=True)
-            ]
-            if not all(self._copy(rest, work)):
+            if not all(self._copy(prefix, [(chunks[0], HEAD.size, target, 0, min(head.size, FIRST_BYTES))])):
                 return None, True
-        prefix = self._open([key.first])
-        try:
-            chunks = self._chunks(prefix)
-            is_same = bool(chunks) and Head.of(chunks[0], is_whole=False) == head
-            is_copied = is_same and all(self._copy(prefix, [(chunks[0], HEAD.size, target, 0, FIRST_BYTES)]))
-            return (target, False) if is_copied else (None, True)
         finally:
             prefix.close()
-
-    @contextmanager
-    def _rest(self, key: Key, head: Head) -> Iterator[tuple[Received | None, list[WholeChunk]]]:
-        """Open the chunks after a value's first; None unless all of them are there and long enough."""
-        count = head.chunk_count
-        if count - 1 > BATCH and not self._are_there(key, head):
-            yield None, []
-            return
-        prefix = self._open(key.parts(head.version, range(1, count)))
-        try:
-            chunks = self._chunks(prefix)
-            last = HEAD.size + head.size - (count - 1) * CHUNK_BYTES
-            sizes = [CHUNK_BYTES] * (count - 2) + [last]
-            is_whole = len(chunks) == len(sizes) and all(map(_has_room, chunks, sizes))
-            yield (prefix, chunks) if is_whole else (None, [])
-        finally:
-            prefix.close()
+        return (target, False) if all(self._have_rest([(key, head, target)])) else (None, True)
 
     def _are_there(self, key: Key, head: Head) -> bool:
         """Return True when every chunk after a value's first is stored. The first missing one ends the search, whatever
@@ -209,17 +170,26 @@ class Reader:
             heads[number] = head
             return Destination(HEAD.size, target, 0, FIRST_BYTES)
 
-        def rest(number: int, chunk: WholeChunk) -> Destination | None:
-            owner, part = parts[number]
-            start = part * CHUNK_BYTES - HEAD.size
-            count = min(CHUNK_BYTES, targets[owner].size - start)
-            return Destination(0, targets[owner], start, count) if room_of(chunk) >= count else None
-
         done = self._copied([key.first for key in keys], first, LARGE_BATCH)
         good = [number for number, is_good in enumerate(done) if is_good]
-        parts = [(number, part) for number in good for part in range(1, heads[number].chunk_count)]
-        digests = [each for n in good for each in keys[n].parts(heads[n].version, range(1, heads[n].chunk_count))]
-        for (owner, _), is_good in zip(parts, self._copied(digests, rest, LARGE_BATCH), strict=True):
+        have_rest = self._have_rest([(keys[number], heads[number], targets[number]) for number in good])
+        for number, is_good in zip(good, have_rest, strict=True):
+            done[number] = is_good
+        return done
+
+    def _have_rest(self, values: Sequence[tuple[Key, Head, Pieces]]) -> list[bool]:
+        """Copy what follows each value's first chunk into its target. Returns True for each of which all is good."""
+        parts = [(number, part) for number, (_, head, _) in enumerate(values) for part in range(1, head.chunk_count)]
+        digests = [each for key, head, _ in values for each in key.parts(head.version, range(1, head.chunk_count))]
+
+        def place(number: int, chunk: WholeChunk) -> Destination | None:
+            owner, part = parts[number]
+            target, start = values[owner][2], part * CHUNK_BYTES - HEAD.size
+            count = min(CHUNK_BYTES, target.size - start)
+            return Destination(0, target, start, count) if room_of(chunk) >= count else None
+
+        done = [True] * len(values)
+        for (owner, _), is_good in zip(parts, self._copied(digests, place, LARGE_BATCH), strict=True):
             done[owner] = done[owner] and is_good
         return done
 
@@ -310,10 +280,6 @@ class Reader:
 
         good = self._copied([key.first for key in keys], look, LARGE_BATCH)
         return [each and self._are_there(keys[number], heads[number]) for number, each in enumerate(good)]
-
-
-def _has_room(chunk: WholeChunk, size: int) -> bool:
-    return room_of(chunk) >= size
 
 
 def _target(into: Pieces | None, length: int) -> Pieces:
