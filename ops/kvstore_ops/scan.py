@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,7 +129,8 @@ class Found:
     newer release can read. ``archived``: objects that were moved to an archive, which gives no bytes: nobody can tell
     whether they are damaged. ``unread``: objects that are too large to be read whole: only their headers are checked.
     ``unopened``: objects in envelopes whose key is not in the configuration: they were to be read whole, and are not
-    checked. ``foreign``: objects that are no chunks."""
+    checked. ``foreign``: objects that are no chunks. ``renewed``: objects that were to be deleted, and were stored anew
+    after they had been examined."""
 
     rows: dict[tuple[str, str, str], Row] = field(default_factory=dict)
     damaged: dict[str, int] = field(default_factory=dict)
@@ -141,6 +143,7 @@ class Found:
     byte_count: int = 0
     deleted_count: int = 0
     deleted_bytes: int = 0
+    renewed_count: int = 0
 
     def add(self, found: Examined, tenants: dict[str, str], models: dict[str, KnownModel]) -> None:
         """Count one object. ``tenants``: names by digests; ``models``: by the fingerprints of their caches."""
@@ -218,7 +221,8 @@ def scan(
     progress: Callable[[Found], None] = lambda _: None,
 ) -> Found:  # fmt: skip
     """Examine every object, and count those that are ``wanted``; with ``delete``, delete these. Objects of a newer
-    release and objects that are no chunks are never deleted. Raises InvalidRequest, PermissionDenied, Unavailable."""
+    release, objects that are no chunks, and what was stored anew since it was examined are never deleted. Raises
+    InvalidRequest, PermissionDenied, Unavailable."""
     s3, tenants, found = settings_of(settings), names_of_tenants(settings), Found()
     models = names_of_models(socket_of(settings))
     ring = ring_of(settings) if verify else None
@@ -226,11 +230,11 @@ def scan(
         meant = [one for one in each if one.reason != "gone" and wanted.has(one, now_s)]
         for one in meant:
             found.add(one, tenants, models)
-        doomed = [one for one in meant if one.reason != "newer"] if delete else []
-        if doomed:
-            delete_objects(s3, [one.listed for one in doomed])
-            found.deleted_count += len(doomed)
-            found.deleted_bytes += sum(one.listed.byte_count for one in doomed)
+        doomed = [one.listed for one in meant if one.reason != "newer"] if delete else []
+        deleted = list(compress(doomed, delete_objects(s3, doomed))) if doomed else []
+        found.deleted_count += len(deleted)
+        found.deleted_bytes += sum(one.byte_count for one in deleted)
+        found.renewed_count += len(doomed) - len(deleted)
         progress(found)
     return found
 
@@ -265,6 +269,8 @@ def render(found: Found, now_s: float, *, is_verified: bool) -> Group:
         lines.append(f"too large to be read whole, headers checked: {found.unread_count:,}")
     if found.foreign_count:
         lines.append(f"no chunks: {found.foreign_count:,}, left alone")
+    if found.renewed_count:
+        lines.append(f"stored anew meanwhile: {found.renewed_count:,}, left alone")
     return Group(table, *map(Text, lines))
 
 

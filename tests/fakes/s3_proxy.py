@@ -25,7 +25,8 @@ class S3Proxy:
     """Listens at ``url``. What it does wrong may be changed at any time.
 
     ``ignores_conditions``: the server hears of none. ``never_matches``: no object has the ETag of an If-Match, as
-    with Ceph's gateway, which compares the quotes, too. ``cut_at``, ``stall_at``: after so many bytes of a body the
+    with Ceph's gateway, which compares the quotes, too. ``matches_deletes``: a DELETE's If-Match is looked at, as by
+    Amazon, and as moto does not. ``cut_at``, ``stall_at``: after so many bytes of a body the
     connection ends, or nothing more comes. ``refusals``: (HTTP status, code) in the place of the next answers;
     ``abort_count``: so many requests end with their connection. ``denied``: the methods that are answered by
     AccessDenied. ``full``: the code that what writes is answered by. ``owner``: whose the bucket is; who expects
@@ -52,7 +53,7 @@ class S3Proxy:
     def turn_off(self) -> None:
         """From now on it is a good line."""
         self._switches: frozenset[Switch] = frozenset()
-        self.ignores_conditions = self.never_matches = False
+        self.ignores_conditions = self.never_matches = self.matches_deletes = False
         self.cut_at: int | None = None
         self.stall_at: int | None = None
         self.refusals: list[tuple[int, str]] = []
@@ -114,6 +115,10 @@ class S3Proxy:
         dropped = OF_A_HOP | self.drops | (CONDITIONS if self.ignores_conditions else frozenset())
         headers = {name: value for name, value in request.headers.items() if name.lower() not in dropped}
         url = self._upstream + request.raw_path
+        if self.matches_deletes and request.method == "DELETE":
+            async with self._session.head(url, headers=signed_anew("HEAD", url, {}, b"")) as there:
+                if request.headers.get("If-Match", "*") not in ("*", there.headers.get("ETag")):
+                    return refusal(412, "PreconditionFailed")
         if (self.ignores_conditions or self.drops) and "Authorization" in headers:
             headers = signed_anew(request.method, url, headers, sent)
         async with self._session.request(request.method, url, data=sent, headers=headers) as answer:

@@ -276,10 +276,28 @@ MUTANTS = [
     Mutant(
         "an-object-is-as-old-as-its-list-says",
         f"{ROOM}/listing.py",
-        "    each = each._replace(modified_s=max(each.modified_s, looked.modified_s))\n",
-        "",
+        "modified_s=max(each.modified_s, looked.modified_s)",
+        "modified_s=each.modified_s",
         "kvstore scan --delete removes what a node has just put right and promised",
         ("tests/tiers/s3/test_listing.py::test_an_object_that_was_stored_anew_since_it_was_listed_is_as_old_as_it_is",),
+    ),
+    Mutant(
+        "a-deletion-without-a-last-look",
+        f"{ROOM}/listing.py",
+        "            if await _is_renewed(place, each, connection):\n",
+        "            if False:\n",
+        "kvstore scan --delete removes what a node has just put right and promised",
+        ("tests/tiers/s3/test_listing.py::test_a_deletion_spares_what_was_stored_anew_since_it_was_examined",),
+    ),
+    Mutant(
+        "a-deletion-of-any-etag",
+        f"{ROOM}/listing.py",
+        '    for condition in ({"IfMatch": each.etag}, {}):\n',
+        "    for condition in ({}, {}):\n",
+        "what comes between the last look and its deletion is lost where the store could tell",
+        (
+            "tests/tiers/s3/test_listing.py::test_a_store_that_looks_at_the_etag_of_a_deletion_spares_what_comes_at_that_moment",
+        ),
     ),
     Mutant(
         "a-node-that-may-not-write-sends-on-and-on",

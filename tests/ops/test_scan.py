@@ -192,6 +192,20 @@ def test_it_deletes_what_it_was_told_to_and_nothing_else(stand: S3Stand) -> None
     assert len(stand.server.keys(f"{stand.settings.prefix}/")) == 2, "what is newer, and what is no chunk, stays"
 
 
+def test_what_is_stored_anew_meanwhile_is_left_alone(stand: S3Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = filled(stand)
+
+    def late(*arguments: Any, **more: Any) -> Any:
+        found = listing.examine(*arguments, **more)
+        put_bytes(stand, chunks[0], bytes_of(chunks[0]) + b"mended")
+        return found
+
+    monkeypatch.setattr(scanning, "examine", late)
+    assert scan(stand, "--json", "--delete", "--older-than", "0 s", "--yes")["renewed_count"] == 1
+    stand.flip(chunks[0].header.storage_key, 300)
+    assert "stored anew meanwhile: 1, left alone" in scan(stand, "--delete", "--older-than", "0 s", "--yes")
+
+
 def test_a_tenants_name_means_no_digest_that_begins_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenant may be called "deadbeef", and another one's digest may begin so."""
     own = "ab" * 16

@@ -26,10 +26,9 @@ from kvstore.errors import DataLoss, Unavailable
 from kvstore.seams import EnvelopeRing
 from kvstore.tiers.pace import limit_s
 from kvstore.tiers.s3.connection import S3Connection, together
-from kvstore.tiers.s3.looking import Looked, first_bytes
+from kvstore.tiers.s3.looking import Looked, first_bytes, modified_s
 from kvstore.tiers.s3.objects import LOOK_S_MAX, REMOVE_S_MAX, VERSION, Result, bucket_of, finished, object_key
-from kvstore.tiers.s3.refusals import ODD, RETRIED, Refused, told
-from kvstore.tiers.s3.writing import remove_all
+from kvstore.tiers.s3.refusals import ABSENT, CHANGED, ODD, RETRIED, UNCONDITIONAL, Refused, told
 
 HEADER_BYTES = 16 << 10
 """Bytes of an object that are read first. A longer header is read again."""
@@ -131,9 +130,10 @@ def examine(
     return found
 
 
-def delete_objects(settings: S3Settings, listed: Sequence[Listed]) -> None:
-    """Delete these objects. An object that is not there is no error. Blocking. Raises PermissionDenied, Unavailable."""
-    _finished(settings, "remove", partial(_all, settings, listed, _removed, HEADERS_AT_ONCE), REMOVE_S_MAX)
+def delete_objects(settings: S3Settings, listed: Sequence[Listed]) -> list[bool]:
+    """Delete these objects. Returns False for each that was stored anew since it was examined: it stays. An object that
+    is not there is deleted. Blocking. Raises PermissionDenied, Unavailable."""
+    return _finished(settings, "remove", partial(_all, settings, listed, _removed, HEADERS_AT_ONCE), REMOVE_S_MAX)
 
 
 def _finished(
@@ -165,8 +165,34 @@ async def _all(
     return await together((_patient(partial(work, settings, each), connection) for each in listed), at_once)
 
 
-async def _removed(settings: S3Settings, each: Listed, connection: S3Connection) -> None:
-    await remove_all([_place(settings, each)], connection)
+async def _removed(settings: S3Settings, each: Listed, connection: S3Connection) -> bool:
+    """Look at the object once more, and delete it on condition that it is still that one. A store may pass over the
+    condition, refuse it, or find no ETag that matches, whatever is there: where the object is still the same after a
+    refusal, delete it without one. Leave one alone that another node writes at this moment."""
+    place = _place(settings, each)
+    for condition in ({"IfMatch": each.etag}, {}):
+        try:
+            if await _is_renewed(place, each, connection):
+                return False
+            await connection.ask(partial(_delete, {**place, **condition}))
+        except Refused as refused:
+            if refused.code in ABSENT:
+                return True
+            if refused.code not in CHANGED | UNCONDITIONAL:
+                raise
+        else:
+            return True
+    return False
+
+
+async def _delete(place: dict[str, str], client: Any) -> None:
+    await client.delete_object(**place)
+
+
+async def _is_renewed(place: dict[str, str], each: Listed, connection: S3Connection) -> bool:
+    answer = await connection.ask(lambda client: client.head_object(**place))
+    is_same = told(answer, "ETag").strip('"') == each.etag.strip('"')
+    return not is_same or modified_s(answer) > each.modified_s
 
 
 async def _by_header(settings: S3Settings, each: Listed, connection: S3Connection) -> Examined:
@@ -203,7 +229,7 @@ def _examined(each: Listed, looked: Looked | None, judged: Callable[[Looked], Ch
     no older than that: a deletion by age leaves it alone."""
     if looked is None:
         return Examined(each, reason="gone")
-    each = each._replace(modified_s=max(each.modified_s, looked.modified_s))
+    each = each._replace(etag=looked.etag or each.etag, modified_s=max(each.modified_s, looked.modified_s))
     if looked.is_archived:
         return Examined(each, reason="archived")
     if is_newer_format(looked.data) and not is_sealed(looked.data):

@@ -77,7 +77,7 @@ async def first_bytes(
         if not whole.isdecimal() and answer["ResponseMetadata"]["HTTPStatusCode"] == PARTIAL:
             raise Refused(ODD)  # else a part would be taken for the whole of a damaged object
         total_bytes = int(whole if whole.isdecimal() else length)
-        return Looked(data.tobytes(), told(answer, "ETag"), total_bytes, is_ahead, modified_s=_modified_s(answer))
+        return Looked(data.tobytes(), told(answer, "ETag"), total_bytes, is_ahead, modified_s=modified_s(answer))
 
     try:
         return await connection.ask(request)
@@ -89,10 +89,11 @@ async def first_bytes(
         if refused.code not in TOO_SHORT:
             raise
     empty = await connection.ask(lambda client: client.head_object(**place))  # an empty object has no range
-    return Looked(b"", told(empty, "ETag"), int(told(empty, "ContentLength")), modified_s=_modified_s(empty))
+    return Looked(b"", told(empty, "ETag"), int(told(empty, "ContentLength")), modified_s=modified_s(empty))
 
 
-def _modified_s(answer: Mapping[str, Any]) -> float:
+def modified_s(answer: Mapping[str, Any]) -> float:
+    """Return the wall seconds of an object's write; 0 where the answer does not tell."""
     return float(answer["LastModified"].timestamp()) if "LastModified" in answer else 0.0
 
 

@@ -145,12 +145,12 @@ def remove_objects(settings: S3Settings, storage_keys: Sequence[bytes]) -> None:
     """Remove objects. An object that is not there is no error. Blocking. Raises Unavailable."""
     places = [object_place(settings, each) for each in storage_keys]
     try:
-        finished(settings, "remove", partial(remove_all, places), REMOVE_S_MAX)
+        finished(settings, "remove", partial(_remove_all, places), REMOVE_S_MAX)
     except PermissionDenied as error:
         raise Unavailable(error.message) from error
 
 
-async def remove_all(places: Sequence[dict[str, str]], connection: S3Connection) -> None:
+async def _remove_all(places: Sequence[dict[str, str]], connection: S3Connection) -> None:
     """Remove the objects at these places. Raises Refused."""
 
     async def remove(place: dict[str, str]) -> None:

@@ -154,6 +154,53 @@ def test_an_object_that_was_stored_anew_since_it_was_listed_is_as_old_as_it_is(s
     stand.run(scenario)
 
 
+def examined(stand: S3Stand) -> list[Listed]:
+    [(found, _)] = listing.pages(stand.settings)
+    return [each.listed for each in listing.examine(stand.settings, found, whole=True)]
+
+
+@pytest.mark.parametrize("never_matches", [False, True])
+def test_a_deletion_spares_what_was_stored_anew_since_it_was_examined(stand: S3Stand, never_matches: bool) -> None:
+    """A node may have put damage right meanwhile, and was told OBJECT. Ceph's gateway finds no match for any ETag."""
+
+    async def scenario() -> None:
+        for number in range(3):
+            await write(stand.tier, chunk(number))
+        stand.switches.never_matches = never_matches
+
+        def scan() -> None:
+            mended, kept, doomed = examined(stand)
+            stand.put(mended.storage_key, b"other bytes")
+            kept = kept._replace(modified_s=kept.modified_s - 3600)  # of the same bytes, and written since
+            assert listing.delete_objects(stand.settings, [mended, kept, doomed]) == [False, False, True]
+            assert listing.delete_objects(stand.settings, [doomed]) == [True], "it is gone"
+            assert {each.storage_key for each in examined(stand)} == {mended.storage_key, kept.storage_key}
+
+        await asyncio.to_thread(scan)
+
+    stand.run(scenario)
+
+
+def test_a_store_that_looks_at_the_etag_of_a_deletion_spares_what_comes_at_that_moment(stand: S3Stand) -> None:
+    stand.switches.matches_deletes = True
+
+    async def scenario() -> None:
+        await write(stand.tier, chunk(1))
+        [doomed] = await asyncio.to_thread(examined, stand)
+        asked = stand.switches.hears("DELETE")
+        done = asyncio.create_task(asyncio.to_thread(listing.delete_objects, stand.settings, [doomed]))
+        assert await asyncio.to_thread(asked.wait, 10)
+        stand.put(doomed.storage_key, b"other bytes")
+        stand.switches.turn_on()
+        assert await done == [False]
+        assert stand.server.get(object_key(stand.settings, doomed.storage_key)) == b"other bytes"
+        [doomed] = await asyncio.to_thread(examined, stand)
+        stand.switches.hears("")
+        assert await asyncio.to_thread(listing.delete_objects, stand.settings, [doomed]) == [True]
+
+    stand.run(scenario)
+
+
 async def test_only_the_object_that_was_refused_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listing, "PAUSES_S", (0.0,))
     asked: list[int] = []
