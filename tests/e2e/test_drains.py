@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -230,15 +231,18 @@ def test_all_tenants_are_drained_or_the_one_that_is_named() -> None:
         done = run("drain", "--service", "--yes", "--socket", socket)
         assert (done.code, "tenant a:" in done.err, "can be stopped" in done.err) == (0, True, True)
         assert store(3) is Durability.NONE
-        assert run("drain", "--service", "--end", "--socket", socket).code == 0
+        told = run("drain", "--service", "--end", "--json", "--socket", socket)
+        documents = json.loads("[" + told.out.replace("}\n{", "},{") + "]")
+        assert (told.code, [each["tenant"] for each in documents]) == (0, ["default", "a", "b"])
         assert store(4) is Durability.LOCAL
 
 
 def test_the_socket_of_one_tenant_drains_no_other_and_says_so() -> None:
     with tenants_sidecar("--capacity", "16 MiB", nvme="64 MiB") as own:
         door = own.directory / "run" / "a" / "kvstore.sock"
-        done = run("drain", "--service", "--yes", "--socket", str(door))
+        done = run("drain", "--service", "--yes", "--json", "--socket", str(door))
         assert (done.code, "as far as this tenant goes" in done.err) == (0, True), done
+        assert done.json["tenant"] == "a"
 
 
 def test_tenants_that_cannot_be_seen_are_not_called_drained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +283,8 @@ def test_a_service_that_goes_on_taking_stores_is_not_called_drained(
     """An older release knows no such drain and says that all went well; or another operator ended it meanwhile."""
     request = admin_pb2.ChangeRequest(drain=admin_pb2.Drain(service=True))
     answer = admin_pb2.ChangeResponse(is_last=True, refuses_stores=refuses)
-    door: Any = SimpleNamespace(socket=None, open=lambda: nullcontext(SimpleNamespace(connect_now=lambda: None)))
+    client = SimpleNamespace(connect_now=lambda: None, stats=lambda: admin_pb2.StatsResponse(tenant="a"))
+    door: Any = SimpleNamespace(socket=None, open=lambda: nullcontext(client))
     with nullcontext() if refuses else pytest.raises(typer.Exit) as ended:
         drain_service(door, request, lambda *_, **__: answer, is_whole=True)
     assert ("can be stopped" in capsys.readouterr().err) is refuses

@@ -79,8 +79,8 @@ MUTANTS = (
     Mutant(
         "one-tenants-socket-speaks-for-all",
         "ops/kvstore_ops/operators/draining.py",
-        "        return str(client.stats().tenant) == DEFAULT_TENANT\n",
-        "        return True\n",
+        "is_whole and door.socket is not None and own == DEFAULT_TENANT",
+        "is_whole and door.socket is not None",
         "a service that takes stores of other tenants is said to be safe to stop",
         (f"{T_DRAINS}::test_the_socket_of_one_tenant_drains_no_other_and_says_so",),
     ),

@@ -238,8 +238,8 @@ def drain(
     """Move all chunks of a tier to slower tiers, and have it take no more; or write all waiting chunks.
 
     Chunks without a slower tier stay: `kvstore evict --tier` removes them. With --service stores are refused first, of
-    all tenants where no --tenant is named (--json: a document for each), and 0 says that the service can be stopped and
-    loses nothing. A restart ends the draining.
+    all tenants where no --tenant is named (--json: a document for each, with its name), and 0 says that the service can
+    be stopped and loses nothing. A restart ends the draining.
 
     Example: kvstore drain --tier nvme --yes
     """
@@ -261,10 +261,10 @@ def drain(
 
 def _change(
     asked: Operator, request: admin_pb2.ChangeRequest, *, dry_run: bool, as_json: bool, yes: bool = True,
-    is_dangerous: bool = False,
+    is_dangerous: bool = False, tenant: str = "",
 ) -> admin_pb2.ChangeResponse:  # fmt: skip
-    """Make a change or its dry run, print the outcome, and return it; ask before a dangerous one. Raises typer.Exit as
-    ``tell`` does."""
+    """Make a change or its dry run, print the outcome, and return it; ask before a dangerous one. ``tenant``: whose it
+    is, where those of several are printed. Raises typer.Exit as ``tell`` does."""
     if is_dangerous and not dry_run and not yes:
         request.dry_run = True
         planned = followed(asked, request)  # a name that is not there is told before --yes is asked for
@@ -278,7 +278,7 @@ def _change(
             raise typer.Exit(NOT_CONFIRMED)
     request.dry_run = dry_run
     became = followed(asked, request)
-    tell(became, dry_run=dry_run, as_json=as_json, nothing=_nothing(request))
+    tell(became, dry_run=dry_run, as_json=as_json, nothing=_nothing(request), tenant=tenant)
     return became
 
 
@@ -307,12 +307,14 @@ def _is_confirmed() -> bool:
 
 
 def tell(
-    found: admin_pb2.ChangeResponse, *, dry_run: bool, as_json: bool, nothing: str = "nothing: no chunk is meant"
-) -> None:
+    found: admin_pb2.ChangeResponse, *, dry_run: bool, as_json: bool, nothing: str = "nothing: no chunk is meant",
+    tenant: str = "",
+) -> None:  # fmt: skip
     """Print what became of all chunks; ``nothing``: where there is none. Raises typer.Exit with a code of its own when
     not everything was done."""
     if as_json:
-        print(json.dumps(tables.outcomes_as_dict(found, dry_run=dry_run), indent=2))
+        whose = {"tenant": tenant} if tenant else {}
+        print(json.dumps({**whose, **tables.outcomes_as_dict(found, dry_run=dry_run)}, indent=2))
     else:
         Console().print(tables.render_outcomes(found, dry_run=dry_run, nothing=nothing))
     words = {each.what for each in found.outcomes if each.chunk_count}

@@ -19,25 +19,28 @@ Change = Callable[..., admin_pb2.ChangeResponse]
 
 def drain_service(door: Door, request: admin_pb2.ChangeRequest, change: Change, *, is_whole: bool) -> None:
     """Drain the service of the tenant behind ``door``, and by the default tenant's socket of all other tenants too
-    where it ``is_whole``, and say whether it can be stopped. ``change`` asks before the first. Raises typer.Exit where
-    a stop would lose something, or a tenant still stores, or other tenants cannot be seen or asked."""
-    is_all = is_whole and _is_of_default(door)
-    doors = {"": door, **(tenants.beside(door) if is_all else {})}
+    where it ``is_whole``, and say whether it can be stopped. ``change`` asks before the first, and is told whose stores
+    they are. Raises typer.Exit where a stop would lose something, or a tenant still stores, or other tenants cannot be
+    seen or asked."""
+    with door.open() as client:
+        own = str(client.stats().tenant)
+    is_all = is_whole and door.socket is not None and own == DEFAULT_TENANT  # others' sockets lie beside that one
+    doors = {own: door, **(tenants.beside(door) if is_all else {})}
     code = 0
     confirmed: dict[str, bool] = {}
     for name, each in doors.items():
         if len(doors) > 1:
-            typer.echo(f"tenant {name or 'of this address'}:", err=True)
+            typer.echo(f"tenant {name}:", err=True)
         try:
             with each.open() as client:
-                found = change(Operator(client), request, **confirmed)
+                found = change(Operator(client), request, tenant=name, **confirmed)
         except typer.Exit as ended:
             if ended.exit_code == NOT_CONFIRMED:
                 raise
             code = code or ended.exit_code
             continue
         except KVStoreError as error:
-            if not name:
+            if each is door:
                 raise
             typer.echo(f"kvstore: {error.message}", err=True)
             code = code or (0 if request.dry_run else NOT_ALL)
@@ -59,11 +62,3 @@ def drain_service(door: Door, request: admin_pb2.ChangeRequest, change: Change, 
     if not (request.dry_run or request.drain.end):
         limits = "" if is_all else "as far as this tenant goes, "
         typer.echo(f"{limits}the service can be stopped: it takes no stores, and a stop loses nothing", err=True)
-
-
-def _is_of_default(door: Door) -> bool:
-    """True for the default tenant's socket: the others' lie beside it. One of theirs serves its own tenant alone."""
-    if door.socket is None:
-        return False
-    with door.open() as client:
-        return str(client.stats().tenant) == DEFAULT_TENANT
