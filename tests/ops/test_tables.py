@@ -8,7 +8,7 @@ import re
 import pytest
 from kvstore_ops import status
 from kvstore_ops.operators import changing, tables
-from rich.console import Console, Group
+from rich.console import Console, RenderableType
 
 from kvstore.v1alpha import admin_pb2
 
@@ -17,7 +17,7 @@ def drawn(found: admin_pb2.TiersResponse) -> str:
     return printed(tables.render_tiers(found), 80)
 
 
-def printed(table: Group, width: int) -> str:
+def printed(table: RenderableType, width: int) -> str:
     console = Console(file=io.StringIO(), width=width)
     console.print(table)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO
@@ -72,15 +72,34 @@ def test_a_drain_that_moves_nothing_calls_no_tier_empty() -> None:
     assert changing._nothing(request) == "nothing to move: redis takes no more"
 
 
-def test_a_chunks_digits_can_be_copied_however_narrow_the_table_is() -> None:
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 120])
+def test_every_fact_of_a_chunk_is_whole_on_a_terminal_of_any_width(width: int) -> None:
     chunk = admin_pb2.ChunkEntry(
         digest=bytes.fromhex("fe3a") * 16, model_id="org/a-model-with-a-long-name", token_count=256,
         byte_count=2 << 20, copies=[admin_pb2.ChunkCopy(tier="dram"), admin_pb2.ChunkCopy(tier="nvme")],
         is_pinned=True, stored_seconds=1,
     )  # fmt: skip
-    for width in (80, 60):
-        assert "fe3a" * 4 in printed(tables.render_chunks([chunk], [], 3600.0), width)
-    assert "fe3a" in printed(tables.render_chunks([chunk], [], 3600.0), 30)
+    text = printed(tables.render_chunks([chunk], [], 3600.0), width)
+    said = ("chunk", "tokens", "256", "2 MiB", "dram?", "nvme?", "60 min", "pinned")
+    assert [each for each in said if each not in text] == []
+    assert ("fe3a" * 4 if width > 30 else "fe3a") in text  # which ``kvstore show`` takes
+    assert max(map(len, text.splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 120])
+def test_every_number_of_a_model_is_whole_on_a_terminal_of_any_width(width: int) -> None:
+    tiers = [admin_pb2.TierTotal(tier=name, chunk_count=1234) for name in ("memory", "nvme", "redis")]
+    model = admin_pb2.ModelTotal(
+        model_id="org/a-model-with-a-long-name", fingerprint=bytes.fromhex("fe3a") * 16, chunk_count=54321,
+        byte_count=1023 << 30, tiers=tiers, profiles=["segments"],
+    )  # fmt: skip
+    other = admin_pb2.ModelTotal(fingerprint=bytes.fromhex("1bad") * 16, chunk_count=3)
+    text = printed(tables.render_models([model, other]), width)
+    said = ("chunks", "54,321", "1023 GiB", "memory", "1,234", "redis", "segments", "fe3a", "1bad", "registered)")
+    assert [each for each in said if each not in text] == []
+    assert text.count("1,234") == 3
+    assert width < 40 or "fe3a" * 4 in text  # which ``--model`` takes
+    assert max(map(len, text.splitlines())) <= width
 
 
 def test_nobody_counts_the_chunks_of_a_shared_tier() -> None:

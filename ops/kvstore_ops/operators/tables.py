@@ -24,6 +24,8 @@ SHOWN_COUNT = 8
 """Most digests of a chain in a table; JSON has all of them."""
 _BORDER = 3
 """Columns of the terminal that a column of a table takes beside its text."""
+_FOLDED = 12
+"""The least width of a column of names that are folded."""
 _STALLED_S = 2.0
 """As the page for browsers has it."""
 _PROVENANCES = {1: Provenance.IN_CONTEXT, 2: Provenance.STANDALONE}
@@ -83,29 +85,40 @@ def _encoding_as_dict(each: admin_pb2.EncodingReport) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FittedTable:
-    """A line per row; on a terminal that is too narrow for that, a table per row, which its first cell names."""
+    """A line per row; on a terminal that is too narrow for that, a table per row, which its first cell names. Columns
+    that are given as words do not wrap, apart from the first."""
 
-    columns: tuple[str, ...]
+    columns: tuple[Column | str, ...]
     title: str
     rows: list[tuple[Text | str, ...]]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        name, *others = zip(self.columns, *map(_plain, self.rows), strict=True)
-        words = max(cell_len(word) for each in name for word in each.split())
-        widths = sum(max(map(cell_len, each)) for each in others)
-        if words + widths + _BORDER * len(self.columns) + 1 <= options.max_width:
-            first, *more = self.columns
-            table = Table(first, *(Column(each, no_wrap=True) for each in more), title=self.title)
+        columns = [
+            Column(each, no_wrap=number > 0) if isinstance(each, str) else each.copy()
+            for number, each in enumerate(self.columns)
+        ]
+        names = [str(each.header) for each in columns]
+        cells = zip(names, *map(_plain, self.rows), strict=True)
+        if sum(map(_room_of, columns, cells)) + _BORDER * len(columns) + 1 <= options.max_width:
+            table = Table(*columns, title=self.title or None)
             for row in self.rows:
                 table.add_row(*row)
             yield table
             return
-        yield Text(self.title, "italic")
+        if self.title:
+            yield Text(self.title, "italic")
         for row in self.rows:
-            table = Table(self.columns[0], Column(row[0], overflow="fold"))
-            for what, value in zip(self.columns[1:], row[1:], strict=True):
+            table = Table(names[0], Column(row[0], overflow="fold"))
+            for what, value in zip(names[1:], row[1:], strict=True):
                 table.add_row(what, value)
             yield table
+
+
+def _room_of(column: Column, cells: Sequence[str]) -> int:
+    """Return the least width at which the column's cells can be read."""
+    if column.overflow == "fold":
+        return min(_FOLDED, max(map(cell_len, cells)))
+    return max(cell_len(word) for each in cells for word in ([each] if column.no_wrap else each.split()))
 
 
 def _plain(row: Iterable[Text | str]) -> Iterator[str]:
@@ -194,18 +207,18 @@ def render_chunks(
     chunks: Sequence[admin_pb2.ChunkEntry], totals: Iterable[admin_pb2.ModelTotal], now_s: float
 ) -> Group:
     """Draw a line per chunk, and the totals of all selected chunks."""
-    table = Table(
-        Column("chunk", no_wrap=True, overflow="crop"),  # cut digits are digits that ``kvstore show`` takes
-        Column("model", overflow="fold"), Column("tokens", justify="right"),
-        Column("bytes", justify="right"), "tiers", Column("age", justify="right"), "held",
+    columns = (
+        Column("chunk", no_wrap=True), Column("model", overflow="fold"), _number("tokens"), _number("bytes"),
+        Column("tiers"), Column("age", justify="right"), "held",
     )  # fmt: skip
+    table = FittedTable(columns, "", [])
     for chunk in chunks:
         held = "pinned" if chunk.is_pinned else "held" if chunk.is_held else ""
         tiers = " ".join(copy.tier if copy.is_proven else f"{copy.tier}?" for copy in chunk.copies)
-        table.add_row(
+        table.rows.append((
             chunk.digest.hex()[:DIGITS], model_cell(chunk), str(chunk.token_count), format_bytes(chunk.byte_count),
             cell(tiers), chunk_age(chunk.stored_seconds, now_s), held,
-        )  # fmt: skip
+        ))  # fmt: skip
     count, byte_count = 0, 0
     for each in totals:
         count, byte_count = count + each.chunk_count, byte_count + each.byte_count
@@ -228,23 +241,27 @@ def model_cell(chunk: admin_pb2.ChunkEntry) -> Text:
     return found
 
 
-def render_models(totals: Sequence[admin_pb2.ModelTotal]) -> Table:
+def render_models(totals: Sequence[admin_pb2.ModelTotal]) -> FittedTable:
     """Draw a line per model, with its chunks in each tier, and its profiles where any has one."""
     has_profiles = any(total.profiles for total in totals)
     names = list(dict.fromkeys(tier.tier for total in totals for tier in total.tiers))
-    table = Table(
-        Column("model", overflow="fold"), "fingerprint", Column("chunks", justify="right"),
-        Column("bytes", justify="right"), *(Column(name, justify="right") for name in names),
+    columns: tuple[Column | str, ...] = (
+        Column("model", overflow="fold"), "fingerprint", *map(_number, ("chunks", "bytes", *names)),
         *[Column("profiles", overflow="fold")] * has_profiles,
     )  # fmt: skip
+    table = FittedTable(columns, "", [])
     for total in totals:
         of = {tier.tier: f"{tier.chunk_count:,}" for tier in total.tiers}
         name = cell(total.model_id) if total.model_id else Text("(not registered)", style="yellow")
-        table.add_row(
+        table.rows.append((
             name, total.fingerprint.hex()[:DIGITS], f"{total.chunk_count:,}", format_bytes(total.byte_count),
             *(of.get(each, "0") for each in names), *[cell(", ".join(total.profiles))] * has_profiles,
-        )  # fmt: skip
+        ))  # fmt: skip
     return table
+
+
+def _number(header: str) -> Column:
+    return Column(header, justify="right", no_wrap=True)
 
 
 # ------------------------------------------------------------------ one chunk
