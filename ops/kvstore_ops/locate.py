@@ -109,6 +109,7 @@ def render(locations: list[Location], token_counts: list[int]) -> Group:
     tables: list[Table | Text] = []
     for number, (found, count) in enumerate(zip(locations, token_counts, strict=True), 1):
         title = f"{count:,} tokens" if len(locations) == 1 else f"context {number}: {count:,} tokens"
+        title += ", less than a chunk" if found.is_short else ""
         table = Table("node", "tier", "leading tokens", "share", title=title)
         for each in sorted(found.prefixes, key=lambda row: -row.token_count):
             node = each.node or "(all nodes)"
@@ -119,8 +120,10 @@ def render(locations: list[Location], token_counts: list[int]) -> Group:
         if not found.prefixes:
             table.add_row("nowhere", "", "0", "0%")
         tables.append(table)
-    if locations and locations[0].unknown:
-        names = ", ".join(each.name.lower() for each in locations[0].unknown)
+    if any(each.is_short for each in locations):
+        tables.append(Text("shared tiers have nothing of less than a chunk: they take whole chunks only", "yellow"))
+    if unknown := dict.fromkeys(tier for each in locations for tier in each.unknown):
+        names = ", ".join(each.name.lower() for each in unknown)
         tables.append(Text(f"not known of {names}: no answer, see kvstore tiers", "yellow"))
     if locations and locations[0].reason:
         tables.append(cell(locations[0].reason, "yellow", REASON_CHARACTERS_MAX))

@@ -200,11 +200,17 @@ def test_what_lies_in_a_bucket_is_told_and_while_it_does_not_answer_that_nothing
                 server.stop()
                 gone = router.locate(SPEC, tokens)
                 assert (gone.prefixes, gone.unknown) == ((), (Tier.S3,))
-                prompt = tmp_path / "prompt.json"
-                prompt.write_text(json.dumps([int(each) for each in tokens]))
-                asked = ("--socket", two.socket_address, "--model", SPEC.model_id, "--prompt", str(prompt))
-                assert "not known of s3" in run(*asked).stdout
-                assert json.loads(run(*asked, "--json").stdout)[0]["unknown"] == ["S3"]
+                contexts = [[int(each) for each in tokens[:count]] for count in (STEP - 1, 3 * STEP)]
+                short, whole = (tmp_path / name for name in ("short.json", "whole.json"))
+                short.write_text(json.dumps(contexts[0]))
+                whole.write_text(json.dumps(contexts))
+                asked = ("--socket", two.socket_address, "--model", SPEC.model_id, "--prompt")
+                said = run(*asked, str(short)).stdout
+                assert ("not known of s3" in said, "take whole chunks only" in said) == (False, True)
+                said = run(*asked, str(whole)).stdout
+                assert ("not known of s3" in said, "context 1: 15 tokens, less than a chunk" in said) == (True, True)
+                told = json.loads(run(*asked, str(whole), "--json").stdout)
+                assert [each["unknown"] for each in told] == [[], ["S3"]]
     finally:
         server.stop()
 

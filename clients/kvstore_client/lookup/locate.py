@@ -28,12 +28,14 @@ class Location:
     node's name; empty when it was gone. ``reason``: why other nodes are missing, or may have more; empty: all is known
     of them. ``unknown``: the shared tiers that may have more than is told, as they gave no answer, or none for some
     chunks: a tier that fails is not asked, and none is waited for beyond its bound. A sidecar of an older release tells
-    none."""
+    none. ``is_short``: the context is shorter than a chunk. Shared tiers take whole chunks only, so none of them is
+    unknown: they have nothing of it."""
 
     prefixes: tuple[PrefixAt, ...]
     asked: str
     reason: str = ""
     unknown: tuple[Tier, ...] = ()
+    is_short: bool = False
 
     @property
     def nodes(self) -> dict[str, int]:
@@ -68,4 +70,5 @@ def location_of(chain: pb.LocatedChain, reply: pb.LocateResponse, step: int, tok
     prefixes = (
         PrefixAt(each.node, Tier(each.tier), min(each.chunk_count * step, token_count)) for each in chain.prefixes
     )
-    return Location(tuple(prefixes), reply.node, reply.reason, tuple(map(Tier, reply.unknown_tiers)))
+    unknown, is_short = tuple(map(Tier, reply.unknown_tiers)), token_count < step
+    return Location(tuple(prefixes), reply.node, reply.reason, () if is_short else unknown, is_short)
