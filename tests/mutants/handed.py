@@ -66,7 +66,7 @@ MUTANTS = [
         "look from where\n                    continue\n",
         "look from where\n                    pass\n",
         "what the sidecar does not take back now counts against the budget for ever",
-        (f"{T_STAGING}::test_staging_that_the_sidecar_may_be_reading_stays",),
+        (f"{T_STAGING}::test_staging_that_the_sidecar_does_not_take_back_stays",),
     ),
     Mutant(
         "late-answer-is-the-next-ones",
