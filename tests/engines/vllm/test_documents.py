@@ -172,13 +172,14 @@ def test_a_prompt_that_cannot_be_computed_over_its_documents_is_told_once(engine
 
 
 def test_blocks_computed_beside_a_mend_that_fails_are_dropped_too(engine: Engine) -> None:
-    """Of a request with the same salt that has the first one's blocks by vLLM's prefix cache, in the same step."""
+    """Of a request with the same salt that has the first one's blocks by vLLM's prefix cache, in the same step, as
+    where vLLM does not ask before."""
     remember(engine, ONE, TWO)
     engine.worker._mender._runner = None  # type: ignore[union-attr]  # it has one
     one, blocks = asked("a"), blocks_of(64)
     assert engine.admit(one, blocks) == 60
     beside, own = request("b", ASKED + QUESTION, cache_salt=DERIVED), [40, 41, 42]
-    assert engine.admit(beside, blocks[:15] + own, 60) == 0
+    engine.scheduler.new_request(beside)
     step = scheduled("a", blocks, 60, 4)
     step.scheduled_new_reqs += scheduled("b", blocks[:15] + own, 60, 11).scheduled_new_reqs
     step.num_scheduled_tokens["b"] = 11
@@ -214,6 +215,31 @@ def test_a_sidecar_that_stalls_is_waited_for_once_by_the_mends_of_a_step(
         os.kill(own_sidecar.pid, signal.SIGCONT)
     assert engine.worker.failed_blocks() == set(blocks["b"])
     engine.close()
+
+
+def test_a_request_that_has_blocks_which_a_mend_fills_waits_for_the_next_step(engine: Engine) -> None:
+    """If the mend fails, vLLM computes the first request anew, in one step or in many, and others over its blocks."""
+    remember(engine, ONE, TWO)
+    one, blocks = asked("a"), blocks_of(64)
+    assert engine.admit(one, blocks) == 60
+    assert engine.scheduler.matched(asked("b"), 60) == (None, False)
+    assert engine.scheduler.matched(request("c", HEAD + TWO, cache_salt=DERIVED), 8) == (None, False)
+    assert matched(engine.scheduler, request("d", QUESTION * 3), 8)[0] == 0, "of other tokens"
+    engine.compute(one, blocks, 60, 4)
+    assert matched(engine.scheduler, asked("b"), 60) == (0, False)
+
+
+def test_a_step_that_mends_says_nothing_of_what_vllm_computes_in_a_time(engine: Engine) -> None:
+    remember(engine, ONE, TWO)
+    planner = engine.clients[0].planner
+    planner.mode = "on"
+    for one, computed in ((asked("a"), 60), (request("b", QUESTION), 0)):
+        assert not planner._prefills, "of the mend"
+        count, blocks = one.num_tokens, blocks_of(one.num_tokens)
+        assert engine.admit(one, blocks) == computed
+        engine.compute(one, blocks, computed, count - computed)
+        engine.scheduler.received(SimpleNamespace(finished_recving=None, invalid_block_ids=None))
+    assert planner._prefills, "of the other request"
 
 
 def test_documents_are_kept_where_one_table_has_all_of_a_cache(sidecar: Sidecar, spec: ModelSpec) -> None:

@@ -88,6 +88,21 @@ def test_a_load_that_fails_holds_nothing_any_longer(own_sidecar: Sidecar) -> Non
     engine.close()
 
 
+@pytest.mark.parametrize("load", ["async", "layerwise"])
+def test_a_request_that_has_blocks_which_a_load_fills_waits_for_the_next_step(sidecar: Sidecar, load: str) -> None:
+    """Layerwise, where vLLM has the blocks at once. A load that fails would leave nothing in them."""
+    tokens = tokens_of(90, 30 if load == "async" else 31)
+    engine = Engine(sidecar.address, load=load)
+    engine.keep(request("a", tokens[:42]), blocks_of(42))
+    first = request("b", tokens)
+    assert engine.admit(first, blocks_of(90), 8) == 32
+    assert engine.scheduler.matched(request("c", tokens), 88) == ((0, False) if load == "async" else (None, False))
+    assert engine.scheduler.matched(request("d", tokens[:9]), 8) == (0, False), "it has none of them"
+    engine.compute(first, blocks_of(90), 40, 50)
+    assert matched(engine.scheduler, request("c", tokens), 88) == (0, False)
+    engine.close()
+
+
 @pytest.mark.usefixtures("called")
 def test_what_is_computed_over_a_failed_load_is_not_kept(sidecar: Sidecar) -> None:
     engine = Engine(sidecar.address, load="layerwise")

@@ -206,16 +206,17 @@ class RequestPlanner:
 
     # ------------------------------------------------------------ what steps take
 
-    def step_begins(self, output: ScheduledStep, *, loads: bool) -> int:
-        """Note that vLLM has scheduled a step. ``loads``: it loads as it goes; layerwise, its time says nothing of
-        computing alone. Returns the step's number, which the workers report with its results; 0: nothing is planned."""
+    def step_begins(self, output: ScheduledStep, *, loads: bool, mends: bool = False) -> int:
+        """Note that vLLM has scheduled a step. Its time says nothing of computing alone where it ``mends`` a prompt,
+        or, layerwise, ``loads`` as it goes. Returns the step's number, which the workers report with its results; 0:
+        nothing is planned."""
         now = self._clock.monotonic()
         self._begun_s.append(now)
         if self.mode == "off":
             return 0
         self._number += 1
         if output.num_scheduled_tokens:
-            is_measured = not (loads and self._is_layerwise)
+            is_measured = not (mends or (loads and self._is_layerwise))
             self._steps.append(_Running.of(output, self._number, now, is_measured=is_measured))
         return self._number
 

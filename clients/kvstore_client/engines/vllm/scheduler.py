@@ -67,6 +67,8 @@ class SchedulerSide:
         self._unnamed: set[str] = set()
         self._loads: list[Load] = []
         self._mends: list[Mend] = []
+        self._filling: list[tuple[EngineRequest, int]] = []
+        """The requests whose blocks, from a token on, the coming step fills before it computes anything."""
         self._settled: list[int] = []
         self._written: list[int] = []
         self._had: dict[str, int] = {}
@@ -80,6 +82,8 @@ class SchedulerSide:
         self._had[str(request.request_id)] = computed
         if computed and self._does_save:
             self._doubt_mixed(request)
+        if computed and self._awaits(request, computed):
+            return None, False
         useful = self._whole(int(request.num_tokens) - 1)
         if not self._does_load or useful <= computed or request.skip_reading_prefix_cache:
             return 0, False
@@ -99,6 +103,15 @@ class SchedulerSide:
             return 0, False
         found.computed = computed
         return found.stop - computed, self._settings.load == "async"
+
+    def _awaits(self, request: EngineRequest, computed: int) -> bool:
+        """Return True where vLLM has blocks of a request that another one's load or mend fills within the coming step.
+        Where that fails, vLLM would compute this one over them at once, though the other may compute them later."""
+        for filled, start in self._filling:
+            block = slice(start, start + self._block_tokens)
+            if computed >= block.stop and filled.all_token_ids[block] == request.all_token_ids[block]:
+                return True
+        return False
 
     def _track(self, request: EngineRequest) -> TrackedRequest | None:
         """Return the tracked request; None for a request whose cache cannot be named. vLLM asks for the first one that
@@ -155,10 +168,13 @@ class SchedulerSide:
             self._lookups.release(found.match)
             if external and found.is_mended:
                 self._mends.append(self._documents.mend(tracked, found.computed, found.computed + external))
+                self._filling.append((request, found.computed))
             return
         tracked.held = found.match
         if self._settings.load == "async":
             self._lookups.loads(name)
+        else:
+            self._filling.append((request, found.computed))
         start, count = found.computed, found.match.prefix_token_count
         load = Load(name, found.match.ticket, count, self._of_groups(block_ids), start, start + external)
         self._loads.append(self._planner.handed(load, found.decision))
@@ -177,9 +193,9 @@ class SchedulerSide:
     def step(self, output: ScheduledStep) -> Step:
         """Return the workers' loads and saves in the step that ``output`` describes."""
         self._lookups.step_begins()
-        number = self._planner.step_begins(output, loads=bool(self._loads or self._mends))
+        number = self._planner.step_begins(output, loads=bool(self._loads), mends=bool(self._mends))
         step = Step(self._loads, self._mends, [], self._settled, self._written, number)
-        self._loads, self._mends, self._settled, self._written = [], [], [], []
+        self._loads, self._mends, self._settled, self._written, self._filling = [], [], [], [], []
         if not self._does_save:
             return step
         longest, computing = 0, []
