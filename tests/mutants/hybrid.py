@@ -203,7 +203,7 @@ MUTANTS = [
     Mutant(
         "loads-counted-twice",
         "clients/kvstore_client/engines/vllm/moved.py",
-        "            self._counts, self._seconds = Counter(), []\n",
+        "            self._counts, self._seconds = Counter(), {}\n",
         "",
         "vLLM's metrics add what was told before with every step",
         (f"{T_MOVED}::test_a_prompt_that_is_kept_and_loaded_is_counted",),

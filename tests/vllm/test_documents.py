@@ -66,6 +66,7 @@ def test_the_pages_hold_what_a_partial_prefill_makes(
         (held,) = engine.held
         assert cached == [320]  # whole blocks of 32
         assert engine.counted["vllm:kvstore_mend_reused_tokens"] == 281
+        assert 61 < engine.counted["vllm:kvstore_mend_computed_tokens"] < 61 + 281
         (again,), cached = engine.ask(ASKED, transfer=NAMED, salt=DERIVED)
         assert (again, cached) == (answer, [320])
         assert engine.counted["vllm:kvstore_mends"] == 1, "the second answer is of vLLM's own blocks"

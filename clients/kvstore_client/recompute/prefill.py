@@ -99,6 +99,8 @@ class _Prompt:
                 reason = error.message
                 without_frames(error)
             self._planes = None
+        if self._request.reused_min:
+            raise DataLoss(reason)
         reason = f"{reason}: the prompt was computed in full"
         _log.warning("kvstore: %s", reason)
         prepared_s = self._clock.monotonic()
@@ -116,6 +118,8 @@ class _Prompt:
                 facts = replace(facts, hidden=(*facts.hidden, *(arrivals.fetch_e(*each) for each in unknown)))
                 found = weighed(client, request, facts, arrivals.held)
             plan = settled(client, request, found, arrivals.held)
+            if plan.reused_token_count < request.reused_min:
+                raise DataLoss(f"{plan.reused_token_count} of {request.reused_min} tokens to reuse are stored now")
             self._loading = self._loading or plan.loading
             runs, self._planes = arrivals.run(plan)
             prepared_s = clock.monotonic()

@@ -16,7 +16,8 @@ from kvstore_client.segments.runs import GivenRun, named_segments
 
 @dataclass(frozen=True)
 class Request:
-    """A call's arguments, checked."""
+    """A call's arguments, checked. ``reused_min``: where fewer tokens are reused, DataLoss is raised, and the caller
+    computes the prompt in a way of its own."""
 
     runner: ModelRunner
     tokens: Tokens
@@ -27,12 +28,13 @@ class Request:
     logit_count: int
     preamble: Tokens
     terms: Terms = ANY_TERMS
+    reused_min: int = 0
 
     @staticmethod
     def of(
         runner: ModelRunner, tokens: GivenTokens, segments: Sequence[GivenRun] | None, senders: Sequence[ModelSpec],
         setting: Recompute | None, extras: Sequence[Extra], logit_count: int, preamble: GivenTokens = (),
-        terms: Terms = ANY_TERMS,
+        terms: Terms = ANY_TERMS, reused_min: int = 0,
     ) -> Request:  # fmt: skip
         """Check the arguments and return the request. Raises: InvalidRequest naming the argument, and the field in
         which a sender differs."""
@@ -62,7 +64,7 @@ class Request:
         # The model's own cache is no sender's: it is looked up, and fetched, once.
         others = tuple(sender for sender in dict.fromkeys(senders) if sender != runner.spec)
         before = preamble_tokens(preamble, runner.spec)
-        return Request(runner, known, segments, others, setting, tuple(extras), logit_count, before, terms)
+        return Request(runner, known, segments, others, setting, tuple(extras), logit_count, before, terms, reused_min)
 
     @property
     def reusable_token_count(self) -> int:

@@ -12,13 +12,15 @@ import torch
 from kvstore_client import ModelSpec, Recompute, connect
 from kvstore_client.engines.transformers import TransformersRunner
 from kvstore_client.engines.vllm import documents
-from kvstore_client.engines.vllm.documents import DERIVED, NamedDocuments, own_salt
+from kvstore_client.engines.vllm.documents import DERIVED, NamedDocuments, check_documents, own_salt
 from kvstore_client.engines.vllm.groups import LayerGroup
 from kvstore_client.engines.vllm.runner import VllmRunner, model_of
 from kvstore_client.engines.vllm.step import Step
+from kvstore_ops.operators.calls import Operator
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
+from kvstore.v1alpha import admin_pb2
 from tests.engines.vllm.engine import BLOCK, Engine, blocks_of, matched, request, scheduled
 from tests.engines.vllm.lookalike import LlamaForCausalLM
 from tests.recompute.models import model_of as made
@@ -80,6 +82,12 @@ def remember(engine: Engine, *texts: list[int], salt: str | None = None) -> None
         engine.scheduler.finished(whole.request_id)
 
 
+def forget(engine: Engine) -> None:
+    """Evict all that is stored."""
+    evicted = admin_pb2.ChangeRequest(selection=admin_pb2.Selection(tier="memory"), evict=admin_pb2.Evict())
+    assert [*Operator(engine.clients[0]).change(evicted)][-1].done_count
+
+
 @pytest.mark.parametrize("family", ["llama-biased-mha", "llama-llama3", "qwen3"])
 def test_the_runner_computes_as_transformers_does(sidecar: Sidecar, family: str) -> None:
     theirs = made(family)
@@ -121,7 +129,11 @@ def test_a_prompt_is_computed_over_its_documents_and_not_kept(engine: Engine, th
     step = engine.compute(mended, blocks, 60, 4)
     assert (len(step.mends), step.saves) == (1, [])
     assert engine.worker.failed_blocks() == set()
-    assert engine.worker.moved.take()["mend_reused_tokens"] == 51
+    moved = engine.worker.moved.take()
+    again = Recompute(0, -1, 0.4, "suffix_attention").share(2)  # of the second one: the first one stands where it stood
+    assert moved["mend_reused_tokens"] == 51
+    assert moved["mend_computed_tokens"] == pytest.approx(13 + again * 33, abs=2)
+    assert len(moved["mend_seconds"]) == 1
     wanted = engine.clients[0].partial_prefill(
         TransformersRunner(theirs, spec=spec), ASKED, segments=RUNS, preamble=HEAD,
         recompute=Recompute(0, -1, 0.4, "suffix_attention"),
@@ -148,8 +160,34 @@ def test_documents_of_another_salt_or_of_a_request_without_one_are_not_reused(
 def test_what_vllm_has_behind_the_documents_is_not_computed_again(engine: Engine) -> None:
     remember(engine, ONE, TWO)
     assert matched(engine.scheduler, asked("a"), 0) == (60, False)
-    assert matched(engine.scheduler, asked("b"), 40) == (20, False)
-    assert matched(engine.scheduler, asked("c"), 56) == (0, False), "a token of a document is less than a block"
+    assert matched(engine.scheduler, asked("b"), 4) == (56, False)
+    for name, computed in (("c", 24), ("d", 40), ("e", 56)):
+        assert matched(engine.scheduler, asked(name), computed) == (0, False), "vLLM computes less"
+
+
+def test_a_prompt_of_which_little_is_stored_is_computed_by_vllm(engine: Engine) -> None:
+    remember(engine, ONE, TWO)
+    forget(engine)
+    remember(engine, ONE)
+    assert matched(engine.scheduler, asked("a"), 0) == (0, False), "half of it, of which half is computed again"
+    short = request("b", HEAD + ONE + QUESTION, cache_salt=DERIVED, **named((6, 39)))
+    assert matched(engine.scheduler, short, 0) == (44, False)
+
+
+@pytest.mark.parametrize("left", [[], [ONE]], ids=["nothing", "too little"])
+def test_a_prompt_whose_documents_are_gone_when_it_is_mended_is_computed_by_vllm(
+    engine: Engine, left: list[list[int]]
+) -> None:
+    remember(engine, ONE, TWO)
+    one, blocks = asked("a"), blocks_of(64)
+    assert engine.admit(one, blocks) == 60
+    forget(engine)
+    remember(engine, *left)
+    before = engine.fill(blocks, 9)
+    engine.compute(one, blocks, 60, 4)
+    assert engine.worker.failed_blocks() == set(blocks)
+    assert engine.worker.moved.take().keys() & {"mends", "failed_mends"} == {"failed_mends"}
+    assert all(torch.equal(*each) for each in zip(engine.content(blocks), before, strict=True))
 
 
 def test_a_request_that_takes_mended_caches_is_not_kept(engine: Engine) -> None:
@@ -163,12 +201,12 @@ def test_a_prompt_that_cannot_be_computed_over_its_documents_is_told_once(engine
     remember(engine, ONE, TWO)
     engine.worker._mender._runner = None  # type: ignore[union-attr]  # it has one
     one, blocks = asked("a"), blocks_of(64)
-    assert engine.admit(one, blocks, 8) == 52
+    assert engine.admit(one, blocks, 4) == 56
     engine.compute(one, blocks, 60, 4)
     failed = engine.worker.failed_blocks()
-    assert failed == set(blocks[2:])
+    assert failed == set(blocks[1:])
     assert engine.scheduler.reported(failed) == failed, "vLLM's prefix cache has them, and gives them to others"
-    assert matched(engine.scheduler, one, 8) == (0, False)
+    assert matched(engine.scheduler, one, 4) == (0, False)
 
 
 def test_blocks_computed_beside_a_mend_that_fails_are_dropped_too(engine: Engine) -> None:
@@ -200,9 +238,9 @@ def test_blocks_of_a_mend_that_fails_are_dropped_though_its_request_was_aborted_
 
 
 def test_a_sidecar_that_stalls_is_waited_for_once_by_the_mends_of_a_step(
-    own_sidecar: Sidecar, theirs: Any, spec: ModelSpec
+    own_sidecar: Sidecar, theirs: Any, spec: ModelSpec, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first prompt is computed in full after that, the second one by vLLM."""
+    """vLLM computes both."""
     engine = Engine(own_sidecar.address, spec, model=LlamaForCausalLM(theirs), recompute=SOME, timeout_s=2.2)
     remember(engine, ONE, TWO)
     blocks = {"a": blocks_of(64), "b": blocks_of(64, 20)}
@@ -213,7 +251,8 @@ def test_a_sidecar_that_stalls_is_waited_for_once_by_the_mends_of_a_step(
         engine.worker.begin(Step(mends=engine.scheduler._mends))
     finally:
         os.kill(own_sidecar.pid, signal.SIGCONT)
-    assert engine.worker.failed_blocks() == set(blocks["b"])
+    assert engine.worker.failed_blocks() == {*blocks["a"], *blocks["b"]}
+    assert caplog.text.count("; the prompt is computed") == 1
     engine.close()
 
 
@@ -299,3 +338,15 @@ def test_a_document_is_kept_when_its_prompt_is_complete(engine: Engine) -> None:
     seen = [SimpleNamespace(mm_position=place, identifier="x", modality="image")]
     engine.scheduler.new_request(request("b", tokens, mm_features=seen, **named((6, 39))))
     assert engine.scheduler._tracked["b"].preamble is None, "a document has no images"
+
+
+def test_a_setting_that_computes_about_as_much_as_vllm_is_refused() -> None:
+    layers = [SimpleNamespace(window=0)] * 4
+    geometry: Any = SimpleNamespace(
+        ranks=1, draft=None, is_one_table=True, layers=layers, mla=False, cache_dtype="float32"
+    )  # fmt: skip
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(dtype="float32"))
+    check_documents(config, geometry, Recompute(0, -1, 0.5, "suffix_attention"), is_alone=True)
+    for much in (Recompute(0, -1, 0.6, "suffix_attention"), Recompute(0, 2), Recompute(0, -1, 1.0)):
+        with pytest.raises(InvalidRequest, match=r"% of documents again, and .* up to 67%: lower ratio or last_layer"):
+            check_documents(config, geometry, much, is_alone=True)

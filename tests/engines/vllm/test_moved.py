@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 from kvstore_client.engines.pause import CallPause
 from kvstore_client.engines.vllm.groups import LayerGroup
-from kvstore_client.engines.vllm.moved import COUNTS, LOADS_MAX, SECONDS, Moved, in_few_numbers, summed
+from kvstore_client.engines.vllm.moved import COUNTS, SECONDS, TIMES_MAX, Moved, in_few_numbers, summed
 from kvstore_client.engines.vllm.saves import Saves
 from kvstore_client.engines.vllm.step import Save
 from kvstore_client.planes.shared_memory.session import MappedSession
@@ -169,10 +169,10 @@ def test_what_is_not_kept_of_several_tables_is_dropped(wants: dict[str, Any], co
 
 def test_of_very_many_loads_the_times_of_the_first_are_kept() -> None:
     moved = Moved()
-    for _ in range(LOADS_MAX + 5):
+    for _ in range(TIMES_MAX + 5):
         moved.loaded(1, 2, 0.5)
     found = moved.take()
-    assert (found["loads"], found["load_bytes"], len(found[SECONDS])) == (LOADS_MAX + 5, 2 * LOADS_MAX + 10, LOADS_MAX)
+    assert (found["loads"], found["load_bytes"], len(found[SECONDS])) == (TIMES_MAX + 5, 2 * TIMES_MAX + 10, TIMES_MAX)
 
 
 def test_workers_are_added_up_and_shown_in_a_line() -> None:
@@ -189,3 +189,15 @@ def test_workers_are_added_up_and_shown_in_a_line() -> None:
     }  # fmt: skip
     assert in_few_numbers({"saves": 1}) == {"saves": 1}
     assert {count.name for count in COUNTS} >= {*both} - {SECONDS}
+
+
+def test_mends_are_counted_with_their_times() -> None:
+    moved = Moved()
+    moved.mended(51, 30, 0.25)
+    one = moved.take()
+    moved.mended(9, 10, 0.75)
+    assert in_few_numbers(summed(one, moved.take())) == {
+        "mends": 2, "mend_reused_tokens": 60, "mend_computed_tokens": 40, "mean_mend_ms": 500.0,
+        "longest_mend_ms": 750.0,
+    }  # fmt: skip
+    assert moved.take() == {}

@@ -23,6 +23,9 @@ DOCUMENTS, PREAMBLE = "kvstore_documents", "kvstore_preamble"
 """The keys of a request's ``kv_transfer_params``."""
 RUNS_MAX = 256
 """The most documents of one request: all requests of a step wait while they are looked up and merged."""
+WORTH_MAX = 2 / 3
+"""The most that is computed of a prompt over its documents, as a share of what vLLM would compute of it. A mend is many
+small steps: in ``bench vllm-documents`` each token takes 1.4 times as long as in vLLM's, and other requests wait."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,11 @@ def check_documents(vllm_config: EngineConfig, geometry: Geometry, setting: Reco
         setting.check(len(geometry.layers))
     except InvalidRequest as error:
         raise InvalidRequest(f"recompute in kv_connector_extra_config: {error.message}") from error
+    if (again := setting.share(len(geometry.layers))) > WORTH_MAX:
+        raise InvalidRequest(
+            f"recompute in kv_connector_extra_config computes {again:.0%} of documents again, and prompts are faster "
+            f"over them up to {WORTH_MAX:.0%}: lower ratio or last_layer"
+        )
 
 
 def takes_derived(request: EngineRequest) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +16,21 @@ from kvstore_client.engines.pause import CallPause
 from kvstore_client.engines.vllm.pages import PagesOfModel
 from kvstore_client.engines.vllm.runner import VllmRunner
 from kvstore_client.engines.vllm.step import Mend
+from kvstore_client.recompute.prefill import partial_prefill
+from kvstore_client.recompute.request import Request
+from kvstore_client.recompute.result import PartialPrefill
 
 _log = logging.getLogger("kvstore.vllm")
+
+
+@dataclass(frozen=True)
+class Mended:
+    """A prompt that was computed: how many of its tokens were ``reused``, how many ``computed``, reused ones that were
+    mended by their share of a prefill, and the ``seconds`` that its step waited."""
+
+    reused: int
+    computed: int
+    seconds: float
 
 
 class Mender:
@@ -27,32 +41,40 @@ class Mender:
         self._pages = pages
         self._runner = runner
         self._setting = setting
-        self._patience = CallPause(SystemClock())
+        self._clock = SystemClock()
+        self._patience = CallPause(self._clock)
 
-    def mend(self, mend: Mend) -> int | None:
-        """Compute a prompt, and return how many of its tokens were reused; None: it could not be, and its blocks have
+    def mend(self, mend: Mend) -> Mended | None:
+        """Compute a prompt; None: too little of it is stored by now, or it cannot be computed, and its blocks have
         nothing. Raises nothing: the engine goes on. A sidecar that stalls is waited for once, because all requests of
         the step wait, too."""
         if self._patience.is_spent:
             return None
+        began_s = self._clock.monotonic()
         try:
             with torch.inference_mode(False):  # threads that are in no such mode write what is fetched
-                return self._mended(mend)
+                done = self._mended(mend)
+            seconds = self._clock.monotonic() - began_s
+            reused = done.plan.reused_token_count
+            computed = done.plan.token_count - reused + round(done.share * reused)
+            return Mended(reused, computed, seconds)
         except KVStoreError as error:
-            _log.error("kvstore: %s; the prompt is computed", error.message)
+            self._patience.took(self._clock.monotonic() - began_s)  # nobody knows how much of it was waiting
+            _log.warning("kvstore: %s; the prompt is computed", error.message)
         except Exception:  # noqa: BLE001 - whatever a module of vLLM's raises when it is called alone
             _log.exception("kvstore: a prompt could not be computed over its documents; it is computed without them")
         return None
 
-    def _mended(self, mend: Mend) -> int:
+    def _mended(self, mend: Mend) -> PartialPrefill:
         self._runner.spec = mend.spec  # it has the weights' identity
-        result = self._client.partial_prefill(
-            self._runner, mend.tokens, segments=mend.documents.runs, recompute=self._setting,
-            extras=mend.extras, preamble=mend.tokens[: mend.documents.preamble],
+        request = Request.of(
+            self._runner, mend.tokens, mend.documents.runs, (), self._setting, mend.extras, 1,
+            mend.tokens[: mend.documents.preamble], reused_min=mend.reused_min,
         )  # fmt: skip
-        self._patience.took(result.timeline.prepare_s)  # also what a load took that did not come
-        self._write(result.kv, mend)
-        return result.plan.reused_token_count
+        done = partial_prefill(self._client, request, self._client.planner.timeout_s, self._clock)
+        self._patience.took(done.timeline.prepare_s + done.timeline.load_s)
+        self._write(done.kv, mend)
+        return done
 
     @torch.inference_mode()
     def _write(self, kv: Any, mend: Mend) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import Counter, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvstore_client.engines.vllm.moved import COUNTS, SECONDS, in_few_numbers, summed
+from kvstore_client.engines.vllm.moved import COUNTS, TIMES, in_few_numbers, summed
 
 PREFIX = "vllm:kvstore_"
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -40,10 +40,12 @@ class MovedMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
             count.name: kinds[Counter](name=PREFIX + count.name, documentation=count.words, labelnames=label_names)
             for count in COUNTS
         }
-        made[SECONDS] = kinds[Histogram](
-            name=PREFIX + SECONDS, documentation="Seconds that a load by kvstore took.", labelnames=label_names,
-            buckets=BUCKETS_S,
-        )  # fmt: skip
+        made |= {
+            each.name: kinds[Histogram](
+                name=PREFIX + each.name, documentation=each.words, labelnames=label_names, buckets=BUCKETS_S
+            )
+            for each in TIMES
+        }
         self._of_engine = {
             engine: {name: metric.labels(*values) for name, metric in made.items()}
             for engine, values in label_values.items()
@@ -53,5 +55,6 @@ class MovedMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
         metrics = self._of_engine[engine_idx]
         for count in COUNTS:
             metrics[count.name].inc(transfer_stats_data.get(count.name, 0))
-        for seconds in transfer_stats_data.get(SECONDS, ()):
-            metrics[SECONDS].observe(seconds)
+        for each in TIMES:
+            for seconds in transfer_stats_data.get(each.name, ()):
+                metrics[each.name].observe(seconds)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore_client.engines.vllm.documents import DERIVED, DOCUMENTS, NamedDocuments, takes_derived
+from kvstore_client.engines.vllm.documents import DERIVED, DOCUMENTS, WORTH_MAX, NamedDocuments, takes_derived
 from kvstore_client.engines.vllm.naming import Naming, items_of
-from kvstore_client.engines.vllm.requests import TrackedRequest
+from kvstore_client.engines.vllm.requests import FoundPrefix, TrackedRequest
 from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.step import Mend, Save
-from kvstore_client.lookup.match import Match
 from kvstore_client.prompt import PageHashes
 
 _log = logging.getLogger("kvstore.vllm")
@@ -23,7 +23,7 @@ class DocumentReuse:
     def __init__(
         self, settings: ConnectorSettings, naming: Naming, block_tokens: int, *, is_possible: bool
     ) -> None:  # fmt: skip
-        self._does_mend = settings.mends is not None
+        self._setting = settings.mends
         self._is_possible = is_possible and settings.digests == "kvstore"
         self._naming = naming
         self._block_tokens = block_tokens
@@ -44,10 +44,10 @@ class DocumentReuse:
             _log.warning("kvstore: %s; the documents of this request are neither kept nor reused", error.message)
             return
         if tracked.is_doubtful:
-            tracked.documents = documents if self._does_mend else None
+            tracked.documents = documents if self._setting is not None else None
         elif documents.are_all_of(int(request.num_prompt_tokens)):
             tracked.preamble = documents.preamble
-        elif self._does_mend and not self._has_told:
+        elif self._setting is not None and not self._has_told:
             self._has_told = True
             _log.warning(
                 "kvstore: a request names documents without a cache_salt that begins with %r: it is computed without "
@@ -55,19 +55,36 @@ class DocumentReuse:
                 DERIVED,
             )
 
-    def may_mend(self, tracked: TrackedRequest, match: Match, computed: int) -> bool:
-        """Return True where a block or more of the request's documents is stored, beyond what vLLM has or can load."""
-        documents = tracked.documents
-        return documents is not None and documents.reusable(match, computed) >= self._block_tokens
+    def may_mend(self, tracked: TrackedRequest, found: FoundPrefix) -> bool:
+        """Return True where enough of the request's documents is stored."""
+        documents, match = tracked.documents, found.match
+        if documents is None:
+            return False
+        return match.prefix_token_count + documents.reusable(match, 0) >= self._reused_min(tracked, found)
 
-    def mend(self, tracked: TrackedRequest, start: int, stop: int) -> Mend:
-        """Return the order to compute a request over its documents, into the blocks of its tokens ``start .. stop``."""
+    def _reused_min(self, tracked: TrackedRequest, found: FoundPrefix) -> int:
+        """Return how many tokens of a request must be reused at least, its stored prefix among them, for it to be
+        computed over its documents: ``WORTH_MAX`` says how much may be computed. vLLM computes what it neither has nor
+        can load; a mend uses nothing of what vLLM has."""
+        assert self._setting is not None, "documents are not possible then"
+        count, prefix = int(tracked.request.num_tokens), found.match.prefix_token_count
+        again = self._setting.share(tracked.spec.layer_count)
+        by_vllm = count - max(found.computed, found.stop)
+        spared = count - prefix - WORTH_MAX * by_vllm
+        return prefix + max(1, math.ceil(spared / (1.0 - again)))
+
+    def mend(self, tracked: TrackedRequest, found: FoundPrefix, stop: int) -> Mend:
+        """Return the order to compute a request over its documents, into the blocks of its tokens up to ``stop`` that
+        vLLM does not have."""
         request, documents = tracked.request, tracked.documents
         tokens = self._naming.prompt(request, int(request.num_tokens))
         assert documents is not None, "it was asked if it may be mended"
         assert not isinstance(tokens, PageHashes), "documents are not possible then"
         extras, blocks = self._naming.extras(request), list(tracked.block_ids[0])
-        return Mend(str(request.request_id), tracked.spec, tokens, documents, extras, blocks, start, stop)
+        return Mend(
+            str(request.request_id), tracked.spec, tokens, documents, extras, blocks, found.computed, stop,
+            self._reused_min(tracked, found),
+        )  # fmt: skip
 
     def is_complete(self, tracked: TrackedRequest, start: int, stop: int) -> bool:
         """Return True when the step that computes these tokens completes the document that a request is."""

@@ -95,13 +95,12 @@ class SchedulerSide:
         found = self._lookups.find(request, tracked, useful, computed)
         if found is None:
             return None, False
-        found.is_mended = self._documents.may_mend(tracked, found.match, computed)
+        found.computed = computed
+        found.is_mended = self._documents.may_mend(tracked, found)
         if found.is_mended:
-            found.computed = computed
             return useful - computed, False
         if found.stop <= computed:
             return 0, False
-        found.computed = computed
         return found.stop - computed, self._settings.load == "async"
 
     def _awaits(self, request: EngineRequest, computed: int) -> bool:
@@ -167,7 +166,7 @@ class SchedulerSide:
         if not external or found.match.ticket is None or found.is_mended:
             self._lookups.release(found.match)
             if external and found.is_mended:
-                self._mends.append(self._documents.mend(tracked, found.computed, found.computed + external))
+                self._mends.append(self._documents.mend(tracked, found, found.computed + external))
                 self._filling.append((request, found.computed))
             return
         tracked.held = found.match

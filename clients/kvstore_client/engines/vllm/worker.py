@@ -99,9 +99,9 @@ class WorkerSide:
             self._mend(mend)
 
     def _mend(self, mend: Mend) -> None:
-        reused = self._mender.mend(mend) if self._mender is not None else None
-        if reused is not None:
-            self.moved.mended(reused)
+        done = self._mender.mend(mend) if self._mender is not None else None
+        if done is not None:
+            self.moved.mended(done.reused, done.computed, done.seconds)
             return
         self.moved.add("failed_mends")
         self._failed |= set(mend.block_ids[mend.start // self._pages.groups[0].block_tokens :])
