@@ -61,7 +61,7 @@ MUTANTS = [
     Mutant(
         "what-vllm-has-is-computed-again",
         REUSE,
-        "        by_vllm = count - max(found.computed, found.stop)\n",
+        "        by_vllm = count - max(computed, min(prefix, count - 1))\n",
         "        by_vllm = count\n",
         "a prompt of which vLLM has most is computed anew, and all requests of the step wait",
         (f"{T_DOCUMENTS}::test_what_vllm_has_behind_the_documents_is_not_computed_again",),

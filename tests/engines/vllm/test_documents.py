@@ -85,7 +85,7 @@ def remember(engine: Engine, *texts: list[int], salt: str | None = None) -> None
 def forget(engine: Engine) -> None:
     """Evict all that is stored."""
     evicted = admin_pb2.ChangeRequest(selection=admin_pb2.Selection(tier="memory"), evict=admin_pb2.Evict())
-    assert [*Operator(engine.clients[0]).change(evicted)][-1].done_count
+    assert [*Operator(engine.clients[0]).change(evicted)]
 
 
 @pytest.mark.parametrize("family", ["llama-biased-mha", "llama-llama3", "qwen3"])
@@ -172,6 +172,14 @@ def test_a_prompt_of_which_little_is_stored_is_computed_by_vllm(engine: Engine) 
     assert matched(engine.scheduler, asked("a"), 0) == (0, False), "half of it, of which half is computed again"
     short = request("b", HEAD + ONE + QUESTION, cache_salt=DERIVED, **named((6, 39)))
     assert matched(engine.scheduler, short, 0) == (44, False)
+
+
+def test_the_load_of_a_prompt_that_is_not_mended_is_planned(engine: Engine) -> None:
+    remember(engine, TWO, salt="planned")
+    engine.keep(request("a", ASKED[:16], cache_salt="planned"), blocks_of(16))
+    engine.clients[0].planner.mode = "on"
+    assert matched(engine.scheduler, asked("b", f"{DERIVED}:planned"), 0) == (16, True)
+    assert engine.scheduler._lookups._found["b"].decision is not None
 
 
 @pytest.mark.parametrize("left", [[], [ONE]], ids=["nothing", "too little"])

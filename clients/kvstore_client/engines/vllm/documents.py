@@ -62,9 +62,9 @@ class NamedDocuments:
         """Return True for a prompt of so many tokens that is the preamble and one document, and nothing else."""
         return self.runs == (range(self.preamble, token_count),)
 
-    def reusable(self, match: Match, computed: int) -> int:
-        """Return the number of their tokens that are stored, behind the ``computed`` ones and the stored prefix."""
-        before = max(match.prefix_token_count, computed)
+    def reusable(self, match: Match) -> int:
+        """Return the number of their tokens that are stored, behind the stored prefix."""
+        before = match.prefix_token_count
         stops = (
             each.token_start + each.standalone_token_count - max(each.token_start, before) for each in match.segments
         )

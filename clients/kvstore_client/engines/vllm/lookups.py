@@ -37,11 +37,12 @@ _log = logging.getLogger("kvstore.vllm")
 
 class PrefixLookups:
     """The lookups of one scheduler. To hold something takes a call; the engine's loop does not wait for that call. No
-    method raises because of the sidecar. ``readers``: the fetches that bring what is held."""
+    method raises because of the sidecar. ``readers``: the fetches that bring what is held. ``may_mend``: see
+    ``DocumentReuse``."""
 
     def __init__(
         self, client: Client, naming: Naming, planner: RequestPlanner, patience: CallPause, clock: Clock, *,
-        block_tokens: int, readers: int,
+        block_tokens: int, readers: int, may_mend: Callable[[TrackedRequest, Match, int], bool],
     ) -> None:  # fmt: skip
         self._client = client
         self._naming = naming
@@ -50,6 +51,7 @@ class PrefixLookups:
         self._clock = clock
         self._block_tokens = block_tokens
         self._readers = readers
+        self._may_mend = may_mend
         self._workers = WorkerThreads(LOOKUP_THREADS, "kvstore-lookup")
         self._wait_s = WAIT_S
         self._asked: dict[str, PrefixLookup] = {}
@@ -201,7 +203,7 @@ class PrefixLookups:
             with self._patience.watch():
                 match = self._lookup(tracked, prompt, extras)
                 stored = match.prefix_token_count
-                if tracked.documents is not None and tracked.documents.reusable(match, computed):
+                if self._may_mend(tracked, match, computed):
                     return PrefixAnswer(match, stored)
                 decision = self._planner.decide(match, int(tracked.request.num_tokens), computed, others)
                 if decision is not None:

@@ -11,6 +11,7 @@ from kvstore_client.engines.vllm.naming import Naming, items_of
 from kvstore_client.engines.vllm.requests import FoundPrefix, TrackedRequest
 from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.step import Mend, Save
+from kvstore_client.lookup.match import Match
 from kvstore_client.prompt import PageHashes
 
 _log = logging.getLogger("kvstore.vllm")
@@ -55,21 +56,21 @@ class DocumentReuse:
                 DERIVED,
             )
 
-    def may_mend(self, tracked: TrackedRequest, found: FoundPrefix) -> bool:
-        """Return True where enough of the request's documents is stored."""
-        documents, match = tracked.documents, found.match
+    def may_mend(self, tracked: TrackedRequest, match: Match, computed: int) -> bool:
+        """Return True where enough of the request's documents is stored. Any thread may ask."""
+        documents = tracked.documents
         if documents is None:
             return False
-        return match.prefix_token_count + documents.reusable(match, 0) >= self._reused_min(tracked, found)
+        return match.prefix_token_count + documents.reusable(match) >= self._reused_min(tracked, match, computed)
 
-    def _reused_min(self, tracked: TrackedRequest, found: FoundPrefix) -> int:
+    def _reused_min(self, tracked: TrackedRequest, match: Match, computed: int) -> int:
         """Return how many tokens of a request must be reused at least, its stored prefix among them, for it to be
         computed over its documents: ``WORTH_MAX`` says how much may be computed. vLLM computes what it neither has nor
         can load; a mend uses nothing of what vLLM has."""
         assert self._setting is not None, "documents are not possible then"
-        count, prefix = int(tracked.request.num_tokens), found.match.prefix_token_count
+        count, prefix = int(tracked.request.num_tokens), match.prefix_token_count
         again = self._setting.share(tracked.spec.layer_count)
-        by_vllm = count - max(found.computed, found.stop)
+        by_vllm = count - max(computed, min(prefix, count - 1))
         spared = count - prefix - WORTH_MAX * by_vllm
         return prefix + max(1, math.ceil(spared / (1.0 - again)))
 
@@ -83,7 +84,7 @@ class DocumentReuse:
         extras, blocks = self._naming.extras(request), list(tracked.block_ids[0])
         return Mend(
             str(request.request_id), tracked.spec, tokens, documents, extras, blocks, found.computed, stop,
-            self._reused_min(tracked, found),
+            self._reused_min(tracked, found.match, found.computed),
         )  # fmt: skip
 
     def is_complete(self, tracked: TrackedRequest, start: int, stop: int) -> bool:

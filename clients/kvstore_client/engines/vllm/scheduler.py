@@ -60,6 +60,7 @@ class SchedulerSide:
         self._lookups = PrefixLookups(
             client, self._naming, self._planner, self._patience, clock, block_tokens=block_tokens,
             readers=ranks * len(self._groups),
+            may_mend=self._documents.may_mend,
         )  # fmt: skip
         self._undrafted = Undrafted(draft, block_tokens)
         self._behind = TokensBehind(block_tokens, ahead_tokens)
@@ -96,7 +97,7 @@ class SchedulerSide:
         if found is None:
             return None, False
         found.computed = computed
-        found.is_mended = self._documents.may_mend(tracked, found)
+        found.is_mended = self._documents.may_mend(tracked, found.match, computed)
         if found.is_mended:
             return useful - computed, False
         if found.stop <= computed:
