@@ -256,7 +256,7 @@ def test_nothing_of_a_prompt_is_in_vllms_log_of_a_step_that_failed(configured: V
     spec, tokens = spec_for(configured, caches(FULL)), np.arange(700, 764, dtype=np.uint32)
     load = Load("a", b"a ticket", 64, [[1, 2]], 0, 64)
     save = Save(spec, tokens, (Extra(0, b"salt\0secret"),), [[3, 4]], b"a ticket")
-    mend = Mend("b", spec, tokens, NamedDocuments((), 0), save.extras, [5, 6], 0, 64)
+    mend = Mend("b", spec, tokens, NamedDocuments((), 0), save.extras, [5, 6], 0, 64, 1)
     said = prepare_object_to_dump(StepMetadata(Step([load], [mend], [save], number=7)))
     assert "number=7, loads=[('a', 0, 64, [[1, 2]])], mends=[('b', 0, 64, [5, 6])], saves=[(64, [[3, 4]])]" in said
     assert not any(each in said for each in ("700", "secret", "ticket"))
