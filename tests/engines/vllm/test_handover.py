@@ -13,7 +13,9 @@ from kvstore_client.engines.vllm.scheduler import SchedulerSide
 from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_ops.sidecar import Sidecar
 
-from tests.engines.vllm.engine import BLOCK, SPEC, Engine, blocks_of, matched, request
+from kvstore.errors import Exhausted
+from kvstore.planning.loading import Way
+from tests.engines.vllm.engine import BLOCK, SPEC, Engine, blocks_of, matched, request, scheduled
 from tests.server.raw import eventually
 from tests.simulated import ManualClock
 from tests.specs import tokens_of
@@ -32,13 +34,14 @@ def first(sidecar: Sidecar) -> Iterator[Engine]:
 class Second:
     """The scheduler of the engine that goes on with them, by a clock that stands."""
 
-    def __init__(self, address: str, *, is_alone: bool = True) -> None:
+    def __init__(self, address: str, *, is_alone: bool = True, planning: str = "off") -> None:
         self.clock = ManualClock()
-        self.client = connect(address)
+        self.client = connect(address, planning=planning)
         self.client.lookup(SPEC, tokens_of(COUNT, 1))
         eventually(lambda: self.client.connect_now().presence.is_there)
         self.side = SchedulerSide(
-            self.client, Adapters(SPEC), ConnectorSettings(chunk_tokens=16), BLOCK, clock=self.clock, is_alone=is_alone
+            self.client, Adapters(SPEC), ConnectorSettings(chunk_tokens=16, planning=planning), BLOCK,
+            clock=self.clock, is_alone=is_alone,
         )  # fmt: skip
 
     def asks_again(self, asked: Any) -> bool:
@@ -136,6 +139,52 @@ def test_what_the_engine_has_itself_is_not_waited_for(second: Second) -> None:
     asked = handed(708, 16)
     second.side.new_request(asked)
     assert matched(second.side, asked, 16) == (0, False)
+
+
+def test_a_request_that_was_preempted_waits_for_nobody(second: Second) -> None:
+    asked = handed(710)
+    second.side.new_request(asked)
+    assert matched(second.side, asked, WHOLE) == (0, False)
+    second.side.allocated(asked, (blocks_of(COUNT),), 0)
+    second.side.step(scheduled(asked.request_id, blocks_of(COUNT), WHOLE, COUNT - WHOLE))
+    assert not second.asks_again(asked)
+
+
+def test_while_no_sidecar_is_there_nothing_is_waited_for() -> None:
+    with Sidecar("--capacity", "32 MiB") as sidecar:
+        second = Second(sidecar.address)
+    asked = handed(711)
+    second.side.new_request(asked)
+    assert not second.asks_again(asked)
+    second.side.close()
+
+
+def test_what_cannot_be_held_is_not_waited_for(
+    first: Engine, second: Second, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise Exhausted("no room")
+
+    first.keep(request("first", tokens_of(COUNT, 712)[:16]), blocks_of(16))
+    monkeypatch.setattr(second.client, "lookup", refuse)
+    asked = handed(712)
+    second.side.new_request(asked)
+    assert not second.asks_again(asked)
+    assert caplog.text.count("the prompt is computed") == 1
+
+
+def test_a_load_is_planned_when_its_wait_has_ended(first: Engine, sidecar: Sidecar) -> None:
+    second = Second(sidecar.address, planning="observe")
+    first.keep(request("first", tokens_of(COUNT, 713)[:16]), blocks_of(16))
+    asked = handed(713)
+    second.side.new_request(asked)
+    for _ in range(3):
+        assert second.asks_again(asked)
+        second.clock.advance(WAIT_S_MAX / 3)
+    second.clock.advance(WAIT_S_MAX)
+    assert matched(second.side, asked, 0) == (16, True)
+    assert second.side._planner.counts == {Way.LOAD: 1}
+    second.side.close()
 
 
 def test_beside_other_connectors_nothing_is_waited_for(sidecar: Sidecar) -> None:

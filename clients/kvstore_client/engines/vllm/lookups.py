@@ -98,7 +98,7 @@ class PrefixLookups:
             return None
         if answer.refusal and self._may_wait(name, tracked, answer.refusal, is_alone=asked.is_alone, is_first=is_first):
             return None
-        if self._is_about_to_come(tracked, max(self._whole(answer.stored), computed), useful):
+        if answer.match.is_answered and self._is_about_to_come(tracked, answer.stored, computed, useful):
             self._ahead.pop(name, None)
             self.release(answer.match)
             return None
@@ -129,22 +129,27 @@ class PrefixLookups:
         _log.warning("kvstore: %s; the prompt is computed", refusal)
         return False
 
-    def _is_about_to_come(self, tracked: TrackedRequest, had: int, useful: int) -> bool:
-        """Return True where another engine keeps more of the prompt than can be ``had`` by now: it is looked up
-        again."""
-        wanted, now_s = min(self._whole(tracked.prefilled), useful), self._clock.monotonic()
-        if had >= wanted:
-            return False
-        if tracked.prefilled_until_s is None:
-            tracked.prefilled_until_s = now_s + WAIT_S_MAX
-        if now_s < tracked.prefilled_until_s:
+    def _is_awaited(self, tracked: TrackedRequest, stored: int, computed: int, useful: int) -> bool:
+        """Return True while another engine may yet keep more of the prompt than can be had by now."""
+        until_s = tracked.prefilled_until_s
+        is_short = max(self._whole(stored), computed) < min(self._whole(tracked.prefilled), useful)
+        return is_short and (until_s is None or self._clock.monotonic() < until_s)
+
+    def _is_about_to_come(self, tracked: TrackedRequest, stored: int, computed: int, useful: int) -> bool:
+        """Return True where a request is looked up again, because another engine may yet keep more of its prompt."""
+        now_s = self._clock.monotonic()
+        if self._is_awaited(tracked, stored, computed, useful):
+            if tracked.prefilled_until_s is None:
+                tracked.prefilled_until_s = now_s + WAIT_S_MAX
             tracked.look_again_s = now_s + PAUSE_S
             return True
-        _log.warning(
-            "kvstore: another engine computed %d tokens of a prompt, and %d of them came within %g s; the others are "
-            "computed", wanted, had, WAIT_S_MAX,
-        )  # fmt: skip
-        tracked.prefilled = 0
+        wanted, had = min(self._whole(tracked.prefilled), useful), max(self._whole(stored), computed)
+        if had < wanted:
+            _log.warning(
+                "kvstore: another engine computed %d tokens of a prompt, and %d of them came within %g s; the others "
+                "are computed", wanted, had, WAIT_S_MAX,
+            )  # fmt: skip
+            tracked.prefilled = 0
         return False
 
     def _ask(
@@ -161,7 +166,7 @@ class PrefixLookups:
             match = None if has_documents else self._client.peek(tracked.spec, prompt, hold=True, extras=extras)
         except KVStoreError as error:
             _log.warning("kvstore: %s; the prompt is computed", error.message)
-            match = Match(0, ())
+            match = NOTHING.match
         if match is not None:
             asked.answer.set_result(PrefixAnswer(match, match.prefix_token_count))
         else:
@@ -203,7 +208,9 @@ class PrefixLookups:
             with self._patience.watch():
                 match = self._lookup(tracked, prompt, extras)
                 stored = match.prefix_token_count
-                if self._may_mend(tracked, match, computed):
+                if self._may_mend(tracked, match, computed) or self._is_awaited(
+                    tracked, stored, computed, asked.useful
+                ):
                     return PrefixAnswer(match, stored)
                 decision = self._planner.decide(match, int(tracked.request.num_tokens), computed, others)
                 if decision is not None:

@@ -23,7 +23,8 @@ class PrefixAnswer:
     refusal: str = ""
 
 
-NOTHING = PrefixAnswer(Match(0, ()), 0)
+NOTHING = PrefixAnswer(Match(0, (), is_answered=False), 0)
+"""The answer to a lookup that failed: nobody says what is stored."""
 
 
 @dataclass

@@ -93,6 +93,7 @@ class SchedulerSide:
             return 0, False
         if any(tracked.block_ids):  # it was preempted, and these are other requests' by now
             tracked.block_ids = self._no_blocks()
+            tracked.prefilled = 0  # what another engine kept came before it ran, or never
         found = self._lookups.find(request, tracked, useful, computed)
         if found is None:
             return None, False
