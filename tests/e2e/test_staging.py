@@ -14,7 +14,7 @@ from kvstore_client.planes.shared_memory.staging import SEGMENT_BYTES, StagingPo
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.config import LimitSettings
-from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, Unavailable
 from kvstore.seams import mapping
 from kvstore.seams.mapping import HUGE_BYTES, SharedMap
 from tests.descriptors import open_files
@@ -252,6 +252,36 @@ def test_a_store_that_comes_while_idle_staging_goes_back_finds_room(
         pool.give_back_idle()
         store.join()
         assert came[0] is not None
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_staging_of_which_nobody_knows_whether_it_went_back_is_not_used_and_goes_back(
+    local_sidecar: Sidecar, is_taken: bool
+) -> None:
+    """A sidecar that stood still goes on, and may be reading for a store: then it refuses."""
+    with connect(local_sidecar.address) as client:
+        client.lookup(small_spec(), tokens_of(COUNT))
+        session: Any = client._context.connection.session()
+        pool: Any = StagingPool(session)
+        first = pool.take(HUGE_BYTES, HUGE_BYTES)
+        pool.give_back(first)
+        assert pool.give_back_idle()
+        close = session.close_staging
+
+        def answer_too_late(segment: int) -> None:
+            if is_taken:
+                close(segment)
+            raise DeadlineExceeded("the hand-off did not answer")
+
+        session.close_staging = answer_too_late
+        assert pool.give_back_idle()
+        run = pool.take(HUGE_BYTES, HUGE_BYTES)
+        assert run.staging_id != first.staging_id
+        pool.give_back(run)
+        session.close_staging = close
+        assert pool.give_back_idle()
+        assert not pool.give_back_idle()
+        assert staging_bytes(client) == 0
 
 
 def test_a_session_outlives_a_sidecar_that_stands_still_while_idle_staging_goes_back() -> None:

@@ -96,6 +96,14 @@ MUTANTS = [
         (f"{T_STAGING}::test_staging_that_the_sidecar_does_not_take_back_stays",),
     ),
     Mutant(
+        "staging-that-may-be-gone-is-written",
+        STAGING,
+        "        offset = None if self.may_be_gone else self._free.take(byte_count)\n",
+        "        offset = self._free.take(byte_count)\n",
+        "a store writes where the sidecar reads nothing any more, and is refused",
+        (f"{T_STAGING}::test_staging_of_which_nobody_knows_whether_it_went_back_is_not_used_and_goes_back",),
+    ),
+    Mutant(
         "late-answer-is-the-next-ones",
         MAPPED,
         "                    self._late_count += may_be_late and not come\n",

@@ -33,6 +33,8 @@ class StagingFile:
         self._free.give_back(0, mapping.byte_count)
         self.was_used = True
         """True when any of it was used since the last look for idle staging."""
+        self.may_be_gone = False
+        """True when nobody knows whether the sidecar has taken it back: it gives no runs any more."""
 
     @property
     def used_bytes(self) -> int:
@@ -41,7 +43,7 @@ class StagingFile:
     def take(self, byte_count: int) -> tuple[int, Bytes] | None:
         """Return the offset of a run, and the whole file's bytes, or None when there is no run. Those of the run are
         backed, and cause no more page faults. Raises Exhausted when the machine has no memory for it."""
-        offset = self._free.take(byte_count)
+        offset = None if self.may_be_gone else self._free.take(byte_count)
         if offset is None:
             return None
         try:
@@ -135,7 +137,7 @@ class StagingPool:
                 try:
                     self._session.close_staging(segment)
                 except DeadlineExceeded:
-                    closed.append(self._segments.pop(segment))
+                    file.may_be_gone = True  # or refused, when it goes on: it is asked again
                     break  # it stands still, and would let each further one wait
                 except KVStoreError:  # it may be reading for a store of this session, and does not look from where
                     continue
