@@ -300,6 +300,14 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "a-deletion-of-what-is-being-written",
+        f"{ROOM}/listing.py",
+        "            if refused.code in CHANGED - UNMATCHED:\n                return False\n",
+        "            if refused.code in CHANGED - UNMATCHED:\n                continue\n",
+        "kvstore scan --delete removes what a node puts right at that moment",
+        ("tests/tiers/s3/test_listing.py::test_a_deletion_leaves_alone_what_another_node_writes_at_that_moment",),
+    ),
+    Mutant(
         "a-node-that-may-not-write-sends-on-and-on",
         f"{ROOM}/tier.py",
         "                if (now_s := self._clock.monotonic()) < self._denied[0]:\n",

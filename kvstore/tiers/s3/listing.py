@@ -28,7 +28,7 @@ from kvstore.tiers.pace import limit_s
 from kvstore.tiers.s3.connection import S3Connection, together
 from kvstore.tiers.s3.looking import Looked, first_bytes, modified_s
 from kvstore.tiers.s3.objects import LOOK_S_MAX, REMOVE_S_MAX, VERSION, Result, bucket_of, finished, object_key
-from kvstore.tiers.s3.refusals import ABSENT, CHANGED, ODD, RETRIED, UNCONDITIONAL, Refused, told
+from kvstore.tiers.s3.refusals import ABSENT, CHANGED, ODD, RETRIED, UNCONDITIONAL, UNMATCHED, Refused, told
 
 HEADER_BYTES = 16 << 10
 """Bytes of an object that are read first. A longer header is read again."""
@@ -178,7 +178,9 @@ async def _removed(settings: S3Settings, each: Listed, connection: S3Connection)
         except Refused as refused:
             if refused.code in ABSENT:
                 return True
-            if refused.code not in CHANGED | UNCONDITIONAL:
+            if refused.code in CHANGED - UNMATCHED:
+                return False
+            if refused.code not in UNMATCHED | UNCONDITIONAL:
                 raise
         else:
             return True

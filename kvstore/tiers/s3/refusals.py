@@ -14,9 +14,8 @@ ARCHIVED = "InvalidObjectState"
 NO_BUCKET = "NoSuchBucket"
 """Only an answer with a body has this code: to a HEAD it is "404", as for a missing object."""
 DENIED = frozenset({"AccessDenied", "AllAccessDisabled", "AccountProblem", "MethodNotAllowed"})
-CHANGED = frozenset({
-    "412", "PreconditionFailed", "409", "ConditionalRequestConflict", "OperationAborted", "NoSuchUpload",
-})  # fmt: skip
+UNMATCHED = frozenset({"412", "PreconditionFailed"})
+CHANGED = UNMATCHED | {"409", "ConditionalRequestConflict", "OperationAborted", "NoSuchUpload"}
 """A condition on the object there does not hold, or another node writes it at this moment, or an upload has ended
 already: its last answer was lost."""
 TOO_SHORT = frozenset({"416", "InvalidRange"})

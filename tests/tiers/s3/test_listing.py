@@ -201,6 +201,24 @@ def test_a_store_that_looks_at_the_etag_of_a_deletion_spares_what_comes_at_that_
     stand.run(scenario)
 
 
+def test_a_deletion_leaves_alone_what_another_node_writes_at_that_moment(stand: S3Stand) -> None:
+    """The write may end at any time: a deletion without a condition would take what it brought."""
+
+    async def scenario() -> None:
+        await write(stand.tier, chunk(1))
+        [doomed] = await asyncio.to_thread(examined, stand)
+        asked = stand.switches.hears("DELETE")
+        done = asyncio.create_task(asyncio.to_thread(listing.delete_objects, stand.settings, [doomed]))
+        assert await asyncio.to_thread(asked.wait, 10)
+        stand.switches.hears("")
+        stand.switches.refusals = [(409, "ConditionalRequestConflict")]
+        stand.switches.turn_on()
+        assert await done == [False]
+        assert len(await asyncio.to_thread(examined, stand)) == 1
+
+    stand.run(scenario)
+
+
 async def test_only_the_object_that_was_refused_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listing, "PAUSES_S", (0.0,))
     asked: list[int] = []
