@@ -56,6 +56,14 @@ MUTANTS = [
         (f"{T_HANDED}::test_a_request_that_was_preempted_waits_for_nobody",),
     ),
     Mutant(
+        "waited-for-and-first",
+        LOOKUPS,
+        "                if not is_first or now_s < (tracked.prefilled_until_s or 0.0):",
+        "                if not is_first:",
+        "where memory is short, the requests behind one that waits are looked up again and again, and wait as long",
+        (f"{T_HANDED}::test_who_waits_for_another_engine_takes_no_turn_from_those_behind",),
+    ),
+    Mutant(
         "held-while-waited-for",
         LOOKUPS,
         "            self.release(answer.match)\n            return None\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -185,6 +186,33 @@ def test_a_load_is_planned_when_its_wait_has_ended(first: Engine, sidecar: Sidec
     assert matched(second.side, asked, 0) == (16, True)
     assert second.side._planner.counts == {Way.LOAD: 1}
     second.side.close()
+
+
+def test_who_waits_for_another_engine_takes_no_turn_from_those_behind(
+    first: Engine, second: Second, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory has room for what one request holds."""
+    for seed, count in ((714, 16), (715, COUNT)):
+        first.keep(request(f"first {seed}", tokens_of(COUNT, seed)[:count]), blocks_of(count))
+    asked, behind = handed(714), request("behind", tokens_of(COUNT, 715))
+    second.side.new_request(asked)
+    second.side.new_request(behind)
+    second.side._lookups._ahead_max = 1
+    assert second.asks_again(asked)
+    lookup, goes_on = second.client.lookup, threading.Event()
+
+    def wait(*given: Any, **more: Any) -> Any:
+        assert goes_on.wait(10)
+        return lookup(*given, **more)
+
+    monkeypatch.setattr(second.client, "lookup", wait)
+    assert second.side.matched(behind, 0) == (None, False)
+    second.clock.advance(WAIT_S_MAX / 10)
+    second.side._lookups.step_begins()
+    assert second.side.matched(asked, 0) == (None, False)
+    goes_on.set()
+    eventually(lambda: second.side._lookups._asked[behind.request_id].answer.done())
+    assert second.side.matched(behind, 0) == (WHOLE, True)
 
 
 def test_beside_other_connectors_nothing_is_waited_for(sidecar: Sidecar) -> None:

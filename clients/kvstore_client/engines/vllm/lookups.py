@@ -89,7 +89,7 @@ class PrefixLookups:
             if now_s < tracked.look_again_s:
                 return None
             if len(self._ahead) >= self._ahead_max:
-                if not is_first:
+                if not is_first or now_s < (tracked.prefilled_until_s or 0.0):  # those behind it may run meanwhile
                     return None
                 self.forget(next(reversed(self._ahead)))  # what those behind it hold would take its blocks
             asked = self._ask(name, request, tracked, useful, computed)

@@ -238,8 +238,9 @@ class MappedMemory(ClientSession):
         return answer.staging_id, mapping
 
     def close_staging(self, staging_id: int) -> None:
-        """Give staging back that nobody writes; again does no harm. Raises InvalidRequest while the sidecar reads any of
-        this session's; DeadlineExceeded where it stands still: when it goes on it takes it back, or refuses to."""
+        """Give staging back that nobody writes; once more does no harm. Raises InvalidRequest while the sidecar reads
+        any of this session's; DeadlineExceeded where it stands still: then it takes it back, or refuses to, when it
+        goes on."""
         self._exchange(StagingClose(staging_id), Done, may_be_late=True)
 
     def fill(self, reservation_id: int, fills: Sequence[pb.Fill], runs: Sequence[StagingRun], timeout_s: float) -> None:
