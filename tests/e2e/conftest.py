@@ -8,6 +8,8 @@ import pytest
 from kvstore_client import Client, connect
 from kvstore_ops.sidecar import TOKEN, Sidecar
 
+from tests.ports import free_port
+
 PLANES = ("local", "remote")
 
 
@@ -41,7 +43,9 @@ def client(sidecar: Sidecar) -> Iterator[Client]:
 @pytest.fixture
 def own_sidecar(plane: str) -> Iterator[Sidecar]:
     """A real server process of one test's own: it may be killed."""
-    with Sidecar("--capacity", "32 MiB", plane=plane) as running:
+    own = Sidecar("--capacity", "32 MiB", plane=plane)
+    own.tcp_address = f"127.0.0.1:{free_port()}"  # no connection takes it while the sidecar is being restarted
+    with own as running:
         yield running
 
 

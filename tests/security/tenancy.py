@@ -9,6 +9,8 @@ from typing import Any
 from kvstore_client import Client, connect
 from kvstore_ops.sidecar import Sidecar
 
+from tests.ports import free_port
+
 NAMES = ("a", "b")
 
 
@@ -29,6 +31,7 @@ def write_private(path: Path, text: str) -> str:
 def tenants_sidecar(*arguments: str, names: tuple[str, ...] = NAMES, nvme: str = "0", **settings: str) -> Sidecar:
     """Tenants with secrets and tokens, besides the default one; ``settings`` are more of the environment."""
     sidecar = Sidecar(*arguments, nvme=nvme, plane="remote")
+    sidecar.tcp_address = f"127.0.0.1:{free_port()}"  # no connection takes it while the sidecar is being restarted
     own: dict[str, str] = {}
     for name in names:
         section = f"KVSTORE__TENANTS__{name.upper()}__"
