@@ -181,15 +181,21 @@ def test_a_deletion_spares_what_was_stored_anew_since_it_was_examined(stand: S3S
     stand.run(scenario)
 
 
+async def begun_deletion(stand: S3Stand) -> tuple[listing.Listed, asyncio.Task[list[bool]]]:
+    """The one object, and its deletion, whose DELETE is on its way."""
+    await write(stand.tier, chunk(1))
+    [doomed] = await asyncio.to_thread(examined, stand)
+    asked = stand.switches.hears("DELETE")
+    done = asyncio.create_task(asyncio.to_thread(listing.delete_objects, stand.settings, [doomed]))
+    assert await asyncio.to_thread(asked.wait, 10)
+    return doomed, done
+
+
 def test_a_store_that_looks_at_the_etag_of_a_deletion_spares_what_comes_at_that_moment(stand: S3Stand) -> None:
     stand.switches.matches_deletes = True
 
     async def scenario() -> None:
-        await write(stand.tier, chunk(1))
-        [doomed] = await asyncio.to_thread(examined, stand)
-        asked = stand.switches.hears("DELETE")
-        done = asyncio.create_task(asyncio.to_thread(listing.delete_objects, stand.settings, [doomed]))
-        assert await asyncio.to_thread(asked.wait, 10)
+        doomed, done = await begun_deletion(stand)
         stand.put(doomed.storage_key, b"other bytes")
         stand.switches.turn_on()
         assert await done == [False]
@@ -205,16 +211,12 @@ def test_a_deletion_leaves_alone_what_another_node_writes_at_that_moment(stand: 
     """The write may end at any time: a deletion without a condition would take what it brought."""
 
     async def scenario() -> None:
-        await write(stand.tier, chunk(1))
-        [doomed] = await asyncio.to_thread(examined, stand)
-        asked = stand.switches.hears("DELETE")
-        done = asyncio.create_task(asyncio.to_thread(listing.delete_objects, stand.settings, [doomed]))
-        assert await asyncio.to_thread(asked.wait, 10)
+        doomed, done = await begun_deletion(stand)
         stand.switches.hears("")
         stand.switches.refusals = [(409, "ConditionalRequestConflict")]
         stand.switches.turn_on()
         assert await done == [False]
-        assert len(await asyncio.to_thread(examined, stand)) == 1
+        assert await asyncio.to_thread(examined, stand) == [doomed]
 
     stand.run(scenario)
 
