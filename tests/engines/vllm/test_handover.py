@@ -90,6 +90,12 @@ def test_what_is_not_kept_is_not_said_to_be(first: Engine) -> None:
     assert first.scheduler.finished("unknown") is None
 
 
+def test_a_save_that_is_not_made_is_not_promised(first: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of blocks that a draft has read ahead of, or whose ranks' store nobody begins."""
+    monkeypatch.setattr(first.scheduler._behind, "are_of", lambda *_: False)
+    assert finished(first, 720, {ASKED: True}) is None
+
+
 def test_the_second_engine_waits_for_what_the_first_keeps(first: Engine, second: Second) -> None:
     asked = handed(703)
     second.side.new_request(asked)

@@ -107,6 +107,7 @@ class PrefixLookups:
         else:
             tracked.refused_s = None
         tracked.kept = max(tracked.kept, self._whole(answer.stored))
+        tracked.promised = max(tracked.promised, self._whole(answer.stored))
         stop = min(self._whole(self._naming.sure_tokens(answer.match.prefix_token_count)), useful)
         found = self._found[name] = FoundPrefix(answer.match, useful, stop, asked.since_s, answer.decision)
         return found

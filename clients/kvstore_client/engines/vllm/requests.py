@@ -56,7 +56,8 @@ class FoundPrefix:
 @dataclass
 class TrackedRequest:
     """A request with blocks worth keeping, now or later. ``block_ids``: by group of layers, as they were given, also
-    those that have left a window since. ``kept``: leading tokens known to be stored.
+    those that have left a window since. ``kept``: leading tokens that are stored, or of which nothing more is kept;
+    ``promised``: those of them that are stored, or are being saved.
     ``held``: the chunks that it was given to load. ``was_cut``: a worker could not load some of its blocks.
     ``documents``: those over whose caches it may be computed. ``preamble``: the tokens before the document that its
     prompt is, which is kept by itself; None: it is none.
@@ -68,6 +69,7 @@ class TrackedRequest:
     spec: ModelSpec
     block_ids: list[list[int]]
     kept: int = 0
+    promised: int = 0
     held: Match = NOTHING.match
     has_failed: bool = False
     is_doubtful: bool = False

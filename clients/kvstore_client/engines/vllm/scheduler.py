@@ -226,6 +226,7 @@ class SchedulerSide:
             save = self._save(tracked, start, stop, output)
             if save is not None:
                 step.saves.append(save)
+                tracked.promised = tracked.kept
         return step
 
     def _save(self, tracked: TrackedRequest, start: int, stop: int, output: ScheduledStep) -> Save | None:
@@ -345,7 +346,7 @@ class SchedulerSide:
         self._had.pop(request_id, None)
         self._unnamed.discard(request_id)
         self._lookups.end(request_id)
-        return None if tracked is None or tracked.is_doubtful else handed_over(tracked.request, tracked.kept)
+        return None if tracked is None or tracked.is_doubtful else handed_over(tracked.request, tracked.promised)
 
     def new_request(self, request: EngineRequest) -> None:
         self._lookups.waiting.add(str(request.request_id))
