@@ -3,12 +3,13 @@
 torch and numpy copy one tensor at a time: a view of each costs more than 100 KB of bytes, and rows of 32 KiB come at
 half of what memcpy moves. A thread of the compiled code's own helps the caller's. Needs a C compiler when it is
 installed; without one ``batch_of`` returns None, and callers copy by torch or numpy. ``copy_checked`` also digests what
-it writes; it and its seeds take a processor with AVX2, and return None elsewhere. ``alike_columns`` tells where many
-tensors lie. ``KVSTORE_COPIES=plain`` in the environment does as no compiler.
+it writes, and ``digests_of`` what lies there; they and their seeds take a processor with AVX2, and return None
+elsewhere. ``alike_columns`` tells where many tensors lie. ``KVSTORE_COPIES=plain`` in the environment does as no
+compiler.
 """
 
 from kvstore_copies.batch import HELPED_BYTES, Batch, Blocks, address_of, batch_of, is_compiled
-from kvstore_copies.checked import copy_checked, is_checked_compiled, keyed_words
+from kvstore_copies.checked import copy_checked, digests_of, is_checked_compiled, keyed_words
 from kvstore_copies.tensors import Alike, Questions, alike_columns
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "alike_columns",
     "batch_of",
     "copy_checked",
+    "digests_of",
     "is_checked_compiled",
     "is_compiled",
     "keyed_words",

@@ -1,5 +1,5 @@
-/* Copies pieces of memory, and digests what it writes in the same pass: the memory is read once, and the digest is of
- * the copy, whoever writes the source meanwhile.
+/* Digests pieces of memory, where they lie or in the same pass as it copies them: the memory is read once then, and the
+ * digest is of the copy, whoever writes the source meanwhile.
  *
  * The digest is XXH3-128 with a seed, as xxHash 0.8 has it (Yann Collet, BSD 2-Clause; https://xxhash.com), for lengths
  * that are whole stripes and above 240 bytes. Seeds are BLAKE3's, keyed, of eight bytes each (J. O'Connor, J.-P. Aumasson,
@@ -96,16 +96,18 @@ AVX2 static inline __m256i mixed(__m256i sum, __m256i secret)
     return _mm256_add_epi64(_mm256_mul_epu32(value, prime), _mm256_slli_epi64(high, 32));
 }
 
+enum { STORES, STREAMS, DIGESTS }; /* ways to write a copy: into the caches, past them, or not at all */
+
 AVX2 static inline void copy_stripe(
-    char *target, const char *source, const char *secret, __m256i *low, __m256i *high, int streams)
+    char *target, const char *source, const char *secret, __m256i *low, __m256i *high, int way)
 {
     __m256i first = _mm256_loadu_si256((const __m256i *)source), second = _mm256_loadu_si256((const __m256i *)source + 1);
     __asm__ volatile("" : "+x"(first), "+x"(second)); /* no compiler may read the source again: it may be another's */
-    if (streams) { /* see copy_row in copies.c */
+    if (way == STREAMS) { /* see copy_row in copies.c */
         _mm_prefetch(source + AHEAD, _MM_HINT_NTA);
         _mm256_stream_si256((__m256i *)target, first);
         _mm256_stream_si256((__m256i *)target + 1, second);
-    } else {
+    } else if (way == STORES) {
         _mm256_storeu_si256((__m256i *)target, first);
         _mm256_storeu_si256((__m256i *)target + 1, second);
     }
@@ -114,7 +116,7 @@ AVX2 static inline void copy_stripe(
 }
 
 AVX2 static inline __attribute__((always_inline)) void copy_piece(
-    char *target, const char *source, uint64_t count, uint64_t seed, unsigned char *digest, int streams)
+    char *target, const char *source, uint64_t count, uint64_t seed, unsigned char *digest, int way)
 {
     uint64_t words[SECRET_WORDS];
     uint64_t sums[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
@@ -125,13 +127,13 @@ AVX2 static inline __attribute__((always_inline)) void copy_piece(
     uint64_t left = count / STRIPE;
     for (; left > STRIPES; left -= STRIPES) {
         for (int i = 0; i < STRIPES; i++, target += STRIPE, source += STRIPE)
-            copy_stripe(target, source, secret + 8 * i, &low, &high, streams);
+            copy_stripe(target, source, secret + 8 * i, &low, &high, way);
         low = mixed(low, _mm256_loadu_si256((const __m256i *)last));
         high = mixed(high, _mm256_loadu_si256((const __m256i *)last + 1));
     }
     for (; left > 1; left--, target += STRIPE, source += STRIPE, secret += 8)
-        copy_stripe(target, source, secret, &low, &high, streams);
-    copy_stripe(target, source, last - 7, &low, &high, streams);
+        copy_stripe(target, source, secret, &low, &high, way);
+    copy_stripe(target, source, last - 7, &low, &high, way);
     _mm256_storeu_si256((__m256i *)sums, low);
     _mm256_storeu_si256((__m256i *)sums + 1, high);
     secret = (const char *)words;
@@ -159,11 +161,22 @@ AVX2 void kvstore_copy_checked_1(
         const char *from = source + starts[i];
         uint64_t count = (uint64_t)(stops[i] - starts[i]);
         if (streams)
-            copy_piece(to, from, count, seeds[i], digests + 16 * i, 1);
+            copy_piece(to, from, count, seeds[i], digests + 16 * i, STREAMS);
         else
-            copy_piece(to, from, count, seeds[i], digests + 16 * i, 0);
+            copy_piece(to, from, count, seeds[i], digests + 16 * i, STORES);
     }
     _mm_sfence(); /* streaming stores are not ordered with what this thread does next */
+}
+
+/* Write the digests of ``piece_count`` pieces where they lie. Lengths are as for a copy. */
+AVX2 void kvstore_digest_1(
+    char *data, uint64_t piece_count, const int64_t *starts, const int64_t *stops, const uint64_t *seeds,
+    unsigned char *digests)
+{
+    for (uint64_t i = 0; i < piece_count; i++) {
+        char *piece = data + starts[i];
+        copy_piece(piece, piece, (uint64_t)(stops[i] - starts[i]), seeds[i], digests + 16 * i, DIGESTS);
+    }
 }
 
 #else

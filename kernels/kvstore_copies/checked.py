@@ -1,4 +1,4 @@
-"""Copies memory and digests the copy in the same pass; and makes many seeds at once."""
+"""Digests memory, while it copies it or where it lies; and makes many seeds at once."""
 
 from __future__ import annotations
 
@@ -34,9 +34,19 @@ def copy_checked(target: Bytes, source: Bytes, starts: Offsets, stops: Offsets, 
     at = address_of(target)
     streams = int(stops.max()) >= STREAM_BYTES and not (at % STRIPE_BYTES or (starts % STRIPE_BYTES).any())
     digests = np.empty(len(seeds) * DIGEST_BYTES, np.uint8)
-    offsets = np.ascontiguousarray(starts, np.int64), np.ascontiguousarray(stops, np.int64)
-    kept: tuple[NDArray[Any], ...] = *offsets, np.array(seeds, np.uint64), digests
+    kept = _kept(starts, stops, seeds, digests)
     copy(at, address_of(source), len(seeds), *map(address_of, kept), streams)
+    return digests.tobytes()
+
+
+def digests_of(data: Bytes, starts: Offsets, stops: Offsets, seeds: Sequence[int]) -> bytes | None:
+    """Return XXH3-128 of each piece with its seed, 16 bytes each. Arguments, and None, as for ``copy_checked``."""
+    digest = _compiled("kvstore_digest_1")
+    if digest is None or not _are_regular(data, data, starts, stops, seeds, is_written=False):
+        return None
+    digests = np.empty(len(seeds) * DIGEST_BYTES, np.uint8)
+    kept = _kept(starts, stops, seeds, digests)
+    digest(address_of(data), len(seeds), *map(address_of, kept))
     return digests.tobytes()
 
 
@@ -58,11 +68,19 @@ def keyed_words(key: bytes, messages: NDArray[Any]) -> list[int] | None:
     return words.tolist()
 
 
-def _are_regular(target: Bytes, source: Bytes, starts: Offsets, stops: Offsets, seeds: Sequence[int]) -> bool:
+def _kept(starts: Offsets, stops: Offsets, seeds: Sequence[int], digests: Bytes) -> tuple[NDArray[Any], ...]:
+    """Return the arrays that compiled code reads and writes, in its order."""
+    offsets = np.ascontiguousarray(starts, np.int64), np.ascontiguousarray(stops, np.int64)
+    return *offsets, np.array(seeds, np.uint64), digests
+
+
+def _are_regular(
+    target: Bytes, source: Bytes, starts: Offsets, stops: Offsets, seeds: Sequence[int], *, is_written: bool = True
+) -> bool:
     """Return True for pieces that the compiled code takes. Raises AssertionError for what no caller may give."""
     if not starts.size or not all(each.flags.c_contiguous for each in (target, source)):
         return False
-    if starts.shape != stops.shape or not target.flags.writeable:  # also under ``python -O``
+    if starts.shape != stops.shape or (is_written and not target.flags.writeable):  # also under ``python -O``
         raise AssertionError("a piece starts and stops, and the target may be written")
     lengths = stops - starts
     if int(lengths.min()) < PIECE_BYTES_MIN or (lengths % STRIPE_BYTES).any():
@@ -84,6 +102,7 @@ def _compiled(name: str) -> Any:
     function.restype = None
     function.argtypes = {
         "kvstore_copy_checked_1": [pointer, pointer, number, *[pointer] * 4, number],
+        "kvstore_digest_1": [pointer, number, *[pointer] * 4],
         "kvstore_keyed_words_1": [ctypes.c_char_p, number, pointer, pointer],
     }[name]
     return function

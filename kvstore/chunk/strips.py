@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from kvstore_copies import copy_checked
+from kvstore_copies import copy_checked, digests_of
 from numpy.typing import NDArray
 
 from kvstore.chunk.checksum import CHECKSUM_BYTES, seeds_of, strip_key
@@ -53,6 +53,9 @@ class StripRun:
     def checksums(self, data: Bytes) -> bytes:
         """Return the checksums of the strips, 16 bytes each. ``data`` begins with the run."""
         seeds = seeds_of(self.key, self.layers, self.heads)
+        found = digests_of(data, self.starts, self.stops, seeds)
+        if found is not None:
+            return found
         strips = zip(self.starts.tolist(), self.stops.tolist(), seeds, strict=True)
         return b"".join([xxhash.xxh3_128_digest(data[start:stop].data, seed) for start, stop, seed in strips])
 

@@ -1,4 +1,5 @@
-"""Copies that are digested in the same pass: the library's digests, of what was written, and no byte beside."""
+"""Memory that is digested, also in the pass that copies it: the library's digests, of what was written, and no byte
+beside."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import xxhash
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvstore_copies import checked, copy_checked, is_compiled, keyed_words
+from kvstore_copies import checked, copy_checked, digests_of, is_compiled, keyed_words
 from numpy.typing import NDArray
 
 from tests.conftest import ROOT
@@ -61,6 +62,9 @@ def test_digests_are_the_librarys_and_no_byte_beside_is_touched(
     ]
     assert found == b"".join(wanted)
     assert (memory == expected).all()
+    source.flags.writeable = memory.flags.writeable = False
+    for each in (source, memory[begin:]):
+        assert digests_of(each, starts, stops, seeds[: len(stripes)]) == found, "where it lies"
 
 
 @given(key=st.binary(min_size=32, max_size=32), messages=st.lists(st.binary(min_size=8, max_size=8), max_size=9))
@@ -113,6 +117,7 @@ def test_other_lengths_are_left_to_others(length: int) -> None:
     source, target = np.ones(8192, np.uint8), np.zeros(8192, np.uint8)
     starts, stops = np.array([0, 1024]), np.array([1024, 1024 + length])
     assert copy_checked(target, source, starts, stops, [1, 2]) is None
+    assert digests_of(source, starts, stops, [1, 2]) is None
     assert not target.any()
 
 
@@ -120,6 +125,7 @@ def test_memory_that_does_not_lie_in_one_piece_is_left_to_others() -> None:
     apart = np.zeros(2048, np.uint8)[::2]
     assert copy_checked(apart, np.ones(1024, np.uint8), np.array([0]), np.array([1024]), [1]) is None
     assert copy_checked(np.ones(1024, np.uint8), apart, np.array([0]), np.array([1024]), [1]) is None
+    assert digests_of(apart, np.array([0]), np.array([1024]), [1]) is None
     assert not apart.any()
 
 
@@ -138,6 +144,8 @@ def test_pieces_outside_the_memory_are_refused(starts: list[int], stops: list[in
     for one, other in ((target, source), (source, target)):
         with pytest.raises(AssertionError):
             copy_checked(one, other, np.array(starts), np.array(stops), seeds)
+    with pytest.raises(AssertionError):
+        digests_of(target, np.array(starts), np.array(stops), seeds)
 
 
 def test_a_target_that_may_not_be_written_is_refused() -> None:
