@@ -131,15 +131,15 @@ MUTANTS = [
     Mutant(
         "fewer-stops-than-starts",
         CHECKED,
-        "starts.shape != stops.shape or not target.flags.writeable",
-        "not target.flags.writeable",
+        "starts.shape != stops.shape or (is_written and not target.flags.writeable)",
+        "is_written and not target.flags.writeable",
         "what lies behind the offsets is a length",
         (f"{T_CHECKED}::test_pieces_outside_the_memory_are_refused",),
     ),
     Mutant(
         "a-target-that-may-not-be-written",
         CHECKED,
-        "starts.shape != stops.shape or not target.flags.writeable",
+        "starts.shape != stops.shape or (is_written and not target.flags.writeable)",
         "starts.shape != stops.shape",
         "memory that others only read is written",
         (f"{T_CHECKED}::test_a_target_that_may_not_be_written_is_refused",),
