@@ -173,7 +173,7 @@ class Regions:
         while True:
             count = min(count, (self._budget_bytes() - PAGE_BYTES) // slot_bytes)
             if count < 1:
-                raise Exhausted(f"the NVMe tier is full: {remedy_of(self.by_number.values(), self.capacity_bytes)}")
+                raise self.full()
             try:
                 return self._make(slot_bytes, count)
             except OSError as error:
@@ -269,6 +269,10 @@ class Regions:
     def has_budget(self, slot_bytes: int) -> bool:
         """Return True when the capacity has room for a file with one slot of that size."""
         return self._budget_bytes() >= PAGE_BYTES + slot_bytes
+
+    def full(self) -> Exhausted:
+        """Return the error for a slot for which the capacity has no room."""
+        return Exhausted(f"the NVMe tier is full: {remedy_of(self.by_number.values(), self.capacity_bytes)}")
 
     def could_hold(self, slot_bytes: int) -> bool:
         """Return True when the capacity would have room for such a file without the other files."""

@@ -247,11 +247,13 @@ class NvmeTier:
 
     async def _find_room(self, slot_bytes: int) -> None:
         """Make a free slot: in a new file; else by evicting a chunk; else in a file that takes the place of others."""
-        try:
-            await self._run(self._keepers, self.regions.create, slot_bytes)
-            return
-        except Exhausted as error:
-            refusal = error
+        refusal = None
+        if self.regions.has_budget(slot_bytes):
+            try:
+                await self._run(self._keepers, self.regions.create, slot_bytes)
+                return
+            except Exhausted as error:
+                refusal = error
         if self.regions.could_hold(slot_bytes):
             is_evicted = self._evict(slot_bytes)
             await self.erasures.erase_doomed()
@@ -263,7 +265,7 @@ class NvmeTier:
                 await self.erasures.erase_doomed()
                 idle = self.regions.idle_region(slot_bytes)
             if idle is None:
-                raise refusal
+                raise refusal or self.regions.full()
             self.regions.retire(idle)
             self._faults.reach("nvme.region.retired")
             await self._run(self._keepers, self.regions.remove_file, idle)
