@@ -10,7 +10,6 @@ from itertools import count
 
 from kvstore.arena import Placement
 from kvstore.catalog import Catalog, MappedCopies, RowIdentity
-from kvstore.chunk import parse_header
 from kvstore.errors import DataLoss, DeadlineExceeded, KVStoreError, PermissionDenied, Unavailable
 from kvstore.movement.demands import Demands
 from kvstore.movement.left import LeftChunks
@@ -24,7 +23,7 @@ from kvstore.movement.targets import MoveTarget
 from kvstore.seams import Clock, FaultPoints
 from kvstore.spec import Durability
 from kvstore.telemetry import Counters
-from kvstore.tiers import IS_FULL, PART, UploadState
+from kvstore.tiers import IS_FULL, PART, Residency, UploadState
 
 LANE_COUNT = 8
 """Chunks on their way to a tier at once: enough to keep a device busy and to share its syncs."""
@@ -246,7 +245,7 @@ class Writes:
         placement = self._memory.placement(row)
         residency = self._memory.residency(row)
         try:
-            await self._write_held(row, placement)
+            await self._write_held(row, placement, residency)
             self.parked.has_taken(row)
             if self.reason and not self.is_draining:
                 self._refusals.taken()
@@ -255,15 +254,20 @@ class Writes:
             if self._memory.holds(row, placement):  # else the chunk left memory meanwhile, and was perhaps stored anew
                 await self._removal.quarantine(self._memory, row, residency)
 
-    async def _write_held(self, row: int, placement: Placement) -> None:
-        layout = self._names.of(row).layout
-        header = parse_header(placement.pieces[0], layout)
-        residency = await self.target.write(header, layout, placement.pieces)
+    async def _write_held(self, row: int, placement: Placement, residency: Residency) -> None:
+        """Write memory's copy, opened: should it fail a check meanwhile, its room takes another chunk only once nothing
+        reads it. A value's bytes in a slot that nobody knows of would come back after a newer value."""
+        name = self._names.of(row)
+        opened = await self._memory.tier.open(name, residency)
+        try:
+            written = await self.target.write(opened.header, name.layout, placement.pieces)
+        finally:
+            opened.close()
         self._faults.reach(f"{self.target.name}.acknowledge")
         if not self._memory.holds(row, placement) or not self._lacks(row):
-            self.target.discard(row, residency)
+            self.target.discard(row, written)
             return
-        self.target.keep(row, residency)
+        self.target.keep(row, written)
         self._counters.add_of(self.target.name, "written_chunks")
         self._counters.add_of(self.target.name, "written_bytes", placement.byte_count)
 

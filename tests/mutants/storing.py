@@ -224,6 +224,14 @@ MUTANTS = [
         ("tests/controller/test_cancelled.py::test_a_store_that_waits_for_room",),
     ),
     Mutant(
+        "memory-given-away-under-a-write",
+        "kvstore/movement/writes.py",
+        "        opened = await self._memory.tier.open(name, residency)\n        try:\n",
+        "        opened = await self._memory.tier.open(name, residency)\n        opened.close()\n        try:\n",
+        "a value's bytes lie in a slot that nobody knows of, and come back after a newer value",
+        ("tests/tiers/nvme/test_meanwhile.py::test_memory_that_a_write_reads_takes_no_other_chunk",),
+    ),
+    Mutant(
         "cancelled-shard-that-stays",
         COMMIT,
         "            async with asyncio.timeout(until.left_s):\n                await reservation.ended.wait()\n",

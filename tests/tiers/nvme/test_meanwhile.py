@@ -246,3 +246,27 @@ def test_a_removed_file_is_synced_in_no_others_place(tmp_path: Path) -> None:
         await tier.close(None)
 
     asyncio.run(scenario())
+
+
+def test_memory_that_a_write_reads_takes_no_other_chunk() -> None:
+    """The copy in memory failed a check while it waited for the device, and leaves. Another chunk's bytes in its slot
+    would be known to nobody."""
+    service = DeviceService(arena_chunks=2)
+
+    async def scenario() -> None:
+        go_on = held_up(service, "write", after=False)
+        await service.store(service.session, 1)
+        memory, row = service.mapped, row_of(service, 1)
+        await asyncio.sleep(0.01)
+        pieces = memory.placement(row).pieces
+        before = [piece.copy() for piece in pieces]
+        await service.controller.parts.movement.removal.quarantine(memory, row, memory.residency(row))
+        for number in (2, 3):
+            await service.store(service.session, number)
+        assert all((one == other).all() for one, other in zip(pieces, before, strict=True))
+        go_on()
+        assert (await service.settled(2)).durability is Durability.LOCAL
+        await service.keep(4)
+        assert service.arena.chunk_count == len(list(memory.rows()))
+
+    service.run(scenario)
