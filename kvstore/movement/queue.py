@@ -53,7 +53,8 @@ class MoveQueue:
         self._aside: dict[int, Priority] = {}
         self._moving: dict[int, int] = {}
         self._moving_bytes = 0
-        self._wake = asyncio.Event()
+        self._lanes: dict[asyncio.Future[None], Collection[Priority]] = {}
+        """The callers of ``take`` that wait, the first one first, with their classes."""
 
     def __len__(self) -> int:
         """Count the moves that wait, are set aside, or are on their way."""
@@ -82,13 +83,13 @@ class MoveQueue:
                 if priority < other:
                     del rows[row]
                     self._waiting[priority][row] = None
-                    self._wake.set()  # callers that take no row of the lower class may take this one now
+                    self._wake()  # callers that take no row of the lower class may take this one now
                 return True
         if len(self) >= QUEUE_COUNT_MAX:
             return False
         self._waiting[priority][row] = None
         self._chunks[row] = identity
-        self._wake.set()
+        self._wake()
         return True
 
     def cancel(self, rows: Iterable[int]) -> None:
@@ -99,6 +100,7 @@ class MoveQueue:
                 waiting.pop(row, None)
             if row not in self._moving:
                 self._chunks.pop(row, None)
+        self._wake()  # the first row may have been too large for now
 
     def set_aside(self, row: int, priority: Priority) -> None:
         """End a move that did not begin: it waits aside until it is resumed."""
@@ -117,7 +119,7 @@ class MoveQueue:
             priority = self._aside.pop(row, None)
             if priority is not None:
                 self._waiting[priority][row] = None
-        self._wake.set()
+        self._wake()
 
     def waiting(self) -> Iterator[int]:
         """Return the rows whose chunks wait, in the order in which they go."""
@@ -125,22 +127,42 @@ class MoveQueue:
 
     async def take(self, classes: Collection[Priority] = tuple(Priority)) -> int:
         """Return the next row of these classes, as soon as its bytes may be on their way. ``done`` ends its move."""
-        while (row := self._next(classes)) is None:
-            self._wake.clear()
-            await self._wake.wait()
-        return row
-
-    def _next(self, classes: Collection[Priority]) -> int | None:
-        for row in self._ordered(classes):
-            byte_count = self._byte_count_of(row)
-            if self._moving and self._moving_bytes + byte_count > IN_FLIGHT_BYTES_MAX:
-                return None
+        try:
+            while (row := self._next(classes)) is None:
+                self._wake()
+                await self._woken(classes)
             for waiting in self._waiting.values():
                 waiting.pop(row, None)
-            self._moving[row] = byte_count
-            self._moving_bytes += byte_count
+            self._moving[row] = self._byte_count_of(row)
+            self._moving_bytes += self._moving[row]
             return row
-        return None
+        finally:
+            self._wake()
+
+    async def _woken(self, classes: Collection[Priority]) -> None:
+        """Wait until ``_wake`` chooses this caller."""
+        lane = asyncio.get_running_loop().create_future()
+        self._lanes[lane] = classes
+        try:
+            await lane
+        finally:
+            del self._lanes[lane]
+
+    def _wake(self) -> None:
+        """Wake the first caller of ``take`` that waits and may go on. One is woken at a time: when it has taken its
+        row, takes none, or is cancelled, it wakes the next one. So a row wakes one caller, and not all of them."""
+        if not any(lane.done() for lane in self._lanes):
+            for lane, classes in self._lanes.items():
+                if self._next(classes) is not None:
+                    lane.set_result(None)
+                    return
+
+    def _next(self, classes: Iterable[Priority]) -> int | None:
+        """Return the first row of these classes, unless its bytes are too many for now."""
+        row = next(self._ordered(classes), None)
+        if row is None or not self._moving:
+            return row
+        return row if self._moving_bytes + self._byte_count_of(row) <= IN_FLIGHT_BYTES_MAX else None
 
     def _ordered(self, classes: Iterable[Priority]) -> Iterator[int]:
         """Return the rows that wait and are not on their way already, in the order in which they go."""
@@ -151,4 +173,4 @@ class MoveQueue:
         self._moving_bytes -= self._moving.pop(row)
         if row not in self._aside and not any(row in each for each in self._waiting.values()):
             self._chunks.pop(row, None)
-        self._wake.set()
+        self._wake()
