@@ -72,6 +72,10 @@ class Loads:
         """Batches to be read, each with the trace and log context of its request."""
         self.loading_bytes = 0
 
+    def __contains__(self, row: int) -> bool:
+        """Return True while a chunk is on its way to memory."""
+        return row in self._loading
+
     async def run(self) -> None:
         """Read the chunks that ``begin`` asks for, for ever."""
         async with asyncio.TaskGroup() as group:

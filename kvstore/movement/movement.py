@@ -340,6 +340,7 @@ class Movement:
             copies.used(keys, chain)
         if self.hbm is not None:
             self.hbm.used(chain)
+        self.readbacks.used(chain)
         self.uses.count(chain)
 
     # ------------------------------------------------------------ copies go

@@ -4,6 +4,7 @@ memory gives them up again."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 
 from kvstore.catalog import Catalog, MappedCopies, RowIdentity
@@ -37,15 +38,23 @@ class ReadBacks:
         now. Unless it ``is_urgent``, chunks that no slower tier has do not make way for it."""
         if row in self._memory:
             return True
+        is_for_readers = row in self._loads
         found, _ = self._loads.begin([row], frozenset([row]), evict_unwritten=is_urgent)
         loading = found[0] if found else None  # None: there is no room
         if loading is not None:
-            self._counters.add("read_back_chunks")
-            self._lent[row] = self._table.identity(row)
+            if not is_for_readers:
+                self._counters.add("read_back_chunks")
+                self._lent[row] = self._table.identity(row)
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit_s(READ_BACK_S_MAX, loading.layout.total_bytes)):
                     await loading_ended(loading)
         return row in self._memory
+
+    def used(self, chain: Sequence[int]) -> None:
+        """Record that requests use these chunks: those that came for a move stay like any others."""
+        if self._lent:
+            for row in chain:
+                self._lent.pop(row, None)
 
     def give_back(self, row: int) -> None:
         """Remove a chunk from memory that came only for a move, once it is not held. A chunk that has the row of such a
