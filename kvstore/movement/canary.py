@@ -53,6 +53,8 @@ class Canaries:
         self._policies = policies
         self._left: dict[str, bytes] = {}
         """By shared tier, the key of a canary that it did not remove."""
+        self._unsure: dict[str, bytes] = {}
+        """By shared tier, the key of a canary that failed to be written, and may be there all the same."""
 
     async def run(self) -> None:
         """Send canaries, and have tiers tidy up, for ever."""
@@ -136,14 +138,15 @@ class Canaries:
 
     async def _through(self, shared: SharedCopies) -> None:
         """Raises DataLoss when the tier gives other bytes back, or none."""
-        key = self._random.bytes(32)  # other nodes' canaries have other keys
+        key = self._unsure.pop(shared.tier.name, b"") or self._random.bytes(32)  # other nodes' have other keys
         header, pieces = _canary_chunk(self._random.bytes(_LAYOUT.body_bytes), self._random.bytes(16), key)
         found = [np.zeros_like(piece) for piece in pieces[1:]]
         try:
             await shared.tier.write(header, _LAYOUT, pieces)
         except BaseException:
+            self._unsure[shared.tier.name] = key  # the next one takes its place, should it not go now
             with suppress(Unavailable, PermissionDenied):
-                await shared.tier.remove([key])  # it may have come through all the same
+                await shared.tier.remove([key])
             raise
         try:
             stored = await shared.tier.open(ChunkName(key, _LAYOUT))

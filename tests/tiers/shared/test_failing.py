@@ -317,6 +317,29 @@ def test_canaries_do_not_pile_up_where_nothing_may_be_removed(world: World, monk
     world.run(scenario)
 
 
+def test_nor_where_a_tier_goes_away_once_it_has_taken_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        movement = world.one.controller.parts.movement
+        canaries, shared = movement.canaries, movement.shared_tiers.tiers[0]
+        write = shared.tier.write
+
+        async def taken(*arguments: Any) -> None:
+            await write(*arguments)
+            world.switches.turn_on(Switch.AWAY)
+            raise Unavailable("no answer came")
+
+        for _ in range(2):
+            with monkeypatch.context() as patch:
+                patch.setattr(shared.tier, "write", taken)
+                assert await canaries.shared_canary(shared) is False
+            world.switches.turn_off()
+            assert len(world.engine.values) == 1
+        assert await canaries.shared_canary(shared)
+        assert not world.engine.values
+
+    world.run(scenario)
+
+
 def test_a_limit_that_is_reached_is_no_canarys_failure(tmp_path: Path) -> None:
     world = World(tmp_path, capacity_bytes=100, evicts=False)
 
