@@ -83,7 +83,9 @@ class LocalTarget:
         """Do nothing: the catalog knows exactly what a local tier has."""
 
     def admits(self, row: int) -> bool:
-        return self._copies.policy.admits(self._table.digests[row], *self._catalog.worth(row))
+        byte_count, cost = self._catalog.worth(row)
+        # 0: a chunk of an earlier life, whose layout is not known before its model is registered
+        return byte_count > 0 and self._copies.policy.admits(self._table.digests[row], byte_count, cost)
 
     def wants(self, row: int) -> bool:
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvstore.errors import Unavailable
 from kvstore.spec import Durability, Encoding, MissReason, StoreState
 from tests.fakes import FilesSettings, FilesTier
 from tests.simulated import InlineWorkers, SimulatedDisk
+from tests.specs import small_spec
 from tests.tiers.service import DeviceService
 
 ENCODINGS = [Encoding.RAW, Encoding.LZ4]
@@ -230,6 +232,24 @@ def test_a_device_that_proves_nothing_delays_no_promise_of_another_tier(
         before_s = service.clock.monotonic()
         assert (await service.settled(1)).durability is Durability.LOCAL
         assert service.clock.monotonic() - before_s < 1.0
+
+    service.run(scenario)
+
+
+def test_a_slower_tier_takes_no_chunk_of_a_model_that_nobody_registered_yet(tmp_path: Path) -> None:
+    """Its layout is not known, so that it cannot be read."""
+    service = TwoTiers(tmp_path / "files")
+
+    async def scenario() -> None:
+        await service.of(small_spec(model_id="other")).keep(1)
+        await service.clock.sleep(5.0)  # both tiers have it
+        await service.restart(meanwhile=lambda: shutil.rmtree(tmp_path / "files"))
+        files = service.controller.parts.movement.writes[1]
+        files.drain()
+        files.resume()
+        await service.clock.sleep(5.0)
+        assert (files.reason, service.counters()["files_refused_chunks"]) == ("", 0)
+        assert await service.of(small_spec(model_id="other")).fetch(1) == (1, MissReason.NONE)
 
     service.run(scenario)
 
