@@ -19,7 +19,7 @@ from kvstore.movement import Fate
 from kvstore.movement.clearing import ClearingPlan
 from kvstore.spec import LayerSpec, MissReason
 from kvstore.tiers import WritePolicy
-from tests.controller.service import Service
+from tests.controller.service import Service, soon
 from tests.controller.test_operators import Held, meant_rows, pause, words_of
 from tests.fakes import ObjectSettings, ObjectTier
 from tests.simulated import InlineWorkers
@@ -136,6 +136,28 @@ async def test_a_pin_that_fails_half_way_leaves_earlier_ones_as_they_were(monkey
         service.clock.advance(50)
         pins.expire()
         assert len(pins) == 2
+
+
+@pytest.mark.parametrize("count", [1, UNDONE_AT_ONCE + 1])
+async def test_what_one_operator_pins_stays_when_another_one_gives_a_pin_of_it_up(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``count``: the chunks that the other one has pinned by then, this one among them."""
+    monkeypatch.setattr("kvstore.controller.operators.turns.STEP_S", 0.0)
+    chunks = count + 100
+    async with Held(*((number,) for number in range(chunks)), chunks=chunks) as held:
+        pins, digest = held.service.parts.pins, held.service.query(0).digests[0].hex()
+        other = asyncio.ensure_future(words_of(held.operators.pin(Selection(), 0, dry_run=False)))
+        await soon(lambda: len(pins) >= count)
+        one = asyncio.ensure_future(words_of(held.operators.pin(Selection(digest=digest), 0, dry_run=False)))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not other.done()
+        other.cancel()
+        assert await one == {"pinned": 1}
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert pins.rows() == [0]
 
 
 async def test_pins_that_are_set_anew_end_when_the_last_word_says() -> None:

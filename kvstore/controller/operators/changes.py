@@ -71,6 +71,7 @@ class Changes:
         self._table = parts.catalog.table
         self._movement = parts.movement
         self._turns = turns
+        self._pinning = asyncio.Lock()
 
     async def _picked(self, chosen: Chosen, turn: Turn) -> Meant:
         """Return all selected chunks. A row may belong to another chunk by the time of its use: users compare the
@@ -125,20 +126,22 @@ class Changes:
     # ------------------------------------------------------------ pins
 
     async def pin(self, chosen: Chosen, seconds: float, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
-        """Pin all selected chunks with their ancestors, or none. Raises Exhausted past limits.pin_bytes_max."""
+        """Pin all selected chunks with their ancestors, or none; one request after the other: what is undone of one was
+        not pinned by another since. Raises Exhausted past limits.pin_bytes_max."""
         pins, turn = self._parts.pins, self._turns.begin()
         meant = await self._picked(chosen, turn)
-        new: dict[int, int] = {}
-        for row, identity in map(meant.at, range(len(meant))):
-            for above in pins.above(row) if self._is_it(row, identity) else ():
-                if above in new:
-                    break
-                new[above] = self._size(above)
-            await turn.between()
-        pins.check(sum(new.values()))
-        tally = Tally(len(meant))
+        tally, new = Tally(len(meant)), dict[int, int]()
         pinned: list[tuple[int, float | None]] = []
+        turn.end()
+        await self._pinning.acquire()
         try:
+            for row, identity in map(meant.at, range(len(meant))):
+                await turn.between()
+                for above in pins.above(row) if self._is_it(row, identity) else ():
+                    if above in new:
+                        break
+                    new[above] = self._size(above)
+            pins.check(sum(new.values()))
             for row, identity in map(meant.at, range(len(meant))):
                 await turn.between()
                 tally.done_count += 1
@@ -146,13 +149,13 @@ class Changes:
                     tally.add(WORDS[Fate.GONE], 0)
                     continue
                 if not dry_run:
-                    until_s = pins.until_s(row)
+                    pinned.append((row, pins.until_s(row)))
                     pins.pin(row, seconds)
-                    pinned.append((row, until_s))
                 tally.add(PINNED, self._size(row))
         except BaseException:  # the limit was reached after all, or the caller went: all or nothing
             self._undo(pinned)
             raise
+        self._pinning.release()
         yield ChangeNews(tally, is_last=True)
 
     def _undo(self, pinned: list[tuple[int, float | None]]) -> None:
@@ -163,6 +166,8 @@ class Changes:
         del pinned[:UNDONE_AT_ONCE]
         if pinned:
             asyncio.get_running_loop().call_soon(self._undo, pinned)
+        else:
+            self._pinning.release()
 
     async def unpin(self, chosen: Chosen, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """End the pins of the selected chunks, also of chunks that left all tiers in spite of them. An ancestor of
