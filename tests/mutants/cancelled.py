@@ -80,8 +80,8 @@ MUTANTS = [
     Mutant(
         "pinned-by-half",
         CHANGES,
-        "        except BaseException:  # the limit was reached after all, or the caller went: all or nothing\n",
-        "        except Exception:\n",
+        "            except BaseException:  # the limit was reached after all, or the caller went: all or nothing\n",
+        "            except Exception:\n",
         "an operator who gives a pin up has pinned some of it",
         (f"{CUT_CHANGES}::test_a_change",),
     ),

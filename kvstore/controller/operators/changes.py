@@ -72,6 +72,7 @@ class Changes:
         self._movement = parts.movement
         self._turns = turns
         self._pinning = asyncio.Lock()
+        self._to_undo: list[tuple[int, float | None]] = []  # the rest of a pin that was given up
 
     async def _picked(self, chosen: Chosen, turn: Turn) -> Meant:
         """Return all selected chunks. A row may belong to another chunk by the time of its use: users compare the
@@ -132,30 +133,30 @@ class Changes:
         meant = await self._picked(chosen, turn)
         tally, new = Tally(len(meant)), dict[int, int]()
         pinned: list[tuple[int, float | None]] = []
-        turn.end()
-        await self._pinning.acquire()
-        try:
-            for row, identity in map(meant.at, range(len(meant))):
-                await turn.between()
-                for above in pins.above(row) if self._is_it(row, identity) else ():
-                    if above in new:
-                        break
-                    new[above] = self._size(above)
-            pins.check(sum(new.values()))
-            for row, identity in map(meant.at, range(len(meant))):
-                await turn.between()
-                tally.done_count += 1
-                if not self._is_it(row, identity):
-                    tally.add(WORDS[Fate.GONE], 0)
-                    continue
-                if not dry_run:
-                    pinned.append((row, pins.until_s(row)))
-                    pins.pin(row, seconds)
-                tally.add(PINNED, self._size(row))
-        except BaseException:  # the limit was reached after all, or the caller went: all or nothing
-            self._undo(pinned)
-            raise
-        self._pinning.release()
+        async with self._pinning:
+            while self._to_undo:
+                await turn.next()
+            try:
+                for row, identity in map(meant.at, range(len(meant))):
+                    await turn.between()
+                    for above in pins.above(row) if self._is_it(row, identity) else ():
+                        if above in new:
+                            break
+                        new[above] = self._size(above)
+                pins.check(sum(new.values()))
+                for row, identity in map(meant.at, range(len(meant))):
+                    await turn.between()
+                    tally.done_count += 1
+                    if not self._is_it(row, identity):
+                        tally.add(WORDS[Fate.GONE], 0)
+                        continue
+                    if not dry_run:
+                        pinned.append((row, pins.until_s(row)))
+                        pins.pin(row, seconds)
+                    tally.add(PINNED, self._size(row))
+            except BaseException:  # the limit was reached after all, or the caller went: all or nothing
+                self._undo(pinned)
+                raise
         yield ChangeNews(tally, is_last=True)
 
     def _undo(self, pinned: list[tuple[int, float | None]]) -> None:
@@ -164,10 +165,9 @@ class Changes:
         for row, until_s in pinned[:UNDONE_AT_ONCE]:
             self._parts.pins.restore(row, until_s)
         del pinned[:UNDONE_AT_ONCE]
+        self._to_undo = pinned
         if pinned:
             asyncio.get_running_loop().call_soon(self._undo, pinned)
-        else:
-            self._pinning.release()
 
     async def unpin(self, chosen: Chosen, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """End the pins of the selected chunks, also of chunks that left all tiers in spite of them. An ancestor of
