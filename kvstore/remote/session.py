@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import suppress
 from pathlib import Path
 
-from kvstore.errors import Exhausted, Unavailable
+from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, Unavailable
 from kvstore.handoff.messages import (
     PROTOCOL_VERSION,
     Answer,
@@ -25,6 +26,9 @@ from kvstore.seams.mapping import SharedMap, closing_all
 from kvstore.wire import METADATA_SESSION
 
 EXCHANGE_TIMEOUT_S = 5.0
+IDLE_S = 30.0
+"""Staging that was not used for so many seconds goes back to the sidecar: all sessions share a budget of it
+(``limits.staging_bytes_total_max``)."""
 
 
 class StagingSegment:
@@ -33,6 +37,8 @@ class StagingSegment:
     def __init__(self, staging_id: int, mapping: SharedMap) -> None:
         self.staging_id = staging_id
         self.bytes = mapping.bytes
+        self.was_used = True
+        """True when it was used since the last look for idle staging."""
 
 
 class SidecarSession:
@@ -42,6 +48,8 @@ class SidecarSession:
         self._connection = connection
         self._turn = asyncio.Lock()
         self._idle: list[StagingSegment] = []
+        self._looking: asyncio.Task[None] | None = None
+        """Looks for idle staging, while there is any that is not in use."""
         self._owed = False
         """True while an answer is outstanding. After a cancelled exchange nobody waits for it."""
         self._has_news = asyncio.Event()
@@ -77,11 +85,13 @@ class SidecarSession:
         """The metadata that names this session in a call to the sidecar."""
         return ((METADATA_SESSION, self.secret),)
 
-    async def exchange(self, question: Question, kind: type[Said]) -> tuple[Said, list[int]]:
-        """Ask a question, and return its answer, of this kind, with its descriptors. Raises the typed error of a
-        refusal; Unavailable when no answer came."""
+    async def exchange(
+        self, question: Question, kind: type[Said], timeout_s: float | None = EXCHANGE_TIMEOUT_S
+    ) -> tuple[Said, list[int]]:
+        """Ask a question, and return its answer, of this kind, with its descriptors. ``timeout_s``: None waits until
+        the session ends. Raises the typed error of a refusal; Unavailable when no answer came."""
         try:
-            async with self._turn, asyncio.timeout(EXCHANGE_TIMEOUT_S):
+            async with self._turn, asyncio.timeout(timeout_s):
                 while self._owed:
                     await self._take_owed()
                 await asyncio.get_running_loop().sock_sendall(self._connection, encode(question))
@@ -101,7 +111,7 @@ class SidecarSession:
             if isinstance(answer, StagingAnswer):
                 check_descriptors(answer, descriptors)
                 mapping = SharedMap(descriptors[0], answer.byte_count, writable=True)
-                self._idle.append(StagingSegment(answer.staging_id, mapping))
+                self.give_back(StagingSegment(answer.staging_id, mapping))
 
     async def _receive(self) -> tuple[Answer, list[int]]:
         while True:
@@ -130,12 +140,15 @@ class SidecarSession:
                 return segment
         try:
             answer, descriptors = await self.exchange(StagingQuestion(byte_count), StagingAnswer)
-        except Exhausted:
+        except Exhausted as full:
             if not self._idle:
                 raise
             # Idle segments that are too small count against the session's limits, until they are closed: that goes on
             # when this stream is cancelled.
-            await asyncio.shield(self.exchange(StagingClose(self._idle.pop().staging_id), Done))
+            try:
+                await asyncio.shield(self._close_segment(self._idle.pop(), EXCHANGE_TIMEOUT_S))
+            except InvalidRequest:
+                raise full from None
             return await self.take_segment(byte_count)
         with closing_all(descriptors):
             try:
@@ -149,7 +162,37 @@ class SidecarSession:
     def give_back(self, segment: StagingSegment) -> None:
         """Give a segment back, which nobody writes and the sidecar does not read any more."""
         if self.is_open:
+            segment.was_used = True
             self._idle.append(segment)
+            if self._looking is None:
+                self._looking = asyncio.get_running_loop().create_task(self._look())  # seam: ends with the session
+
+    async def _look(self) -> None:
+        while self._idle:
+            await asyncio.sleep(IDLE_S)
+            await self.give_back_idle()
+        self._looking = None
+
+    async def give_back_idle(self) -> None:
+        """Give staging back to the sidecar that was not used since the last call. The session may end meanwhile."""
+        unused = [each for each in self._idle if not each.was_used]
+        for segment in self._idle:
+            segment.was_used = False
+        for segment in unused:
+            if segment in self._idle:  # no stream has taken it meanwhile
+                self._idle.remove(segment)
+                with suppress(KVStoreError):  # it is kept, or the session has ended
+                    # However long that takes: a sidecar that stands still ends no session for the sake of this.
+                    await self._close_segment(segment, None)
+
+    async def _close_segment(self, segment: StagingSegment, timeout_s: float | None) -> None:
+        """Have the sidecar close an idle segment. Raises InvalidRequest while it reads staging for a store of this
+        session: it does not look from where, and the segment is kept."""
+        try:
+            await self.exchange(StagingClose(segment.staging_id), Done, timeout_s)
+        except InvalidRequest:
+            self.give_back(segment)
+            raise
 
     def close(self) -> None:
         """End the session, here and in the sidecar. Who waits for an answer gets Unavailable. Idempotent."""
@@ -159,4 +202,6 @@ class SidecarSession:
             self._has_news.set()
         self.is_open = False
         self._idle.clear()
+        if self._looking is not None:
+            self._looking.cancel()
         self._connection.close()

@@ -183,4 +183,15 @@ MUTANTS = [
         "a client is given another one's staging",
         ("tests/server/test_remote_session.py::test_a_question_that_was_cancelled_leaves_no_answer_for_the_next",),
     ),
+    Mutant(
+        "idle-staging-is-waited-for-as-for-an-answer",
+        SESSION,
+        "                    await self._close_segment(segment, None)\n",
+        "                    await self._close_segment(segment, EXCHANGE_TIMEOUT_S)\n",
+        "a sidecar that stands still for some seconds ends the sessions of clients that did nothing",
+        (
+            "tests/server/test_remote_session.py::"
+            "test_idle_staging_is_looked_for_and_a_sidecar_that_stands_still_ends_no_session",
+        ),
+    ),
 ]

@@ -1,9 +1,11 @@
-"""The remote plane's hand-off: a question that is given up, or whose session ends, takes nobody else's answer."""
+"""The remote plane's hand-off: a question that is given up, or whose session ends, takes nobody else's answer; and
+staging goes back when it is not used."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +14,9 @@ from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Exhausted, Unavailable
 from kvstore.handoff.messages import Done, LookedUp, RegionsAnswer, RegionsQuestion
+from kvstore.remote import session as remote_session
 from kvstore.remote.session import SidecarSession
+from tests.server.test_remote_receiving import SEGMENT_BYTES, session_of, until
 
 
 @pytest.mark.parametrize("given_up", [1, 2])
@@ -92,3 +96,65 @@ async def test_a_stream_that_is_cancelled_while_it_makes_room_leaves_no_staging_
         await asyncio.wait([taking])
     assert (await session.take_segment(8 << 20)).bytes.size == 8 << 20
     session.close()
+
+
+async def test_staging_that_is_being_read_makes_no_room_and_is_kept(short_of_staging: Sidecar) -> None:
+    """The sidecar closes none while it reads some for the session: who asks for more is told of the limit."""
+    async with session_of(short_of_staging) as service:
+        session, reservation_id = service.session, await service.reserve(1)
+        filled, idle = [await session.take_segment(4 << 20) for _ in range(2)]
+        session.give_back(filled)
+        movers = short_of_staging.mover_pids()
+        for pid in movers:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            filling = service.receiving(reservation_id)
+            await until(lambda: not session._idle)
+            session.give_back(idle)
+            with pytest.raises(Exhausted, match="staging_bytes_max"):
+                await session.take_segment(8 << 20)
+        finally:
+            for pid in movers:
+                os.kill(pid, signal.SIGCONT)
+        assert await filling
+        assert (await session.take_segment(8 << 20)).bytes.size == 8 << 20
+
+
+async def test_staging_that_nobody_uses_goes_back(own_sidecar: Sidecar) -> None:
+    """What a stream has, or was given since the last look, stays."""
+    async with session_of(own_sidecar) as service:
+        session = service.session
+        taken, used, idle = [await session.take_segment(SEGMENT_BYTES) for _ in range(3)]
+        for each in (used, idle):
+            session.give_back(each)
+        await session.give_back_idle()
+        assert await service.staging_bytes() == 3 * SEGMENT_BYTES
+        assert await session.take_segment(SEGMENT_BYTES) is used
+        session.give_back(used)
+        await session.give_back_idle()
+        assert session._idle == [used]
+        assert await service.staging_bytes() == 2 * SEGMENT_BYTES
+        session.give_back(taken)
+        for _ in range(2):
+            await session.give_back_idle()
+        assert await service.staging_bytes() == 0
+
+
+async def test_idle_staging_is_looked_for_and_a_sidecar_that_stands_still_ends_no_session(
+    own_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with session_of(own_sidecar) as service:
+        session = service.session
+        monkeypatch.setattr(remote_session, "IDLE_S", 0.05)
+        monkeypatch.setattr(remote_session, "EXCHANGE_TIMEOUT_S", 0.1)
+        for _ in range(2):
+            segment = await session.take_segment(SEGMENT_BYTES)
+            os.kill(own_sidecar.pid, signal.SIGSTOP)
+            try:
+                session.give_back(segment)
+                await until(lambda: not session._idle)
+                await asyncio.sleep(0.3)  # nobody answers meanwhile
+            finally:
+                os.kill(own_sidecar.pid, signal.SIGCONT)
+            await until(lambda: session._looking is None)
+            assert await service.staging_bytes() == 0
