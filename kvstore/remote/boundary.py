@@ -13,7 +13,6 @@ import grpc
 from kvstore.config import DEFAULT_TENANT
 from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, PermissionDenied, Unauthenticated
 from kvstore.remote.node import Node
-from kvstore.remote.renewal import LOOK_INTERVAL_S
 from kvstore.remote.session import SidecarSession
 from kvstore.remote.tokens import AccessTokens
 from kvstore.server.rpc import LASTING, Context, abort
@@ -36,8 +35,10 @@ class Guard:
         self._nodes = nodes
         self._call_count_max = call_count_max
         self._calls: Counter[tuple[str, bool]] = Counter()
+        self._open: dict[asyncio.Task[Any], tuple[Node, Any]] = {}
+        """The calls whose tasks have not ended, each with its tenant's sidecar and its metadata."""
 
-    def enter(self, node: Node, method: str, call: asyncio.Task[Any]) -> None:
+    def enter(self, node: Node, method: str, metadata: Any, call: asyncio.Task[Any]) -> None:
         """Count a call of a tenant until its task ends: those that last as long as their callers, and the others, each
         by themselves, so that others are served however many last. Raises Exhausted past remote.call_count_max."""
         lasts = method.rpartition("/")[2] in LASTING_REMOTE
@@ -46,6 +47,8 @@ class Guard:
             raise Exhausted(f"{self._call_count_max} {kind} at once: {remedy}, or raise remote.call_count_max")
         self._calls[node.tenant, lasts] += 1
         call.add_done_callback(lambda _: self._calls.subtract(((node.tenant, lasts),)))
+        self._open[call] = node, metadata
+        call.add_done_callback(self._open.pop)
 
     def node(self, metadata: Any) -> Node:
         """Return the sidecar of the caller's tenant, by his token. Raises Unauthenticated."""
@@ -59,11 +62,25 @@ class Guard:
                 "(remote.token_file, or its tenant's), or ask by the unix socket"
             )
 
-    async def until_gone(self, node: Node, context: Context) -> None:
-        """Wait for the client to go. Raises Unauthenticated once his token does not name this tenant any more."""
-        while self.node(context.invocation_metadata()) is node:  # noqa: ASYNC110 - files change without a word
-            await asyncio.sleep(LOOK_INTERVAL_S)
-        raise Unauthenticated("the token is another tenant's by now: connect again")
+    def check_call(self) -> None:
+        """Raises Unauthenticated where the token of this task's call does not name its tenant any more."""
+        call = asyncio.current_task()
+        assert call is not None
+        self._check(call)
+
+    def _check(self, call: asyncio.Task[Any]) -> None:
+        node, metadata = self._open[call]
+        if self.node(metadata) is not node:
+            raise Unauthenticated("the token is another tenant's by now: connect again")
+
+    def end_gone(self) -> None:
+        """End the calls whose tokens do not name their tenants any more, also those whose clients neither send nor take
+        anything."""
+        for call in list(self._open):
+            try:
+                self._check(call)
+            except Unauthenticated:
+                call.cancel()
 
     def said(self, node: Node) -> str:
         """Return the tenant's name in logs; empty where the default tenant is the only one."""
@@ -105,7 +122,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grp
         call = asyncio.current_task()
         assert call is not None
         try:
-            self._guard.enter(node, details.method, call)
+            self._guard.enter(node, details.method, details.invocation_metadata, call)
         except Exhausted as error:
             return _refusal(error)
         return await continuation(details)
@@ -118,13 +135,22 @@ def _refusal(error: KVStoreError) -> Any:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def guarded(function: Callable[..., Awaitable[Any]], name: str, counters: Counters) -> Callable[..., Awaitable[Any]]:
+def guarded(
+    function: Callable[..., Awaitable[Any]], name: str, counters: Counters, check: Callable[[], None]
+) -> Callable[..., Awaitable[Any]]:
     """Return the handler with its errors turned into statuses. A call whose client has gone, or does not take the
-    status, is cancelled."""
+    status, is cancelled. ``check``: raises the error of a call that was cancelled here."""
+
+    async def run(request: Any, context: Context) -> Any:
+        try:
+            return await function(request, context)
+        except asyncio.CancelledError:
+            check()
+            raise
 
     async def handle(request: Any, context: Context) -> Any:
         try:
-            return await function(request, context)
+            return await run(request, context)
         except grpc.aio.InternalError as error:  # its client went: gRPC says so a moment later
             raise asyncio.CancelledError from error
         except Exception as error:  # noqa: BLE001 - the boundary: everything becomes a status

@@ -92,28 +92,34 @@ class Door:
             raise Unavailable(f"remote.address = {address}: cannot listen there")
         return int(port)
 
+    def end_gone(self) -> None:
+        """End the calls, and with them the sessions, whose tokens are gone."""
+        self._guard.end_gone()
+
     def _register(self) -> None:
         for service, methods in FORWARDED.items():
             handlers = {name: self._unary(self._forward(service, name), name) for name in methods}
             for name in FORWARDED_STREAMS[service]:
-                stream = guarded(self._forward_stream("unary_stream", service, name), name, self._counters)
+                stream = self._guarded(self._forward_stream("unary_stream", service, name), name)
                 handlers[name] = grpc.unary_stream_rpc_method_handler(stream)
             if service == ADMIN:
                 handlers[REFUSED] = self._unary(self._refuse, REFUSED)
             self._add(service, handlers)
-        talk = self._forward_stream("stream_stream", PREFILLS, "PartialPrefill")
-        talk = guarded(talk, "PartialPrefill", self._counters)
+        talk = self._guarded(self._forward_stream("stream_stream", PREFILLS, "PartialPrefill"), "PartialPrefill")
         profiles = {name: self._unary(self._forward(PREFILLS, name), name) for name in FORWARDED_PROFILES}
         self._add(PREFILLS, {"PartialPrefill": grpc.stream_stream_rpc_method_handler(talk), **profiles})
         own = {
-            "Connect": grpc.unary_stream_rpc_method_handler(guarded(self._connect, "Connect", self._counters)),
-            "FetchBytes": grpc.unary_stream_rpc_method_handler(guarded(self._fetch, "FetchBytes", self._counters)),
-            "StoreBytes": grpc.stream_unary_rpc_method_handler(guarded(self._store, "StoreBytes", self._counters)),
+            "Connect": grpc.unary_stream_rpc_method_handler(self._guarded(self._connect, "Connect")),
+            "FetchBytes": grpc.unary_stream_rpc_method_handler(self._guarded(self._fetch, "FetchBytes")),
+            "StoreBytes": grpc.stream_unary_rpc_method_handler(self._guarded(self._store, "StoreBytes")),
         }
         self._add("kvstore.v1.RemoteService", own)
 
     def _unary(self, function: Callable[..., Awaitable[bytes]], name: str) -> Any:
-        return grpc.unary_unary_rpc_method_handler(guarded(function, name, self._counters))
+        return grpc.unary_unary_rpc_method_handler(self._guarded(function, name))
+
+    def _guarded(self, function: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Awaitable[Any]]:
+        return guarded(function, name, self._counters, self._guard.check_call)
 
     def _add(self, service: str, handlers: dict[str, Any]) -> None:
         generic = grpc.method_handlers_generic_handler(service, handlers)
@@ -189,7 +195,7 @@ class Door:
                 message_bytes=self._message_bytes,
             )  # fmt: skip
             await context.write(opened.SerializeToString())
-            await self._guard.until_gone(node, context)
+            await asyncio.Event().wait()
         finally:
             node.close_session(session)
             _log.info("session ended", extra={"session": session.session_id})

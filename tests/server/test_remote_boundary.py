@@ -22,6 +22,6 @@ async def test_a_client_that_went_while_it_was_written_to_is_no_failure_of_the_s
 
     counters = Counters()
     with pytest.raises(asyncio.CancelledError):
-        await guarded(sent, "FetchBytes", counters)(b"", None)
+        await guarded(sent, "FetchBytes", counters, lambda: None)(b"", None)
     assert not caplog.records
     assert not counters.snapshot().get("requests_failed")

@@ -13,9 +13,11 @@ from kvstore.errors import Unauthenticated, Unavailable
 from kvstore.remote.renewal import LOOK_INTERVAL_S, RenewedFiles
 from kvstore.spec import Durability
 from kvstore.v1 import cache_pb2 as pb
+from kvstore.v1 import remote_pb2 as rpb
 from tests.e2e.remote.certificates import make_certificates, needs_openssl, shown, tls_sidecar
 from tests.e2e.remote.peers import SPEC, Peer, left, status
-from tests.e2e.test_failures import until
+from tests.e2e.remote.silent import SilentPeer
+from tests.e2e.test_failures import large_cache, large_spec, until
 from tests.specs import random_cache, tokens_of
 
 OTHER = "another-token-of-this-sidecar"
@@ -88,9 +90,34 @@ def test_a_token_that_is_gone_ends_the_sessions_that_it_opened(own_remote: Sidec
         file.write_text(f"{OTHER}\n")
         until(lambda: left(own_remote)[0] == 1, WAIT_S)
         assert status(gone.stream) == "UNAUTHENTICATED"
-        assert status(watches[0]) == "OK"
+        assert status(watches[0]) == "UNAUTHENTICATED"
         stays.reserve(SPEC, 1, 1)
         watches[1].cancel()
+
+
+def test_a_token_that_is_gone_ends_calls_whose_clients_stand_still() -> None:
+    """They kept the places of the tenant's other clients, and all of its sessions, as long as their connections lived;
+    and a prefix that was being fetched came to its end."""
+    environment = {**os.environ, "KVSTORE__REMOTE__CALL_COUNT_MAX": "8"}
+    with Sidecar("--capacity", "32 MiB", environment=environment, plane="remote") as sidecar:
+        file = sidecar.directory / "tokens"
+        file.write_text(f"{TOKEN}\n{OTHER}\n")
+        tokens, cache = large_cache(1, 12)
+        with connect(sidecar.address) as client:
+            assert client.store(large_spec(), tokens, cache).wait(20.0) is Durability.MEMORY
+        until(lambda: is_let_in(sidecar, token=OTHER), WAIT_S)
+        with Peer(sidecar) as stays, Peer(sidecar, OTHER) as gone, SilentPeer(sidecar, OTHER) as silent:
+            reading = gone.fetch(large_spec(), tokens)
+            next(reading)
+            silent.begin("Connect", rpb.ConnectRequest(version=1).SerializeToString())
+            until(lambda: left(sidecar)[0] == 3)
+            for _ in range(8):
+                silent.begin("/kvstore.v1.CacheService/Lookup")
+            until(lambda: status(lambda: [stays.reserve(SPEC, 1, 1)]) == "RESOURCE_EXHAUSTED")
+            file.write_text(f"{TOKEN}\n")
+            until(lambda: left(sidecar)[0] == 1, WAIT_S)
+            assert status(reading) == "UNAUTHENTICATED"
+            stays.reserve(SPEC, 1, 1)
 
 
 def test_files_are_read_again_when_they_change_and_only_then(tmp_path: Path) -> None:
