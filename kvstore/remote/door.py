@@ -57,7 +57,6 @@ OPTIONS = (
     # often than every five minutes: idle clients would lose their sessions.
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
 )
-_log = logging.getLogger("kvstore.remote")
 
 
 class Door:
@@ -188,7 +187,7 @@ class Door:
             )
         node = self._guard.node(context.invocation_metadata())
         session = await node.open_session()
-        _log.info("session opened", extra={"session": session.session_id, "peer": context.peer()})
+        node.lines.line(logging.INFO, "session opened", session=session.session_id, peer=context.peer())
         try:
             opened = rpb.ConnectResponse(
                 secret=session.secret, session_id=session.session_id, server_pid=session.server_pid,
@@ -198,7 +197,7 @@ class Door:
             await asyncio.Event().wait()
         finally:
             node.close_session(session)
-            _log.info("session ended", extra={"session": session.session_id})
+            node.lines.line(logging.INFO, "session ended", session=session.session_id)
 
     async def _fetch(self, request: bytes, context: Context) -> None:
         """Send a leased prefix, bytes included."""

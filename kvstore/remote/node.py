@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from kvstore.remote.session import SidecarSession
 from kvstore.seams import LongWork, SystemClock
 from kvstore.seams.mapping import Bytes, SharedMap, closing_all
 from kvstore.spec import ModelSpec
+from kvstore.telemetry import BoundedLines
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import cache_pb2_grpc
 from kvstore.wire import spec_from_message, unpack_fields
@@ -46,6 +48,8 @@ class Node:
         self.inbox = Inbox(TENANT_MESSAGES, "tenant")
         self.long_work = LongWork(SystemClock())
         """The pauses of the tenant's long streams: this process's loop is all tenants'."""
+        self.lines = BoundedLines(logging.getLogger("kvstore.remote"), SystemClock())
+        """The log lines that the tenant's clients can cause without end."""
         self._models: OrderedDict[bytes, ModelSpec] = OrderedDict()
         self.generations = np.empty(0, np.uint64)
         options = (("grpc.max_receive_message_length", REPLY_BYTES_MAX), ("grpc.use_local_subchannel_pool", 1))

@@ -45,6 +45,7 @@ from kvstore.seams import Clock
 from kvstore.server.descriptors import HELLO_COUNT_MAX
 from kvstore.server.outbox import Outbox, Unread
 from kvstore.server.render import parse_query
+from kvstore.telemetry import BoundedLines
 from kvstore.tiers.hbm import Pool
 from kvstore.v1 import cache_pb2 as pb
 
@@ -71,6 +72,7 @@ class Handoff:
         self._limits = limits
         self._pool = pool
         self._connection_count = 0
+        self._lines = BoundedLines(_log, clock)
 
     async def serve(self, listener: socket.socket, group: asyncio.TaskGroup) -> None:
         """Accept for ever; each connection is a task of ``group``."""
@@ -121,7 +123,7 @@ class Handoff:
         except KVStoreError as error:
             self._refuse(connection, error)
         except OSError as error:
-            _log.info("hand-off connection lost", extra={"reason": str(error)})
+            self._lines.line(logging.INFO, "hand-off connection lost", reason=str(error))
         except Exception:  # noqa: BLE001 - the boundary: a bug of ours ends this session, not the service
             _log.exception("hand-off failed")
         finally:
@@ -133,11 +135,11 @@ class Handoff:
     def _refuse(self, connection: socket.socket, error: KVStoreError) -> None:
         """Tell a peer why it is disconnected; it may be gone already."""
         self._controller.count("sessions_refused")
-        _log.warning("hand-off refused", extra={"reason": error.message[:MESSAGE_CHARACTERS_MAX]})
+        self._lines.line(logging.WARNING, "hand-off refused", reason=error.message[:MESSAGE_CHARACTERS_MAX])
         try:
             self._outbox.send(connection, Refusal.of(error))
         except (OSError, Unread) as reason:
-            _log.info("refusal not taken", extra={"reason": str(reason)})
+            self._lines.line(logging.INFO, "refusal not taken", reason=str(reason))
 
     async def _linger(self, connection: socket.socket) -> None:
         """Keep the connection, which counts against the tenant's limit, until the peer has read all descriptors."""
@@ -232,7 +234,7 @@ class Handoff:
             else:
                 self._count(done)
         except KVStoreError as error:  # not answered: the client would take a refusal for the next question's answer
-            _log.warning("uses were not counted", extra={"reason": error.message})
+            self._lines.line(logging.WARNING, "uses were not counted", reason=error.message)
 
     def _count(self, done: LookedUp) -> None:
         counts = asdict(done)

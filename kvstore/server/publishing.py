@@ -27,6 +27,7 @@ from kvstore.errors import Unavailable
 from kvstore.keys import ROOT_DIGEST
 from kvstore.seams import Clock, LongWork
 from kvstore.spec import CacheKind, EventKind, Exactness, Provenance, Tier
+from kvstore.telemetry import BoundedLines
 
 BATCH_COUNT_MAX = 512
 KEPT_BYTES_MAX = 64 << 20
@@ -88,6 +89,7 @@ class Publisher:
         self._controller = controller
         self._clock = clock
         self._encoder = encoder
+        self._lines = BoundedLines(_log, clock)
         self._topic = settings.topic.encode()
         self._sequence = int(clock.wall() * 1e6)  # above an earlier start's: its routers see a gap, and ask for all
         self._kept = KeptBatches(settings.buffer_count, KEPT_BYTES_MAX)
@@ -153,7 +155,7 @@ class Publisher:
             frames = await self._replay.recv_multipart()
             await pauses.between()
             if len(frames) != 3 or len(frames[2]) != 8:
-                _log.warning("a replay request is no sequence number", extra={"frames": len(frames)})
+                self._lines.line(logging.WARNING, "a replay request is no sequence number", frames=len(frames))
                 continue
             first = int.from_bytes(frames[2], "big")
             for sequence, payload in self._kept.since(first):

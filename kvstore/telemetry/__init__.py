@@ -2,12 +2,13 @@
 catalog and policies do not."""
 
 from kvstore.telemetry.counters import Counters
-from kvstore.telemetry.logs import configure_logging, drop_output, log_as, log_on_as, set_log_level
+from kvstore.telemetry.logs import BoundedLines, configure_logging, drop_output, log_as, log_on_as, set_log_level
 from kvstore.telemetry.tracing import NO_TRACING, TRACE_HEADERS, TraceSpan, Tracing
 
 __all__ = [
     "NO_TRACING",
     "TRACE_HEADERS",
+    "BoundedLines",
     "Counters",
     "TraceSpan",
     "Tracing",

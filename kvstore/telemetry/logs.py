@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 
+from kvstore.seams import Clock
+
+MINUTE_LINES_MAX = 100
 _tenant = ContextVar("tenant", default="")
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -41,6 +44,27 @@ def log_as(tenant: str) -> Iterator[None]:
 def log_on_as(tenant: str) -> None:
     """As ``log_as``, for the rest of the calling task."""
     _tenant.set(tenant)
+
+
+class BoundedLines:
+    """Log lines that peers can cause without end: ``MINUTE_LINES_MAX`` in a minute, because the log has a disk that
+    others need. The first line after some were left out says how many."""
+
+    def __init__(self, log: logging.Logger, clock: Clock) -> None:
+        self._log = log
+        self._clock = clock
+        self._minute = -1
+        self._count = 0
+
+    def line(self, level: int, message: str, **fields: object) -> None:
+        """Log a line, unless this minute has had its lines."""
+        minute, left_out = int(self._clock.monotonic() // 60), 0
+        if minute != self._minute:
+            left_out = max(0, self._count - MINUTE_LINES_MAX)
+            self._minute, self._count = minute, 0
+        self._count += 1
+        if self._count <= MINUTE_LINES_MAX:
+            self._log.log(level, message, extra={**fields, **({"left_out": left_out} if left_out else {})})
 
 
 class _TenantFilter(logging.Filter):

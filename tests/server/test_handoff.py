@@ -16,6 +16,7 @@ from kvstore_ops.sidecar import Sidecar
 
 from kvstore.config import OPERATOR_SESSION_COUNT
 from kvstore.server.descriptors import HELLO_COUNT_MAX
+from kvstore.telemetry.logs import MINUTE_LINES_MAX
 from tests.server.raw import TIMEOUT_S, Handoff, Raw, eventually
 
 MIB = 1 << 20
@@ -164,6 +165,16 @@ def is_open(own: Sidecar) -> bool:
     """Return True when a session is to be had."""
     with Handoff(own.directory) as door:
         return bool(door.exchange(op="hello", version=1)[0]["op"] == "welcome")
+
+
+def test_refusals_without_end_fill_no_disk(sidecar: Sidecar) -> None:
+    """All tenants' logs are on it."""
+    for number in range(3 * MINUTE_LINES_MAX):
+        with Handoff(sidecar.directory) as door:
+            if number % 2:
+                door.exchange(op="nonsense of a flood")
+    log = (sidecar.directory / "log").read_text()
+    assert 0 < log.count("nonsense of a flood") + log.count("closed before its hello") <= 2 * MINUTE_LINES_MAX
 
 
 def test_a_connection_without_hello_is_let_go(sidecar: Sidecar) -> None:

@@ -22,6 +22,7 @@ from kvstore.keys import chain_digests
 from kvstore.seams import SystemClock
 from kvstore.server import publishing
 from kvstore.server.publishing import open_publisher
+from kvstore.telemetry.logs import MINUTE_LINES_MAX
 from tests.conftest import WARM
 from tests.controller.service import Service
 from tests.e2e.test_watch import store
@@ -143,10 +144,12 @@ def test_after_a_restart_a_router_learns_what_the_device_kept(router: Router, tm
 
 def test_a_request_that_is_no_sequence_is_ignored(router: Router, tmp_path: Path) -> None:
     with published(tmp_path) as sidecar, connect(sidecar.address) as client:
-        for bad in ((b"",), (b"", b"short"), (b"", b"12345678", b"more")):
+        for bad in ((b"",), (b"", b"short"), (b"", b"12345678", b"more")) * MINUTE_LINES_MAX:
             router.replay.send_multipart(bad)
         digests = store(client, 16, 1, SPEC)
         eventually(lambda: router.catch_up() or set(router.known) == set(digests))
+        log = (sidecar.directory / "log").read_text()
+        assert 0 < log.count("no sequence number") <= 2 * MINUTE_LINES_MAX, "whoever asks fills the log's disk"
 
 
 def test_who_says_too_much_to_the_publisher_is_disconnected(router: Router, tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from datetime import UTC, datetime
 import pytest
 
 from kvstore.seams import WorkerThreads
-from kvstore.telemetry import configure_logging, log_as, log_on_as
+from kvstore.telemetry import BoundedLines, configure_logging, log_as, log_on_as
+from kvstore.telemetry.logs import MINUTE_LINES_MAX
+from tests.simulated.clock import ManualClock
 
 _log = logging.getLogger("kvstore.test")
 
@@ -78,3 +80,17 @@ def test_a_line_says_its_day_and_that_its_time_is_utc(form: str, capfd: pytest.C
     line = capfd.readouterr().err
     when = datetime.fromisoformat(json.loads(line)["time"] if form == "json" else line.split()[0])
     assert abs((datetime.now(UTC) - when).total_seconds()) < 60
+
+
+def test_lines_that_peers_cause_are_bounded_and_what_was_left_out_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock()
+    lines = BoundedLines(_log, clock)
+    for _ in range(2):
+        for _ in range(MINUTE_LINES_MAX + 7):
+            lines.line(logging.WARNING, "refused", reason="no hello")
+        clock.advance(60.0)
+    lines.line(logging.WARNING, "refused", reason="no hello")
+    left_out = [getattr(each, "left_out", 0) for each in caplog.records]
+    assert len(left_out) == 2 * MINUTE_LINES_MAX + 1
+    assert [count for count in left_out if count] == [7, 7]
+    assert (left_out[MINUTE_LINES_MAX], left_out[-1]) == (7, 7)
