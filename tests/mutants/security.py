@@ -83,10 +83,10 @@ MUTANTS = [
     Mutant(
         "browsers-without-a-bound",
         LISTENER,
-        "            is_full = self._open_count > CONNECTION_COUNT_MAX\n",
-        "            is_full = False\n",
+        "        if self._open_count <= CONNECTION_COUNT_MAX:\n",
+        "        if True:\n",
         "browsers take the files that engines need",
-        (f"{T_WEB}::test_of_a_thousand_browsers_each_is_answered_or_told_to_come_again",),
+        (f"{T_WEB}::test_connections_that_ask_nothing_keep_nobody_from_an_answer",),
     ),
     Mutant(
         "every-token-administers",

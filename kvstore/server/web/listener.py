@@ -114,6 +114,8 @@ class Web:
         self._routes = routes
         self._gate = gate
         self._open_count = 0
+        self._silent: dict[asyncio.Timeout, None] = {}
+        """The limits of the connections whose clients have not asked yet, those that wait longest first."""
 
     def start(self) -> None:
         """Start answering in a thread, until the process ends. Raises Unavailable where no thread can be started."""
@@ -135,15 +137,13 @@ class Web:
         """Answer one request, and close the connection in any case."""
         self._open_count += 1
         try:
-            is_full = self._open_count > CONNECTION_COUNT_MAX
-            busy = Reply(503, b"too many read this page: try again\n", TEXT, ("Retry-After: 5",))
             request = None
-            if is_full:
-                reply = busy
-            else:
-                async with asyncio.timeout(REQUEST_S_MAX):
-                    request = _parsed(await reader.readuntil(b"\r\n\r\n"))
-                reply = await self._answer(request)
+            reply = Reply(503, b"too many read this page: try again\n", TEXT, ("Retry-After: 5",))
+            if self._has_room():
+                data = await self._request(reader)
+                if data is not None:
+                    request = _parsed(data)
+                    reply = await self._answer(request)
             async with asyncio.timeout(REPLY_S_MAX):
                 writer.write(_rendered(reply, request))
                 await writer.drain()
@@ -153,6 +153,33 @@ class Web:
             writer.transport.abort()
         finally:
             self._open_count -= 1
+
+    def _has_room(self) -> bool:
+        """Return whether one more connection may ask. Where there are too many, the one that has waited longest for its
+        client's request is turned away: else connections that ask nothing would keep probes from being answered."""
+        if self._open_count <= CONNECTION_COUNT_MAX:
+            return True
+        longest = next(iter(self._silent), None)
+        if longest is None or self._open_count > 2 * CONNECTION_COUNT_MAX:  # those turned away have not left yet
+            return False
+        del self._silent[longest]
+        if not longest.expired():
+            longest.reschedule(0.0)  # has passed by every loop's clock
+        return True
+
+    async def _request(self, reader: asyncio.StreamReader) -> bytes | None:
+        """Return the client's request; None: it was turned away for another. Raises TimeoutError."""
+        limit = asyncio.timeout(REQUEST_S_MAX)
+        try:
+            async with limit:
+                self._silent[limit] = None
+                return await reader.readuntil(b"\r\n\r\n")
+        except TimeoutError:
+            if limit in self._silent:
+                raise
+            return None
+        finally:
+            self._silent.pop(limit, None)
 
     async def _answer(self, request: WebRequest | None) -> Reply:
         if request is None:
