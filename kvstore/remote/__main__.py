@@ -58,12 +58,12 @@ async def _serve(orders: dict[str, Any]) -> None:
         raise
     loop = asyncio.get_running_loop()
 
-    def read_tokens(file: TokenFile) -> None:
+    def renew_tokens(file: TokenFile) -> None:
         tokens.read_again(file)
         loop.call_soon_threadsafe(door.end_gone)
 
     renewed = [
-        *(RenewedFiles(each.setting, [each.path], partial(read_tokens, each)) for each in files),
+        *(RenewedFiles(each.setting, [each.path], partial(renew_tokens, each)) for each in files),
         RenewedFiles("certificates", certificates.files, certificates.read_again),
     ]
     await door.server.start()

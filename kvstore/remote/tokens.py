@@ -28,8 +28,8 @@ class Token(NamedTuple):
 
 
 def read_tokens(path: Path, setting: str) -> list[Token]:
-    """Return a file's tokens. Raises InvalidRequest naming the setting, and never a token, for a file that cannot be
-    read, that others may read or write, or that has a malformed line."""
+    """Return a file's tokens; there may be none. Raises InvalidRequest naming the setting, and never a token, for a
+    file that cannot be read, that others may read or write, or that has a malformed line."""
     data = read_private(path.expanduser(), setting, FILE_BYTES_MAX + 1, "one token per line")
     if len(data) > FILE_BYTES_MAX:
         raise InvalidRequest(f"{setting} = {path}: it has more than {FILE_BYTES_MAX} bytes")
@@ -42,8 +42,6 @@ def read_tokens(path: Path, setting: str) -> list[Token]:
         text = line.partition("#")[0].strip()
         if text:
             found.append(_token(text, f"{setting} = {path}: line {number}"))
-    if not found:
-        raise InvalidRequest(f"{setting} = {path}: it has no token; write one per line")
     return found
 
 
@@ -75,19 +73,28 @@ class TokenFile(NamedTuple):
 
 
 class AccessTokens:
-    """The tokens of all tenants, from their files. Raises InvalidRequest as ``read_tokens``, and where a token is
-    another tenant's, too."""
+    """All tenants' tokens, from their files. Raises InvalidRequest as ``read_tokens``, for a file without a token,
+    and where a token is another tenant's, too."""
 
     def __init__(self, files: Sequence[TokenFile]) -> None:
         self._known: list[tuple[Token, str]] = []
+        self._empty: set[str] = set()
+        """The tenants whose files had no token when they were last read."""
         for each in files:
             self.read_again(each)
 
     def read_again(self, file: TokenFile) -> None:
         """Know the tokens that a tenant's file has by now, and no others of this tenant. Raises as the constructor:
-        those before stay."""
+        those before stay. A file that has none is being written, perhaps: it counts when it is read again and still has
+        none."""
         others = [each for each in self._known if each[1] != file.tenant]
+        was_empty = file.tenant in self._empty
+        self._empty.discard(file.tenant)
         tokens = read_tokens(file.path, file.setting)
+        if not tokens:
+            self._empty.add(file.tenant)
+            if not was_empty:
+                raise InvalidRequest(f"{file.setting} = {file.path}: it has no token; write one per line")
         for token in tokens:
             for other, owner in others:
                 if hmac.compare_digest(token.digest, other.digest):

@@ -45,6 +45,14 @@ MUTANTS = [
         (f"{T_RENEWAL}::test_tokens_come_and_go_with_their_file",),
     ),
     Mutant(
+        "the-last-token-stays",
+        "kvstore/remote/tokens.py",
+        "            if not was_empty:\n",
+        "            if True:\n",
+        "the only token of a tenant, which leaked, opens the door until the next restart",
+        ("tests/security/test_process.py::test_the_last_token_of_a_tenant_can_be_taken_back",),
+    ),
+    Mutant(
         "a-session-outlives-its-token",
         "kvstore/remote/boundary.py",
         "                call.cancel()\n",

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from kvstore_client import connect
-from kvstore_ops.sidecar import Sidecar
+from kvstore_ops.sidecar import TOKEN, Sidecar
 
 from kvstore.errors import InvalidRequest, Unauthenticated, Unavailable
 from kvstore.remote import tokens
@@ -116,6 +116,30 @@ def test_what_is_no_token_file_is_refused(tmp_path: Path) -> None:
             read_tokens(path, "remote.token_file")
 
 
+def test_the_last_token_of_a_tenant_can_be_taken_back(tmp_path: Path) -> None:
+    """A file without one is none to begin with; while the service runs, it may be half written for a moment."""
+    path = Path(write_private(tmp_path / "tokens", "a-token-of-some-length"))
+    kept = TokenFile("b", Path(write_private(tmp_path / "other", "a-token-of-another-tenant")), "t")
+    file = TokenFile("a", path, "t")
+    known = AccessTokens([file, kept])
+    for _ in range(2):
+        path.write_text("# none\n")
+        with pytest.raises(InvalidRequest, match="it has no token"):
+            known.read_again(file)
+        assert known.tenant("Bearer a-token-of-some-length") == "a"
+        path.write_text("a-token-of-some-length")
+        known.read_again(file)
+    path.write_text("# none\n")
+    with pytest.raises(InvalidRequest):
+        known.read_again(file)
+    known.read_again(file)
+    with pytest.raises(Unauthenticated):
+        known.tenant("Bearer a-token-of-some-length")
+    assert known.tenant("Bearer a-token-of-another-tenant") == "b"
+    with pytest.raises(InvalidRequest, match="it has no token"):
+        AccessTokens([kept, file])
+
+
 @pytest.mark.parametrize("given", ["the-first-of-the-tokens", "the-last-of-the-tokens", "none-of-them-all"])
 def test_every_token_is_compared_in_constant_time_whatever_was_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
@@ -151,8 +175,8 @@ def test_handshakes_that_fail_leave_the_log_as_it_is(tmp_path: Path) -> None:
                 with suppress(ConnectionResetError):
                     stranger.recv(1)
             with pytest.raises(Unavailable):
-                connect(sidecar.address, tls=shown(tmp_path, "stranger"), timeout_s=5.0)
-        with connect(sidecar.address, tls=shown(tmp_path, "client")) as client:
+                connect(sidecar.address, token=TOKEN, tls=shown(tmp_path, "stranger"), timeout_s=5.0)
+        with connect(sidecar.address, token=TOKEN, tls=shown(tmp_path, "client")) as client:
             client.stats()
         log = (sidecar.directory / "log").read_text()
     assert "session opened" in log
