@@ -73,6 +73,8 @@ class Handoff:
         self._pool = pool
         self._connection_count = 0
         self._lines = BoundedLines(_log, clock)
+        self._turn = asyncio.Lock()
+        """Of all peers, one has a packet read at a time."""
 
     async def serve(self, listener: socket.socket, group: asyncio.TaskGroup) -> None:
         """Accept for ever; each connection is a task of ``group``."""
@@ -149,18 +151,25 @@ class Handoff:
     async def _converse(self, connection: socket.socket, session: Session) -> None:
         loop = asyncio.get_running_loop()
         while packet := await loop.sock_recv(connection, PACKET_BYTES_MAX):
-            await asyncio.sleep(0)  # a peer that always has another question holds up nobody
-            try:
-                question = decode_question(packet)
-                if isinstance(question, LookedUp | Redeemed):
-                    self._note(question)
-                    continue
-                answer, descriptors = self._answer(session, connection, question)
-            except (NoPacket, Unread):
-                raise
-            except KVStoreError as error:
-                answer, descriptors = Refusal.of(error), []
-            self._outbox.send(connection, answer, descriptors)
+            # Peers that always have another packet, however many they are, leave others half of the loop's time.
+            async with self._turn:
+                since_s = self._clock.monotonic()
+                self._take(session, connection, packet)
+                await self._clock.sleep(self._clock.monotonic() - since_s)
+
+    def _take(self, session: Session, connection: socket.socket, packet: bytes) -> None:
+        """Answer a packet of an open session, where it is to be answered."""
+        try:
+            question = decode_question(packet)
+            if isinstance(question, LookedUp | Redeemed):
+                self._note(question)
+                return
+            answer, descriptors = self._answer(session, connection, question)
+        except (NoPacket, Unread):
+            raise
+        except KVStoreError as error:
+            answer, descriptors = Refusal.of(error), []
+        self._outbox.send(connection, answer, descriptors)
 
     async def _close(self, session: Session) -> None:
         try:

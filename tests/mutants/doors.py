@@ -22,6 +22,14 @@ T_SHARES = "tests/security/test_shares.py"
 
 MUTANTS = [
     Mutant(
+        "every-peer-at-once",
+        HANDOFF,
+        "            async with self._turn:\n",
+        "            if True:\n",
+        "peers of one tenant that always have another packet keep the calls of all others waiting for seconds",
+        ("tests/server/test_handoff_turns.py::test_peers_that_always_have_another_packet_take_turns",),
+    ),
+    Mutant(
         "text-of-any-length",
         BOUNDS,
         "            if found > size:\n",

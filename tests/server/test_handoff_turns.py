@@ -1,0 +1,39 @@
+"""The hand-off's loop is all tenants': of one tenant's peers, however many, one has a packet read at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from kvstore.handoff.messages import LookedUp
+from kvstore.handoff.passing import send
+from kvstore.seams import SystemClock
+from kvstore.server.handoff import Handoff
+from kvstore.server.outbox import Outbox
+from tests.controller.service import Service
+
+PEERS, PACKETS = 8, 20
+
+
+async def test_peers_that_always_have_another_packet_take_turns() -> None:
+    """Sixty of one tenant kept calls of the others waiting for six seconds."""
+    service = Service()
+    controller, limits = service.controller, service.parts.limits
+    handoff = Handoff(controller, SystemClock(), set(), outbox=Outbox(64), limits=limits, pool=lambda: None)
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(PEERS)]
+    async with asyncio.TaskGroup() as group:
+        for ours, theirs in pairs:
+            ours.setblocking(False)
+            for _ in range(PACKETS):
+                send(theirs, LookedUp(fetch_calls=1))
+            group.create_task(handoff._converse(ours, controller.open_session(is_operator=False)))
+        most = seen = 0
+        while seen < PEERS * PACKETS:
+            await asyncio.sleep(0)  # a round of the loop
+            now = controller.stats().counters["fetch_calls"]
+            most, seen = max(most, now - seen), now
+        for _, theirs in pairs:
+            theirs.close()
+    assert most == 1
+    for ours, _ in pairs:
+        ours.close()
