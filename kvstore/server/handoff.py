@@ -80,6 +80,7 @@ class Handoff:
         """Accept for ever; each connection is a task of ``group``."""
         loop, failure = asyncio.get_running_loop(), ""
         while True:
+            await asyncio.sleep(0)  # where another connection is there already, nothing below waits
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as error:
