@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.generation import StoppingCriteriaList
 
 from kvstore.seams.jobs import begun
-from kvstore.spec import Durability
+from kvstore.spec import Durability, ModelSpec
 from tests.engines.test_transformers import STEP, client, model_of, prompt
 
 __all__ = ["client"]
@@ -217,3 +219,24 @@ def test_a_forked_child_keeps_its_prompts_itself(client: Client) -> None:
         _renewals[cached](cached)  # as at a fork
         report = cached.generate(prompt(STEP + 1, 103), max_new_tokens=1).report
         assert report.wait_stored(10.0) is Durability.MEMORY
+
+
+@pytest.mark.parametrize("planning", ["off", "observe"])
+@pytest.mark.parametrize("keeps_e", [False, True])
+def test_the_memory_of_an_answers_cache_is_free_with_the_answer(client: Client, planning: str, keeps_e: bool) -> None:
+    """Nothing else would free it: on a GPU some prompts fill what is left, and Python's collector sees none of that."""
+    client.planner.mode = planning
+    model, ids = model_of(torch.float32, num_key_value_heads=4), prompt(STEP * 3 + 5, 97)
+    spec = ModelSpec.from_transformers(model.config, model, STEP, keeps_e=keeps_e)
+    cached = CachedModel(model, client, spec=spec)
+    cached.generate(ids, max_new_tokens=2).report.wait_stored(10.0)
+    gc.collect()
+    gc.disable()
+    try:
+        found = cached.generate(ids, max_new_tokens=2, return_dict_in_generate=True)
+        assert found.report.reused_token_count == STEP * 3
+        memory = [weakref.ref(layer.keys._base) for layer in found.sequences.past_key_values.layers]
+        del found
+        assert not any(each() is not None for each in memory)
+    finally:
+        gc.enable()

@@ -151,20 +151,24 @@ class LayerArrivals:
         self._source: LayerStream | None = None
         self._stream: Iterator[tuple[int, Layer]] | None = None
         self._next = 0
-        self.on_layer: Callable[[int], None] = lambda _: None
-        self.on_last: Callable[[], None] = lambda: None
-        self.give_up: Callable[[], None] = lambda: None
-        """Ends the wait for layers that have not landed. Any thread may call it."""
         self.is_blocked = False
         """True while the engine waits for a layer."""
         self.blocked_s = 0.0
         """Seconds for which it has waited so far."""
+        self._unhook()
+
+    def _unhook(self) -> None:
+        self.on_layer: Callable[[int], None] = lambda _: None
+        self.on_last: Callable[[], None] = lambda: None
+        self.give_up: Callable[[], None] = lambda: None
+        """Ends the wait for layers that have not landed. Any thread may call it."""
 
     def attach(self, stream: LayerStream) -> None:
         self._source, self._stream = stream, iter(stream)
 
     def close(self) -> None:
         """Ask for no more layers, and give back what those on their way hold at the sidecar. Idempotent."""
+        self._unhook()  # a layer refers to this, and what was called refers to layers: a circle would keep their memory
         source, self._source, self._stream = self._source, None, None
         if source is not None:
             source.close()
