@@ -150,9 +150,16 @@ ELSEWHERE = ("model_loader_extra_config", "modelopt_checkpoint_restore_path", "k
 """Settings of SGLang by which weights come from elsewhere than the model's path."""
 COMPUTED = (
     "enable_quant_communications", "decrypted_config_file", "kt_method", "kt_num_gpu_experts",
-    "kt_max_deferred_experts_per_token",
+    "kt_max_deferred_experts_per_token", "model_impl", "model_config_parser", "forward_hooks", "rl_on_policy_target",
+    "enable_deterministic_inference", "enable_tf32_matmul", "prefill_kv_cache_dequant_dtype",
+    "deepep_dispatcher_output_dtype", "flashinfer_a2a_dispatch_type", "enable_encoder_swa_bounded_replay",
+    "enable_decoder_swa_bounded_replay", "enable_deepseek_v4_fp4_indexer", "enable_precise_embedding_interpolation",
+    "enable_mamba_cache_stochastic_rounding",
 )  # fmt: skip
-DRAFTED = ("speculative_draft_window_size", "speculative_draft_sink_size", "decrypted_draft_config_file")
+DRAFTED = (
+    "speculative_draft_window_size", "speculative_draft_sink_size", "decrypted_draft_config_file",
+    "speculative_draft_load_format", "speculative_enable_w4a4_mxfp4_megamoe",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("vouched", [{}, {"weights_digest": "ab" * 32}])
@@ -179,7 +186,7 @@ def test_engines_whose_settings_make_other_numbers_of_one_model_never_share(
         del vars(settings)[setting]
     assert [shared[setting] for setting in ELSEWHERE] == 3 * [["kv", "draft"] if vouched else []]
     assert not any(shared[setting] for setting in COMPUTED)
-    assert [shared[setting] for setting in DRAFTED] == 3 * [["kv"]]
+    assert [shared[setting] for setting in DRAFTED] == len(DRAFTED) * [["kv"]]
 
 
 def test_a_pool_of_plain_bytes_needs_their_dtype(sidecar: Sidecar) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kvstore_client.engines.sglang import KVStoreHiCache, page_hashes
+from kvstore_client.engines.sglang_settings import OF_DRAFTS, OF_ENGINE, OF_WEIGHTS
 from kvstore_ops.sidecar import Sidecar
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheFile,
@@ -21,6 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.utils import get_storage_hash_str, storage_namespace_seed
 from sglang.srt.runtime_context import get_context
+from sglang.srt.server_args import ServerArgs
 
 from tests.sglang.engine import PAGE, WAIT_S, attention, engine, hashes, key_of, latent
 
@@ -67,6 +69,9 @@ def test_what_one_engine_backed_up_another_prefetches(sidecar: Sidecar, pools: A
         (5, {"extra": {"weights_digest": "a" * 64}}, {"extra": {"weights_digest": "b" * 64}}),
         (6, {"dtype": "float16", "kv_cache_dtype": "fp8_e4m3"}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"}),
         (7, {"flashinfer_mxfp4_moe_precision": "fp8"}, {}),
+        (8, {"deepep_dispatcher_output_dtype": "fp8"}, {}),
+        (9, {"enable_decoder_swa_bounded_replay": True}, {}),
+        (10, {"forward_hooks": [{"target_modules": ["*"], "hook_factory": "mine:steered"}]}, {}),
     ],
 )
 def test_engines_that_compute_or_keep_other_numbers_share_nothing(
@@ -121,6 +126,12 @@ def test_weights_of_another_version_share_nothing(sidecar: Sidecar) -> None:
         assert torch.equal(one.load(tokens), trained)
         get_context().override("test", weight_version="default")
         assert torch.equal(one.load(tokens), saved)
+
+
+def test_the_settings_that_tell_engines_apart_are_sglangs() -> None:
+    """One that it calls otherwise would be None for every engine."""
+    settings = ServerArgs(model_path="dummy")
+    assert [each for each in (*OF_ENGINE, *OF_WEIGHTS, *OF_DRAFTS) if not hasattr(settings, each)] == []
 
 
 def pool_pages(host: Any, count: int) -> Any:

@@ -27,13 +27,19 @@ OF_ENGINE = (
     "dtype", "kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args", "modelopt_quant",
     "rl_quant_profile", "mamba_ssm_dtype", "qsa_indexer_dtype", "flashinfer_mxfp4_moe_precision",
     "enable_w4a4_mxfp4_megamoe", "enable_quant_communications", "decrypted_config_file", "kt_method",
-    "kt_num_gpu_experts", "kt_max_deferred_experts_per_token",
+    "kt_num_gpu_experts", "kt_max_deferred_experts_per_token", "model_impl", "model_config_parser", "forward_hooks",
+    "rl_on_policy_target", "enable_deterministic_inference", "enable_tf32_matmul", "prefill_kv_cache_dequant_dtype",
+    "deepep_dispatcher_output_dtype", "flashinfer_a2a_dispatch_type", "enable_encoder_swa_bounded_replay",
+    "enable_decoder_swa_bounded_replay", "enable_deepseek_v4_fp4_indexer", "enable_precise_embedding_interpolation",
+    "enable_mamba_cache_stochastic_rounding",
 )  # fmt: skip
-"""SGLang's settings that decide what the weights compute, or how a pool keeps it."""
+"""SGLang's settings that decide what the weights compute, or how a pool keeps it. Its choice of kernels is not here:
+the rounding of all is taken for the same model's, unless a setting promises one."""
 OF_DRAFTS = (
     "speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_revision",
     "speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype", "speculative_draft_window_size",
-    "speculative_draft_sink_size", "decrypted_draft_config_file", "uno_lora_path",
+    "speculative_draft_sink_size", "decrypted_draft_config_file", "uno_lora_path", "speculative_draft_load_format",
+    "speculative_enable_w4a4_mxfp4_megamoe",
 )  # fmt: skip
 
 
