@@ -94,6 +94,18 @@ def test_prompts_of_any_form_are_transformers_own_or_served_with_its_result(side
         model.close()
 
 
+def test_a_prompt_may_have_transformers_own_name_or_be_embeddings_alone(sidecar: Sidecar) -> None:
+    with connect(sidecar.address) as client:
+        model = CachedModel(MODEL, client, chunk_tokens=16)
+        assert outcome(model.generate, inputs=IDS) == outcome(MODEL.generate, inputs=IDS)
+        assert model.generate(inputs=IDS, max_new_tokens=1).report.bypassed == ""
+        for options in ({"inputs_embeds": MODEL.get_input_embeddings()(IDS).detach()}, {"bos_token_id": 5}):
+            expected = outcome(MODEL.generate, **options)
+            assert isinstance(expected, list)
+            assert outcome(model.generate, **options) == expected
+        model.close()
+
+
 @pytest.mark.parametrize(
     "options",
     [

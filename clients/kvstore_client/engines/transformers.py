@@ -143,9 +143,9 @@ class CachedModel:
 
     @torch.no_grad()  # as transformers' own: tensors of inference mode are of no use to a training step behind it
     def generate(
-        self, input_ids: torch.Tensor, *, quality: float | None = None, deadline_ms: float | None = None,
-        deterministic: bool = False, request_class: str = RequestClass.INTERACTIVE, preamble: GivenTokens = (),
-        **options: Any,
+        self, input_ids: torch.Tensor | None = None, *, quality: float | None = None,
+        deadline_ms: float | None = None, deterministic: bool = False, request_class: str = RequestClass.INTERACTIVE,
+        preamble: GivenTokens = (), **options: Any,
     ) -> Generated:  # fmt: skip
         """Call transformers' ``generate``; fetch the prompt's cache where it is stored, and store it where it is
         not.
@@ -157,6 +157,8 @@ class CachedModel:
         Raises: InvalidRequest for one of these out of its range, before anything is computed."""
         started_s = self._clock.monotonic()
         terms = Terms.of(quality, deadline_ms, deterministic, request_class)
+        if input_ids is None:
+            input_ids = options.pop("inputs", None)  # transformers' own name of it
         bypassed = self._why_not(input_ids, options)
         if bypassed:
             report = Report(token_count=_length(input_ids), bypassed=bypassed)
