@@ -160,6 +160,36 @@ def test_a_name_that_somebody_vouches_for_is_believed_but_not_for_another_dtype(
     assert "bfloat16" in cached.generate(IDS, max_new_tokens=1).report.bypassed
 
 
+class Adapted(nn.Linear):
+    """A layer with adapters as PEFT makes one: its properties say which of them act."""
+
+    active_adapters = property(lambda self: [self.active])
+    disable_adapters = property(lambda self: self.is_off)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * (1.0 if self.is_off else 1.5 if self.active == "first" else 0.5)
+
+
+@pytest.mark.parametrize("switched", [{"is_off": True}, {"active": "second"}])
+def test_a_vouched_name_is_not_that_of_another_adapter(client: Client, switched: dict[str, Any]) -> None:
+    model = model_of("llama", 14)
+    model.config.dtype = "float32"
+    layer = model.model.layers[1].self_attn.v_proj
+    layer.__class__, layer.is_off, layer.active = Adapted, False, "first"
+    spec = ModelSpec.from_transformers(model.config, f"unverified:{switched}", STEP)
+    cached = CachedModel(model, client, spec=spec)
+    cached.generate(IDS, max_new_tokens=1).report.wait_stored(60.0)
+    assert cached.generate(IDS, max_new_tokens=1).report.reused_token_count == STEP * 3
+    before, layer.__dict__ = dict(layer.__dict__), {**layer.__dict__, **switched}
+    found = cached.generate(IDS, max_new_tokens=4, do_sample=False)
+    assert "another name" in found.report.bypassed
+    assert torch.equal(found.sequences, model.generate(IDS, max_new_tokens=4, do_sample=False))
+    with pytest.raises(InvalidRequest, match="another name"):
+        cached.remember([IDS[0]])
+    layer.__dict__ = before
+    assert cached.generate(IDS, max_new_tokens=1).report.reused_token_count == STEP * 3
+
+
 def test_one_number_changed_past_all_bookkeeping_is_seen_when_its_piece_has_its_turn_or_on_request() -> None:
     """What a sample cannot promise: this is what ``refreshed`` is for."""
     model = model_of("llama", 11, vocab_size=20_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,6 +210,21 @@ def test_a_model_that_trains_or_is_cast_on_its_way_is_left_alone(client: Client)
     model.config.attention_dropout = 0.5
     model.model.layers[0].self_attn.train()
     assert "training" in cached.generate(IDS, max_new_tokens=1).report.bypassed
+
+
+@pytest.mark.parametrize("says", [{"is_prompt_learning": True}, {"alora_invocation_tokens": [3, 4]}])
+def test_an_adapter_that_acts_on_the_whole_prompt_is_left_alone_though_vouched_for(
+    client: Client, says: dict[str, Any]
+) -> None:
+    """PEFT's ``generate`` puts its tokens before the prompt, or looks for words in it: no step of a prompt has them."""
+    model = model_of("llama", 4)
+    model.config.dtype = "float32"
+    spec = ModelSpec.from_transformers(model.config, "unverified:tuned", STEP)
+    cached = CachedModel(model, client, spec=spec)
+    model.peft_config = {"plain": SimpleNamespace(is_prompt_learning=False, alora_invocation_tokens=None)}
+    assert not cached.generate(IDS, max_new_tokens=1).report.bypassed
+    model.peft_config["tuned"] = SimpleNamespace(**says)
+    assert "'tuned' acts on a prompt as a whole" in cached.generate(IDS, max_new_tokens=1).report.bypassed
 
 
 LONG = {"rope_theta": 10000.0, "factor": 4.0}

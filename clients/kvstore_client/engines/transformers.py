@@ -40,7 +40,7 @@ from kvstore_client.engines.transformers_options import room_tokens, why_left, w
 from kvstore_client.engines.transformers_planning import FirstToken, PromptPlan, Stopwatch
 from kvstore_client.engines.transformers_report import Generated, Report
 from kvstore_client.engines.transformers_runner import TransformersRunner
-from kvstore_client.engines.transformers_spec import followed, is_of, spec_and_steps
+from kvstore_client.engines.transformers_spec import adapters_of, followed, is_of, spec_and_steps
 from kvstore_client.forks import in_children
 from kvstore_client.loading.patience import Patience, prior_s, with_budget
 from kvstore_client.prompt import GivenTokens
@@ -105,7 +105,7 @@ class CachedModel:
         check_durability(durability)
         self._durability = durability
         spec, self.step_tokens = spec_and_steps(model, spec, chunk_tokens, step_tokens)
-        self._whose = _Whose.of(model, spec)
+        self._whose, self._adapters = _Whose.of(model, spec), adapters_of(model)
         self._clock = clock or SystemClock()
         self._pause = CallPause(self._clock)
         self._begin()
@@ -128,7 +128,7 @@ class CachedModel:
         """Compute and store each document (its tokens) behind a ``preamble``, the beginning that a chat template gives
         every prompt (``chat_frame``), so that ``Client.partial_prefill`` finds it at any place in a prompt. Stored
         documents are not computed again: the receipts are of the others. Raises: InvalidRequest."""
-        self._adopt(followed(self.spec, self.model))
+        self._adopt(followed(self.spec, self.model, self._adapters))
         runner = TransformersRunner(self.model, spec=self.spec)
         return remember(self.client, runner, documents, preamble, self._durability)
 
@@ -176,7 +176,7 @@ class CachedModel:
         if left:
             return left
         try:
-            self._adopt(followed(self.spec, self.model))
+            self._adopt(followed(self.spec, self.model, self._adapters))
         except InvalidRequest as error:
             return error.message
         return why_rotation(self.spec.rope.kind)  # the model may have another one than at its last call

@@ -94,6 +94,15 @@ def _why_model(model: CausalModel, rope_kind: str) -> str:
         return "the model is in training: call eval()"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast is on: K and V would be of another dtype than the model"
+    return _why_adapter(getattr(model, "peft_config", None))
+
+
+def _why_adapter(configs: object) -> str:
+    """Return why PEFT's adapters leave all calls to transformers: their ``generate`` puts learned tokens before the
+    prompt, or looks in it for words that turn them on, which no step of it shows. A vouched name does not help."""
+    for name, config in configs.items() if isinstance(configs, Mapping) else ():
+        if getattr(config, "is_prompt_learning", False) or getattr(config, "alora_invocation_tokens", None):
+            return f"the adapter {name!r} acts on a prompt as a whole, and the cache on its steps: use plain LoRA"
     return ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import fields, replace
+from typing import Any
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
@@ -78,12 +79,30 @@ def is_of(spec: ModelSpec, model: CausalModel) -> bool:
     return identity_of(model).digest == spec.weights_digest
 
 
-def followed(spec: ModelSpec, model: CausalModel) -> ModelSpec:
-    """Return the spec of the model as it is now. Cost: reads all weights when some changed. Raises: InvalidRequest for
-    a model that no key can name any more."""
+Adapters = tuple[tuple[bool, tuple[str, ...]], ...]
+"""By layer with adapters of PEFT, whether they are off, and which ones are active."""
+
+
+def adapters_of(model: CausalModel) -> Adapters:
+    """Return which of the model's adapters act. A vouched name says nothing of them."""
+    layers: list[Any] = [
+        each for each in model.modules() if isinstance(getattr(type(each), "disable_adapters", None), property)
+    ]
+    return tuple((bool(each.disable_adapters), tuple(each.active_adapters)) for each in layers)
+
+
+def followed(spec: ModelSpec, model: CausalModel, adapters: Adapters) -> ModelSpec:
+    """Return the spec of the model as it is now. ``adapters``: those that acted when somebody vouched for it. Cost:
+    reads all weights when some changed. Raises: InvalidRequest for a model that no key can name any more."""
+    is_vouched = spec.weights_digest.startswith(UNVERIFIED)
+    if is_vouched and adapters_of(model) != adapters:
+        raise InvalidRequest(
+            f"other adapters act than when {spec.weights_digest[:80]!r} vouched for the model: switch them back, or "
+            "make a CachedModel with a spec of another name for them"
+        )
     if is_of(spec, model):
         return spec
-    if spec.weights_digest.startswith(UNVERIFIED):
+    if is_vouched:
         raise InvalidRequest(f"the model is {model.dtype} now, the spec's cache is {spec.cache_dtype}")
     found = own_spec(model, spec)
     _log.info("kvstore: the model has changed: its caches are %s's now", found.weights_digest[:16])
