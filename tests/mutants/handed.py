@@ -48,6 +48,14 @@ MUTANTS = [
         (f"{T_HANDED}::test_a_load_is_planned_when_its_wait_has_ended",),
     ),
     Mutant(
+        "waited-for-longer-than-computing-takes",
+        "clients/kvstore_client/engines/vllm/planning.py",
+        "        return min(most_s, computing_s) if",
+        "        return most_s if",
+        "a first token comes later than if the second engine had computed the prompt",
+        (f"{T_HANDED}::test_what_is_computed_sooner_is_not_waited_for",),
+    ),
+    Mutant(
         "waited-for-after-a-preemption",
         SCHEDULER,
         "            tracked.prefilled = 0  # ",

@@ -209,11 +209,13 @@ class Planner:
         prompt, at most once a second."""
         return plan_loading(self.facts(spec, match, token_count, reusable_tokens, step_tokens, ways, terms))
 
-    def prefill_s(self, spec: ModelSpec, token_count: int, step_tokens: int) -> float:
-        """Return the seconds of a plain prefill; 0: none was measured."""
+    def prefill_s(
+        self, spec: ModelSpec, token_count: int, step_tokens: int, context_tokens: int = 0
+    ) -> float:  # fmt: skip
+        """Return the seconds of a plain prefill behind ``context_tokens``; 0: none was measured."""
         with self._lock:
             known = self._prefills.get((spec, step_tokens))
-        return known.rate.seconds(token_count, 0, step_tokens) if known is not None else 0.0
+        return known.rate.seconds(token_count, context_tokens, step_tokens) if known is not None else 0.0
 
     def or_miss(self) -> Miss:
         """See ``Connection.or_miss``."""

@@ -15,7 +15,7 @@ from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Exhausted
-from kvstore.planning.loading import Way
+from kvstore.planning.loading import Prefill, Way
 from tests.engines.vllm.engine import BLOCK, SPEC, Engine, blocks_of, matched, request, scheduled
 from tests.server.raw import eventually
 from tests.simulated import ManualClock
@@ -191,6 +191,28 @@ def test_a_load_is_planned_when_its_wait_has_ended(first: Engine, sidecar: Sidec
     second.clock.advance(WAIT_S_MAX)
     assert matched(second.side, asked, 0) == (16, True)
     assert second.side._planner.counts == {Way.LOAD: 1}
+    second.side.close()
+
+
+@pytest.mark.parametrize(
+    ("planning", "stored", "wait_s"), [("on", 0, 0.4), ("on", 16, 0.24), ("observe", 0, WAIT_S_MAX)]
+)
+def test_what_is_computed_sooner_is_not_waited_for(
+    first: Engine, sidecar: Sidecar, planning: str, stored: int, wait_s: float
+) -> None:
+    """The engine computes 100 tokens in a second."""
+    second, seed = Second(sidecar.address, planning=planning), 721 + stored
+    for count in (16, 64) * 6:
+        second.client.planner.computed(SPEC, 0, Prefill(count, 0, count / 100))
+    if stored:
+        first.keep(request("first", tokens_of(COUNT, seed)[:stored]), blocks_of(stored))
+    asked = handed(seed)
+    second.side.new_request(asked)
+    for advanced_s in (0.0, 0.9 * wait_s):
+        second.clock.advance(advanced_s)
+        assert second.asks_again(asked)
+    second.clock.advance(0.2 * wait_s)
+    assert not second.asks_again(asked)
     second.side.close()
 
 

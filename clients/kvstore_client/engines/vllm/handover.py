@@ -15,7 +15,8 @@ ASKED = "do_remote_decode"
 PREFILLED = "kvstore_prefilled"
 """The key by which that engine answers: the number of leading tokens that it keeps, or is about to."""
 WAIT_S_MAX = 2.0
-"""The most seconds that a request waits for them. Then what there is is loaded, and the rest computed."""
+"""The most seconds that a request waits for them, or as long as computing them takes, where that is known and less.
+Then what there is is loaded, and the rest computed."""
 PAUSE_S = 0.01
 """Seconds from one look to the next."""
 

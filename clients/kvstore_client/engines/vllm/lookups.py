@@ -139,16 +139,16 @@ class PrefixLookups:
     def _is_about_to_come(self, tracked: TrackedRequest, stored: int, computed: int, useful: int) -> bool:
         """Return True where a request is looked up again, because another engine may yet keep more of its prompt."""
         now_s = self._clock.monotonic()
+        wanted, had = min(self._whole(tracked.prefilled), useful), max(self._whole(stored), computed)
         if self._is_awaited(tracked, stored, computed, useful):
             if tracked.prefilled_until_s is None:
-                tracked.prefilled_until_s = now_s + WAIT_S_MAX
+                tracked.prefilled_until_s = now_s + self._planner.wait_s_max(had, wanted, WAIT_S_MAX)
             tracked.look_again_s = now_s + PAUSE_S
             return True
-        wanted, had = min(self._whole(tracked.prefilled), useful), max(self._whole(stored), computed)
         if had < wanted:
             _log.warning(
-                "kvstore: another engine computed %d tokens of a prompt, and %d of them came within %g s; the others "
-                "are computed", wanted, had, WAIT_S_MAX,
+                "kvstore: another engine computed %d tokens of a prompt, and %d of them came in time; the others are "
+                "computed", wanted, had,
             )  # fmt: skip
             tracked.prefilled = 0
         return False

@@ -156,6 +156,12 @@ class RequestPlanner:
                 self._client, spec, prompt, decision.stop, extras=extras, measures_link=measures_link
             )  # fmt: skip
 
+    def wait_s_max(self, start: int, stop: int, most_s: float) -> float:
+        """Return how long a prompt may wait for these tokens of it: ``most_s``, and where plans are carried out no
+        longer than the engine computes them, as far as that was measured."""
+        computing_s = self._client.planner.prefill_s(self._spec, stop - start, self._step_tokens, start)
+        return min(most_s, computing_s) if self.mode == "on" and computing_s else most_s
+
     # ------------------------------------------------------------ what loads take
 
     def handed(self, load: Load, decision: Decision | None) -> Load:
