@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 REUSE = "clients/kvstore_client/engines/vllm/reuse.py"
 DOCUMENTS = "clients/kvstore_client/engines/vllm/documents.py"
 SCHEDULER = "clients/kvstore_client/engines/vllm/scheduler.py"
+WORTH = "clients/kvstore_client/engines/vllm/worth.py"
 T_DOCUMENTS = "tests/engines/vllm/test_documents.py"
 
 MUTANTS = [
@@ -65,6 +66,22 @@ MUTANTS = [
         "        by_vllm = count\n",
         "a prompt of which vLLM has most is computed anew, and all requests of the step wait",
         (f"{T_DOCUMENTS}::test_what_vllm_has_behind_the_documents_is_not_computed_again",),
+    ),
+    Mutant(
+        "mended-though-vllm-is-faster",
+        WORTH,
+        "max(0.0, 1.0 - spent_s / vllm_s)\n",
+        "1.0\n",
+        "a short prompt comes later than without its documents, and all requests of its step wait",
+        (f"{T_DOCUMENTS}::test_a_prompt_that_vllm_computes_sooner_is_not_mended",),
+    ),
+    Mutant(
+        "not-mended-ever-again",
+        WORTH,
+        " if each.at_s >= since_s]\n",
+        "]\n",
+        "after a minute in which the machine was busy no prompt is computed over its documents any more",
+        (f"{T_DOCUMENTS}::test_a_prompt_that_vllm_computes_sooner_is_not_mended",),
     ),
     Mutant(
         "computed-in-full-within-a-step",

@@ -20,6 +20,7 @@ from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.step import Step
 from kvstore_client.engines.vllm.worker import WorkerSide
 
+from kvstore.seams import Clock
 from kvstore.spec import LayerSpec
 from tests.server.raw import TIMEOUT_S
 from tests.specs import small_spec
@@ -74,9 +75,9 @@ class Engine:
 
     def __init__(
         self, address: str, spec: ModelSpec = SPEC, load: str = "async", draft: Draft | None = None,
-        groups: Sequence[LayerGroup] = (), model: Any = None, **options: Any,
+        groups: Sequence[LayerGroup] = (), model: Any = None, clock: Clock | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        """``model``: a stand-in for vLLM's, where documents are mended."""
+        """``model``: a stand-in for vLLM's, where documents are mended; ``clock``: the scheduler's."""
         settings = ConnectorSettings(chunk_tokens=16, load=load, **options)
         self.clients = [connect(address, timeout_s=settings.timeout_s) for _ in range(2)]
         each = spec.layers[0]
@@ -84,7 +85,7 @@ class Engine:
         self.pages = [torch.zeros(shape, dtype=getattr(torch, spec.cache_dtype)) for _ in spec.layers]
         views = PagesOfModel(spec, self.pages, BLOCK, "TRITON_MLA" if spec.mla else "FLASH_ATTN", groups=groups)
         self.scheduler = SchedulerSide(
-            self.clients[0], Adapters(spec), settings, BLOCK, draft=draft, groups=groups
+            self.clients[0], Adapters(spec), settings, BLOCK, draft=draft, groups=groups, clock=clock
         )  # fmt: skip
         mender = None
         if settings.mends is not None:

@@ -9,23 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-from kvstore_client import ModelSpec, Recompute, connect
+from kvstore_client import ModelSpec, Recompute
 from kvstore_client.engines.transformers import TransformersRunner
 from kvstore_client.engines.vllm import documents
 from kvstore_client.engines.vllm.documents import DERIVED, NamedDocuments, check_documents, own_salt
 from kvstore_client.engines.vllm.groups import LayerGroup
-from kvstore_client.engines.vllm.runner import VllmRunner, model_of
-from kvstore_client.engines.vllm.step import Step
+from kvstore_client.engines.vllm.step import Mended, Step
+from kvstore_client.engines.vllm.worth import SEEN_S_MAX
 from kvstore_ops.operators.calls import Operator
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
+from kvstore.planning.loading import Prefill
 from kvstore.v1alpha import admin_pb2
 from tests.engines.vllm.engine import BLOCK, Engine, blocks_of, matched, request, scheduled
 from tests.engines.vllm.lookalike import LlamaForCausalLM
 from tests.recompute.models import model_of as made
 from tests.recompute.models import prompt
 from tests.server.raw import eventually
+from tests.simulated import ManualClock
 
 HEAD, ONE, TWO, QUESTION = (prompt(count, seed).tolist() for count, seed in ((6, 1), (33, 2), (18, 3), (7, 4)))
 ASKED = HEAD + TWO + ONE + QUESTION
@@ -86,38 +88,6 @@ def forget(engine: Engine) -> None:
     """Evict all that is stored."""
     evicted = admin_pb2.ChangeRequest(selection=admin_pb2.Selection(tier="memory"), evict=admin_pb2.Evict())
     assert [*Operator(engine.clients[0]).change(evicted)]
-
-
-@pytest.mark.parametrize("family", ["llama-biased-mha", "llama-llama3", "qwen3"])
-def test_the_runner_computes_as_transformers_does(sidecar: Sidecar, family: str) -> None:
-    theirs = made(family)
-    reference = TransformersRunner(theirs, chunk_tokens=16)
-    ours = LlamaForCausalLM(theirs)
-    assert model_of(ours.model.layers[1].self_attn.attn) is ours
-    runner = VllmRunner(ours, reference.spec, torch.device("cpu"))
-    with connect(sidecar.address) as client:
-        kv = [(torch.randn(each.kv_heads, 33, each.k_dim), torch.randn(each.kv_heads, 33, each.v_dim))
-              for each in reference.spec.layers]  # fmt: skip
-        client.store_segment(reference.spec, ONE, kv, preamble=HEAD).wait()
-        setting = Recompute(0, -1, 0.4, "suffix_attention")
-        wanted, found = (
-            client.partial_prefill(each, ASKED, segments=[(24, 57)], preamble=HEAD, recompute=setting)
-            for each in (reference, runner)
-        )
-    assert found.plan.reused_token_count == wanted.plan.reused_token_count == 33
-    assert torch.allclose(found.logits, wanted.logits, atol=1e-4)
-    for one, other in zip(found.kv, wanted.kv, strict=True):
-        assert torch.allclose(one[0], other[0], atol=1e-4)
-        assert torch.allclose(one[1], other[1], atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["do_llama_4_scaling", "dual_chunk_attention_config", "ada_rms_norm_t_cond"])
-def test_layers_that_compute_more_than_the_runner_are_refused(theirs: Any, spec: ModelSpec, name: str) -> None:
-    ours = LlamaForCausalLM(theirs)
-    first = ours.model.layers[0]
-    setattr(first if name.startswith("ada") else first.self_attn, name, torch.nn.Linear(1, 1))
-    with pytest.raises(InvalidRequest, match="computes its layers in a way that is not known here"):
-        VllmRunner(ours, spec, torch.device("cpu"))
 
 
 def test_a_prompt_is_computed_over_its_documents_and_not_kept(engine: Engine, theirs: Any, spec: ModelSpec) -> None:
@@ -264,6 +234,57 @@ def test_a_sidecar_that_stalls_is_waited_for_once_by_the_mends_of_a_step(
     engine.close()
 
 
+def ended(step: Step, *mended: Mended) -> Any:
+    """What the workers report of a step."""
+    told = SimpleNamespace(number=step.number, mended=mended)
+    return SimpleNamespace(finished_recving=None, invalid_block_ids=None, kv_connector_worker_meta=told)
+
+
+def timed(engine: Engine, tokens_per_s: float, *mended: Mended) -> None:
+    """Have an engine learn how fast vLLM computes, and what came of prompts over documents."""
+    for count in (16, 64) * 6:
+        engine.clients[0].planner.computed(engine.scheduler._planner._spec, 0, Prefill(count, 0, count / tokens_per_s))
+    engine.scheduler.received(ended(Step(), *mended))
+
+
+@pytest.mark.parametrize(("took_s", "is_faster"), [(0.03, True), (0.055, True), (0.065, False), (3.0, False)])
+def test_a_prompt_that_vllm_computes_sooner_is_not_mended(
+    sidecar: Sidecar, theirs: Any, spec: ModelSpec, took_s: float, is_faster: bool
+) -> None:
+    """vLLM takes 64 ms for it, and 4 ms for its last block. A minute later it is tried again."""
+    clock = ManualClock()
+    engine = Engine(sidecar.address, spec, model=LlamaForCausalLM(theirs), recompute=SOME, clock=clock)
+    remember(engine, ONE, TWO)
+    timed(engine, 1000.0, Mended(64, 51, 38, took_s))
+    if not is_faster:
+        assert matched(engine.scheduler, asked("a"), 0) == (0, False)
+        clock.advance(SEEN_S_MAX + 1.0)
+    assert matched(engine.scheduler, asked("b"), 0) == (60, False)
+    engine.close()
+
+
+def test_the_scheduler_hears_of_what_was_mended_and_how_long_steps_take(
+    sidecar: Sidecar, theirs: Any, spec: ModelSpec
+) -> None:
+    """Though nothing is planned."""
+    engine = Engine(sidecar.address, spec, model=LlamaForCausalLM(theirs), recompute=SOME)
+    remember(engine, ONE, TWO)
+    blocks = blocks_of(64)
+    assert engine.admit(asked("a"), blocks) == 60
+    step = engine.compute(asked("a"), blocks, 60, 4)
+    assert step.number
+    (mended,) = engine.worker.mended()
+    assert (mended.token_count, mended.reused) == (64, 51)
+    assert 13 < mended.computed < 64
+    assert mended.seconds > 0
+    assert engine.worker.mended() == []
+    engine.scheduler.finished("a")
+    assert engine.admit(request("b", TWO[:7]), blocks) == 0
+    engine.scheduler.received(ended(engine.compute(request("b", TWO[:7]), blocks, 0, 7)))
+    assert engine.scheduler._planner.computing_s(0, 7) > 0
+    engine.close()
+
+
 def test_a_request_that_has_blocks_which_a_mend_fills_waits_for_the_next_step(engine: Engine) -> None:
     """If the mend fails, vLLM computes the first request anew, in one step or in many, and others over its blocks."""
     remember(engine, ONE, TWO)
@@ -279,13 +300,11 @@ def test_a_request_that_has_blocks_which_a_mend_fills_waits_for_the_next_step(en
 def test_a_step_that_mends_says_nothing_of_what_vllm_computes_in_a_time(engine: Engine) -> None:
     remember(engine, ONE, TWO)
     planner = engine.clients[0].planner
-    planner.mode = "on"
     for one, computed in ((asked("a"), 60), (request("b", QUESTION), 0)):
         assert not planner._prefills, "of the mend"
         count, blocks = one.num_tokens, blocks_of(one.num_tokens)
         assert engine.admit(one, blocks) == computed
-        engine.compute(one, blocks, computed, count - computed)
-        engine.scheduler.received(SimpleNamespace(finished_recving=None, invalid_block_ids=None))
+        engine.scheduler.received(ended(engine.compute(one, blocks, computed, count - computed)))
     assert planner._prefills, "of the other request"
 
 

@@ -9,8 +9,8 @@ which layers it keeps, ``groups`` which of them share a block table, ``drafts`` 
 ``naming`` and ``hashes`` name its chunks, ``pages`` describes their layout in memory. ``step`` is the scheduler's
 message to the workers, ``settings`` are the options, ``versions`` checks vLLM's version, ``objects`` says what of its
 objects is used. ``moved`` counts what workers moved, for vLLM's ``metrics``.
-Documents at any place in a prompt: ``documents`` reads which a request names, ``reuse`` decides, and ``mending``
-computes the prompt over them, by vLLM's own layers, which ``runner`` takes apart.
+Documents at any place in a prompt: ``documents`` reads which a request names, ``reuse`` decides by what mends
+were ``worth``, and ``mending`` computes the prompt over them, by vLLM's own layers, which ``runner`` takes apart.
 Two smaller entry points: ``tier`` is a secondary tier of vLLM's CPU offloading, its values in ``offloaded``;
 ``encoder`` keeps embeddings of images and sounds, by ``embeddings``. Only the entry points and ``metrics`` import vLLM.
 

@@ -34,7 +34,7 @@ from kvstore_client.engines.vllm.pages import CPU, PagesOfModel, Writer
 from kvstore_client.engines.vllm.runner import VllmRunner, model_of
 from kvstore_client.engines.vllm.scheduler import SchedulerSide
 from kvstore_client.engines.vllm.settings import ConnectorSettings
-from kvstore_client.engines.vllm.step import Step
+from kvstore_client.engines.vllm.step import Mended, Step
 from kvstore_client.engines.vllm.versions import OF_GROUPS, check_interface, check_version
 from kvstore_client.engines.vllm.worker import WorkerSide
 
@@ -48,9 +48,11 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not th
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """The number of the step whose results a worker reports: a step that computes nothing may have some, too."""
+    """The number of the step whose results a worker reports: a step that computes nothing may have some, too. And the
+    prompts that it computed over documents."""
 
     number: int
+    mended: list[Mended] = field(default_factory=list)
 
     def aggregate(self, other: StepReport) -> StepReport:
         """Return one report of all ranks: each is of the same step."""
@@ -265,7 +267,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def build_connector_worker_meta(self) -> StepReport | None:
         number = self._step().number if self._worker is not None else 0
-        return StepReport(number) if number else None
+        return StepReport(number, self._worker.mended()) if number and self._worker is not None else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.failed_blocks() if self._worker is not None else set()

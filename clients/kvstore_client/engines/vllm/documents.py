@@ -25,7 +25,8 @@ RUNS_MAX = 256
 """The most documents of one request: all requests of a step wait while they are looked up and merged."""
 WORTH_MAX = 2 / 3
 """The most that is computed of a prompt over its documents, as a share of what vLLM would compute of it. A mend is many
-small steps: in ``bench vllm-documents`` each token takes 1.4 times as long as in vLLM's, and other requests wait."""
+small steps: in ``bench vllm-documents`` each token takes 1.4 times as long as in vLLM's, and other requests wait. What
+a mend costs beside its tokens is measured (``MendWorth``)."""
 
 
 @dataclass(frozen=True)

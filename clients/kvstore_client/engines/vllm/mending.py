@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,22 +14,12 @@ from kvstore_client.client import Client
 from kvstore_client.engines.pause import CallPause
 from kvstore_client.engines.vllm.pages import PagesOfModel
 from kvstore_client.engines.vllm.runner import VllmRunner
-from kvstore_client.engines.vllm.step import Mend
+from kvstore_client.engines.vllm.step import Mend, Mended
 from kvstore_client.recompute.prefill import partial_prefill
 from kvstore_client.recompute.request import Request
 from kvstore_client.recompute.result import PartialPrefill
 
 _log = logging.getLogger("kvstore.vllm")
-
-
-@dataclass(frozen=True)
-class Mended:
-    """A prompt that was computed: how many of its tokens were ``reused``, how many ``computed``, reused ones that were
-    mended by their share of a prefill, and the ``seconds`` that its step waited."""
-
-    reused: int
-    computed: int
-    seconds: float
 
 
 class Mender:
@@ -57,7 +46,7 @@ class Mender:
             seconds = self._clock.monotonic() - began_s
             reused = done.plan.reused_token_count
             computed = done.plan.token_count - reused + round(done.share * reused)
-            return Mended(reused, computed, seconds)
+            return Mended(done.plan.token_count, reused, computed, seconds)
         except KVStoreError as error:
             self._patience.took(self._clock.monotonic() - began_s)  # nobody knows how much of it was waiting
             _log.warning("kvstore: %s; the prompt is computed", error.message)

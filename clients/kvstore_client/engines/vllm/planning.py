@@ -67,16 +67,20 @@ class Decision:
 
 class RequestPlanner:
     """The planner of one scheduler. ``mode``: as ``connect(planning=...)``. ``step_tokens``: the most tokens that vLLM
-    computes in a step.
-    ``is_layerwise``: loads run beside the step that computes behind them. Steps of all requests are measured together,
-    adapters included: they have one shape."""
+    computes in a step. ``is_layerwise``: loads run beside the step that computes behind them. ``times_steps``: steps
+    are measured also where nothing is planned. Steps of all requests are measured together, adapters included: they
+    have one shape."""
 
-    def __init__(self, client: Client, spec: ModelSpec, clock: Clock, *, step_tokens: int, is_layerwise: bool) -> None:
+    def __init__(
+        self, client: Client, spec: ModelSpec, clock: Clock, *, step_tokens: int, is_layerwise: bool,
+        times_steps: bool = False,
+    ) -> None:  # fmt: skip
         self._client = client
         self._spec = spec
         self._clock = clock
         self._step_tokens = step_tokens
         self._is_layerwise = is_layerwise
+        self._times_steps = times_steps
         self._steps = deque[_Running](maxlen=STEPS_MAX)
         self._number = 0
         self._ended_s = 0.0
@@ -156,10 +160,14 @@ class RequestPlanner:
                 self._client, spec, prompt, decision.stop, extras=extras, measures_link=measures_link
             )  # fmt: skip
 
+    def computing_s(self, start: int, stop: int) -> float:
+        """Return the seconds in which the engine computes these tokens of a prompt; 0: nothing was measured."""
+        return self._client.planner.prefill_s(self._spec, stop - start, self._step_tokens, start)
+
     def wait_s_max(self, start: int, stop: int, most_s: float) -> float:
         """Return how long a prompt may wait for these tokens of it: ``most_s``, and where plans are carried out no
         longer than the engine computes them, as far as that was measured."""
-        computing_s = self._client.planner.prefill_s(self._spec, stop - start, self._step_tokens, start)
+        computing_s = self.computing_s(start, stop)
         return min(most_s, computing_s) if self.mode == "on" and computing_s else most_s
 
     # ------------------------------------------------------------ what loads take
@@ -215,10 +223,10 @@ class RequestPlanner:
     def step_begins(self, output: ScheduledStep, *, loads: bool, mends: bool = False) -> int:
         """Note that vLLM has scheduled a step. Its time says nothing of computing alone where it ``mends`` a prompt,
         or, layerwise, ``loads`` as it goes. Returns the step's number, which the workers report with its results; 0:
-        nothing is planned."""
+        it is not measured."""
         now = self._clock.monotonic()
         self._begun_s.append(now)
-        if self.mode == "off":
+        if self.mode == "off" and not self._times_steps:
             return 0
         self._number += 1
         if output.num_scheduled_tokens:

@@ -6,11 +6,12 @@ import logging
 import math
 
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore_client.engines.vllm.documents import DERIVED, DOCUMENTS, WORTH_MAX, NamedDocuments, takes_derived
+from kvstore_client.engines.vllm.documents import DERIVED, DOCUMENTS, NamedDocuments, takes_derived
 from kvstore_client.engines.vllm.naming import Naming, items_of
 from kvstore_client.engines.vllm.requests import FoundPrefix, TrackedRequest
 from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.step import Mend, Save
+from kvstore_client.engines.vllm.worth import MendWorth
 from kvstore_client.lookup.match import Match
 from kvstore_client.prompt import PageHashes
 
@@ -22,12 +23,13 @@ class DocumentReuse:
     cache."""
 
     def __init__(
-        self, settings: ConnectorSettings, naming: Naming, block_tokens: int, *, is_possible: bool
+        self, settings: ConnectorSettings, naming: Naming, block_tokens: int, worth: MendWorth, *, is_possible: bool
     ) -> None:  # fmt: skip
         self._setting = settings.mends
         self._is_possible = is_possible and settings.digests == "kvstore"
         self._naming = naming
         self._block_tokens = block_tokens
+        self.worth = worth
         self._has_told = False
 
     def look(self, tracked: TrackedRequest) -> None:
@@ -65,14 +67,16 @@ class DocumentReuse:
 
     def _reused_min(self, tracked: TrackedRequest, match: Match, computed: int) -> int:
         """Return how many tokens of a request must be reused at least, its stored prefix among them, for it to be
-        computed over its documents: ``WORTH_MAX`` says how much may be computed. vLLM computes what it neither has nor
-        can load; a mend uses nothing of what vLLM has."""
+        computed over its documents: ``worth`` says how much may be computed. vLLM computes what it neither has nor can
+        load; a mend uses nothing of what vLLM has."""
         assert self._setting is not None, "documents are not possible then"
         count, prefix = int(tracked.request.num_tokens), match.prefix_token_count
         again = self._setting.share(tracked.spec.layer_count)
         by_vllm = count - max(computed, min(prefix, count - 1))
-        spared = count - prefix - WORTH_MAX * by_vllm
-        return prefix + max(1, math.ceil(spared / (1.0 - again)))
+        most = self.worth.computed_max(count, by_vllm)
+        if most <= 0.0:
+            return count + 1
+        return prefix + max(1, math.ceil((count - prefix - most) / (1.0 - again)))
 
     def mend(self, tracked: TrackedRequest, found: FoundPrefix, stop: int) -> Mend:
         """Return the order to compute a request over its documents, into the blocks of its tokens up to ``stop`` that

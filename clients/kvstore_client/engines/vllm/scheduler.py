@@ -23,6 +23,7 @@ from kvstore_client.engines.vllm.requests import TrackedRequest
 from kvstore_client.engines.vllm.reuse import DocumentReuse
 from kvstore_client.engines.vllm.settings import ConnectorSettings
 from kvstore_client.engines.vllm.step import Load, Mend, Save, Step
+from kvstore_client.engines.vllm.worth import MendWorth
 
 _log = logging.getLogger("kvstore.vllm")
 
@@ -49,14 +50,16 @@ class SchedulerSide:
         ahead_tokens = self._chunk_tokens if reads_ahead else 0
         self._naming = Naming(settings.digests, block_tokens, ahead_tokens)
         is_simple = ranks == 1 and draft is None and len(self._groups) == 1 and not self._has_windows
-        self._documents = DocumentReuse(settings, self._naming, block_tokens, is_possible=is_simple)
         self._does_load, self._does_save, self._is_alone = loads, saves, is_alone
         self._ranks = ranks
         clock = clock or SystemClock()
         self._patience = CallPause(clock)
         self._planner = RequestPlanner(
             client, adapters.spec_for(None), clock, step_tokens=step_tokens, is_layerwise=settings.load == "layerwise",
+            times_steps=settings.mends is not None,
         )  # fmt: skip
+        worth = MendWorth(self._planner, clock, block_tokens)
+        self._documents = DocumentReuse(settings, self._naming, block_tokens, worth, is_possible=is_simple)
         self._lookups = PrefixLookups(
             client, self._naming, self._planner, self._patience, clock, block_tokens=block_tokens,
             readers=ranks * len(self._groups),
@@ -307,6 +310,7 @@ class SchedulerSide:
         self._planner.landed(output.finished_recving or (), self._has_failed)
         told = getattr(output, "kv_connector_worker_meta", None)
         self._planner.step_ended(getattr(told, "number", 0))
+        self._documents.worth.mended(getattr(told, "mended", ()))
         return wrong
 
     def _has_failed(self, request_id: str) -> bool:

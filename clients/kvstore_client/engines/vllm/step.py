@@ -82,6 +82,18 @@ class Mend:
     reused_min: int
 
 
+@dataclass(frozen=True)
+class Mended:
+    """What a worker reports of a prompt that it computed over documents: how many of its tokens were ``reused``, how
+    many ``computed``, reused ones that were mended by their share of a prefill, and the ``seconds`` that its step
+    waited."""
+
+    token_count: int
+    reused: int
+    computed: int
+    seconds: float
+
+
 @dataclass
 class Step:
     """``settled``: blocks whose failed load the scheduler has noted; vLLM has computed them since. ``written``: blocks

@@ -16,7 +16,7 @@ from kvstore_client.engines.vllm.mending import Mender
 from kvstore_client.engines.vllm.moved import Moved
 from kvstore_client.engines.vllm.pages import LAYOUT, PagesOfModel
 from kvstore_client.engines.vllm.saves import Saves
-from kvstore_client.engines.vllm.step import Load, Mend, Save, Step
+from kvstore_client.engines.vllm.step import Load, Mend, Mended, Save, Step
 from kvstore_client.fetch.paged import Paged
 from kvstore_client.fetch.transfer import Transfer
 
@@ -69,6 +69,7 @@ class WorkerSide:
         self._saves = Saves(client, pages, CallPause(self._clock), self.moved, call_s_max=call_s_max)
         self._is_waiting = is_waiting
         self._mender = mender
+        self._mended: list[Mended] = []
         self._can_give_way = False
         self._moving: dict[str, _Moving] = {}
         self._waited: set[int] = set()
@@ -102,9 +103,15 @@ class WorkerSide:
         done = self._mender.mend(mend) if self._mender is not None else None
         if done is not None:
             self.moved.mended(done.reused, done.computed, done.seconds)
+            self._mended.append(done)
             return
         self.moved.add("failed_mends")
         self._failed |= set(mend.block_ids[mend.start // self._pages.groups[0].block_tokens :])
+
+    def mended(self) -> list[Mended]:
+        """Return what was computed over documents since the last call."""
+        done, self._mended = self._mended, []
+        return done
 
     def _begin_group(self, moving: _Moving, place: int, group: LayerGroup) -> Transfer:
         """Begin to fetch a group's layers into its own blocks. Raises KVStoreError."""
