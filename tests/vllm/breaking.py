@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -47,6 +48,16 @@ class RememberingConnector(KVStoreConnector):
                 held[layer] = first, torch.stack([k, v]).transpose(1, 2).numpy()
         self.ended.append(held)
         return super().request_finished_all_groups(request, block_ids)
+
+
+class SlowMender(RememberingConnector):
+    """Remembers, and says that a prompt took an hour that was computed over its documents."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        mender = self._worker._mender
+        mend = mender.mend
+        mender.mend = lambda each: replace(mend(each), seconds=3600.0)
 
 
 class TellingECConnector(KVStoreECConnector):

@@ -50,7 +50,8 @@ def remembered(engine: Engine, *documents: list[int], salt: str = "") -> None:
 def test_the_pages_hold_what_a_partial_prefill_makes(
     models: dict[str, Path], durable: Sidecar, name: str, recompute: dict[str, Any]
 ) -> None:
-    """Of transformers' own model of these weights: another runner, to the rounding of other kernels."""
+    """Of transformers' own model of these weights: another runner, to the rounding of other kernels. It is said to have
+    taken long, so that vLLM computes the next one."""
     model = AutoModelForCausalLM.from_pretrained(models[name], dtype=torch.float32).eval()
     runner, preamble = TransformersRunner(model), np.array(PREAMBLE)
     with connect(durable.address) as client:
@@ -59,7 +60,7 @@ def test_the_pages_hold_what_a_partial_prefill_makes(
         setting = Recompute(**{"first_layer": 0, "last_layer": -1, **recompute})
         wanted = client.partial_prefill(runner, ASKED, segments=RUNS, recompute=setting, preamble=preamble)
         assert wanted.plan.reused_token_count == 281
-    remembering = {"kv_connector": "RememberingConnector", "kv_connector_module_path": "tests.vllm.breaking"}
+    remembering = {"kv_connector": "SlowMender", "kv_connector_module_path": "tests.vllm.breaking"}
     with Engine(models[name], durable.address, connector=remembering, **extra(**recompute)) as engine:
         remembered(engine, ONE, TWO)
         (answer,), cached = engine.ask(ASKED, transfer=NAMED, salt=DERIVED)
@@ -70,6 +71,8 @@ def test_the_pages_hold_what_a_partial_prefill_makes(
         (again,), cached = engine.ask(ASKED, transfer=NAMED, salt=DERIVED)
         assert (again, cached) == (answer, [320])
         assert engine.counted["vllm:kvstore_mends"] == 1, "the second answer is of vLLM's own blocks"
+        engine.ask(PREAMBLE + ONE + TWO, transfer={**NAMED, "kvstore_documents": [(40, 190), (190, 321)]}, salt=DERIVED)
+        assert engine.counted["vllm:kvstore_mends"] == 1, "mends are slow"
     worst = 0.0
     for layer, (k, v) in enumerate(wanted.kv):
         first, pages = held[layer]
