@@ -157,6 +157,19 @@ def test_a_request_that_was_preempted_waits_for_nobody(second: Second) -> None:
     assert not second.asks_again(asked)
 
 
+def test_engines_with_other_weights_wait_for_nothing_and_promise_nothing(first: Engine, second: Second) -> None:
+    """After a reset an engine names its caches as no other one does."""
+    waits, comes = handed(750), handed(751)
+    second.side.new_request(waits)
+    assert second.asks_again(waits)
+    second.side.reset()
+    second.side.new_request(comes)
+    assert not second.asks_again(waits)
+    assert not second.asks_again(comes)
+    first.scheduler.reset()
+    assert finished(first, 752, {ASKED: True}) is None
+
+
 def test_while_no_sidecar_is_there_nothing_is_waited_for() -> None:
     with Sidecar("--capacity", "32 MiB") as sidecar:
         second = Second(sidecar.address)

@@ -73,6 +73,11 @@ class Naming:
         """Name nothing from now on as it was named before."""
         self._era = SystemRandom().bytes(16)
 
+    @property
+    def is_common(self) -> bool:
+        """False once other engines name nothing as this one does."""
+        return not self._era
+
     def can_name(self, request: EngineRequest) -> bool:
         """Return True when the name covers all that the request's cache depends on. With vLLM's hashes, computes each
         request's first hash itself: a vLLM that hashes differently is thus noticed."""

@@ -131,7 +131,7 @@ class SchedulerSide:
                 return None
             tracked = self._tracked[name] = TrackedRequest(request, spec, self._no_blocks())
             self._documents.look(tracked)
-            tracked.prefilled = prefilled_tokens(request) if self._is_alone else 0
+            tracked.prefilled = prefilled_tokens(request) if self._is_alone and self._naming.is_common else 0
         return tracked
 
     def _spec_of(self, request: EngineRequest, fate: str) -> ModelSpec | None:
@@ -350,7 +350,9 @@ class SchedulerSide:
         self._had.pop(request_id, None)
         self._unnamed.discard(request_id)
         self._lookups.end(request_id)
-        return None if tracked is None or tracked.is_doubtful else handed_over(tracked.request, tracked.promised)
+        if tracked is None or tracked.is_doubtful or not self._naming.is_common:
+            return None
+        return handed_over(tracked.request, tracked.promised)
 
     def new_request(self, request: EngineRequest) -> None:
         self._lookups.waiting.add(str(request.request_id))
