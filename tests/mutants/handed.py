@@ -56,6 +56,14 @@ MUTANTS = [
         (f"{T_HANDED}::test_what_is_computed_sooner_is_not_waited_for",),
     ),
     Mutant(
+        "looked-for-all-the-time",
+        "clients/kvstore_client/engines/vllm/handover.py",
+        "look_s * waiting_count / LOOKS_SHARE",
+        "look_s",
+        "while prompts are waited for the engine computes nothing",
+        (f"{T_HANDED}::test_looking_again_takes_a_part_of_the_loops_time",),
+    ),
+    Mutant(
         "waited-for-after-a-preemption",
         SCHEDULER,
         "            tracked.prefilled = 0  # ",

@@ -208,15 +208,16 @@ def test_a_load_is_planned_when_its_wait_has_ended(first: Engine, sidecar: Sidec
 
 
 @pytest.mark.parametrize(
-    ("planning", "stored", "wait_s"), [("on", 0, 0.4), ("on", 16, 0.24), ("observe", 0, WAIT_S_MAX)]
+    ("planning", "stored", "wait_s"), [("on", 0, 0.4), ("on", 16, 0.24), ("on", 0, 0.005), ("observe", 0, WAIT_S_MAX)]
 )
 def test_what_is_computed_sooner_is_not_waited_for(
     first: Engine, sidecar: Sidecar, planning: str, stored: int, wait_s: float
 ) -> None:
-    """The engine computes 100 tokens in a second."""
+    """The engine computes what is missing within ``wait_s``."""
     second, seed = Second(sidecar.address, planning=planning), 721 + stored
+    token_s = min(wait_s, 0.4) / (WHOLE - stored)
     for count in (16, 64) * 6:
-        second.client.planner.computed(SPEC, 0, Prefill(count, 0, count / 100))
+        second.client.planner.computed(SPEC, 0, Prefill(count, 0, count * token_s))
     if stored:
         first.keep(request("first", tokens_of(COUNT, seed)[:stored]), blocks_of(stored))
     asked = handed(seed)
@@ -227,6 +228,29 @@ def test_what_is_computed_sooner_is_not_waited_for(
     second.clock.advance(0.2 * wait_s)
     assert not second.asks_again(asked)
     second.side.close()
+
+
+def test_looking_again_takes_a_part_of_the_loops_time(second: Second, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long prompts are, and however many wait: running requests wait meanwhile."""
+    peek, look_s = second.client.peek, 0.004
+
+    def slow(*given: Any, **more: Any) -> Any:
+        second.clock.advance(look_s)
+        return peek(*given, **more)
+
+    monkeypatch.setattr(second.client, "peek", slow)
+    waiting = [handed(760 + each) for each in range(4)]
+    for each in waiting:
+        second.side.new_request(each)
+    began_s, look_count = second.clock.monotonic(), 0
+    while (passed_s := second.clock.monotonic() - began_s) < WAIT_S_MAX / 2:
+        for each in waiting:
+            before_s = second.clock.monotonic()
+            assert second.side.matched(each, 0) == (None, False)
+            look_count += second.clock.monotonic() > before_s
+        second.clock.advance(0.001)
+    assert look_count > 2 * len(waiting)
+    assert look_count * look_s < 0.25 * passed_s
 
 
 def test_who_waits_for_another_engine_takes_no_turn_from_those_behind(

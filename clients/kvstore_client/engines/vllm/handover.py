@@ -17,8 +17,16 @@ PREFILLED = "kvstore_prefilled"
 WAIT_S_MAX = 2.0
 """The most seconds that a request waits for them, or as long as computing them takes, where that is known and less.
 Then what there is is loaded, and the rest computed."""
-PAUSE_S = 0.01
-"""Seconds from one look to the next."""
+PAUSE_S, PAUSE_S_MAX = 0.01, 0.2
+"""Seconds from one look to the next, and where many requests with long prompts wait."""
+LOOKS_SHARE = 0.1
+"""The share of the engine's loop that looks may take: to name a long prompt takes milliseconds."""
+
+
+def pause_s(look_s: float, waiting_count: int) -> float:
+    """Return the seconds to the next look where each takes ``look_s`` of the engine's loop, and so many requests may
+    wait."""
+    return min(max(PAUSE_S, look_s * waiting_count / LOOKS_SHARE), PAUSE_S_MAX)
 
 
 def handed_over(request: EngineRequest, kept: int) -> dict[str, object] | None:

@@ -13,7 +13,7 @@ from kvstore.seams import Clock, WorkerThreads
 from kvstore.seams.jobs import NotBegun, begun
 from kvstore_client.client import Client
 from kvstore_client.engines.pause import SLOW_S, CallPause
-from kvstore_client.engines.vllm.handover import PAUSE_S, WAIT_S_MAX
+from kvstore_client.engines.vllm.handover import WAIT_S_MAX, pause_s
 from kvstore_client.engines.vllm.naming import Naming
 from kvstore_client.engines.vllm.objects import EngineRequest
 from kvstore_client.engines.vllm.planning import RequestPlanner
@@ -98,7 +98,7 @@ class PrefixLookups:
             return None
         if answer.refusal and self._may_wait(name, tracked, answer.refusal, is_alone=asked.is_alone, is_first=is_first):
             return None
-        if answer.match.is_answered and self._is_about_to_come(tracked, answer.stored, computed, useful):
+        if answer.match.is_answered and self._is_about_to_come(tracked, answer.stored, computed, useful, asked.took_s):
             self._ahead.pop(name, None)
             self.release(answer.match)
             return None
@@ -136,14 +136,18 @@ class PrefixLookups:
         is_short = max(self._whole(stored), computed) < min(self._whole(tracked.prefilled), useful)
         return is_short and (until_s is None or self._clock.monotonic() < until_s)
 
-    def _is_about_to_come(self, tracked: TrackedRequest, stored: int, computed: int, useful: int) -> bool:
-        """Return True where a request is looked up again, because another engine may yet keep more of its prompt."""
+    def _is_about_to_come(
+        self, tracked: TrackedRequest, stored: int, computed: int, useful: int, look_s: float
+    ) -> bool:  # fmt: skip
+        """Return True where a request is looked up again, because another engine may yet keep more of its prompt.
+        ``look_s``: the time that the loop took to ask."""
         now_s = self._clock.monotonic()
         wanted, had = min(self._whole(tracked.prefilled), useful), max(self._whole(stored), computed)
         if self._is_awaited(tracked, stored, computed, useful):
             if tracked.prefilled_until_s is None:
                 tracked.prefilled_until_s = now_s + self._planner.wait_s_max(had, wanted, WAIT_S_MAX)
-            tracked.look_again_s = now_s + PAUSE_S
+            next_s = now_s + pause_s(look_s, len(self.waiting))
+            tracked.look_again_s = min(next_s, tracked.prefilled_until_s)
             return True
         if had < wanted:
             _log.warning(
@@ -176,6 +180,7 @@ class PrefixLookups:
             self._ahead[name] = None
             others = len(self.waiting - {name})
             asked.answer = begun(self._workers, self._hold, asked, tracked, prompt, extras, computed, others)
+        asked.took_s = self._clock.monotonic() - asked.since_s
         return asked
 
     def _answer(self, name: str, asked: PrefixLookup) -> PrefixAnswer | None:

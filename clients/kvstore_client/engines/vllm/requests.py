@@ -30,13 +30,14 @@ NOTHING = PrefixAnswer(Match(0, (), is_answered=False), 0)
 @dataclass
 class PrefixLookup:
     """A lookup in flight. ``is_alone``: no other request of ours held anything when it was asked, nor since then.
-    ``begun_s``: when a thread of ours began it."""
+    ``begun_s``: when a thread of ours began it. ``took_s``: the seconds that the engine's loop took to ask."""
 
     useful: int
     since_s: float
     is_alone: bool
     answer: Future[PrefixAnswer] = field(default_factory=Future)
     begun_s: float | None = None
+    took_s: float = 0.0
 
 
 @dataclass
