@@ -98,6 +98,16 @@ def test_a_load_that_fails_and_a_save_that_gives_way_are_counted(
     assert told(engine) == {"dropped_saves": 1}
 
 
+def test_a_save_that_no_thread_took_is_dropped(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    asked, blocks = request("a", tokens_of(42, 906)), blocks_of(42)
+    assert engine.admit(asked, blocks) == 0
+    engine.worker._saves._thread.close()
+    assert engine.compute(asked, blocks, 0, 42).saves
+    engine.worker._saves.give_way(blocks)
+    assert "a prompt is not kept" in caplog.text
+    assert told(engine) == {"dropped_saves": 1}
+
+
 def test_a_share_that_gives_way_is_dropped() -> None:
     """Of a store that ranks share: the sidecar wants its tokens, and its blocks are given to others meanwhile."""
     go_on = threading.Event()

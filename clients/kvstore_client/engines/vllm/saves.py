@@ -113,6 +113,7 @@ class Saves:
         for each in self._pending:
             if each.done.done() and (failure := failure_of(each.done)) is not None:
                 _log.error("kvstore: %s; a prompt is not kept", failure.message)
+                self._moved.add("dropped_saves")
         self._pending = [each for each in self._pending if not each.done.done()]
 
     def close(self) -> None:
