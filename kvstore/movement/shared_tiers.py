@@ -27,8 +27,9 @@ CLOSE_S_MAX = 5.0
 """A stop goes on without a tier that takes more seconds to close."""
 CHECK_S_MAX = 12.0
 """Seconds that a shared tier may take for its answer to ``check``."""
-HINT_S = 5.0
-"""Seconds for which an answer is not asked for again."""
+HINT_S, ABSENT_S = 5.0, 0.1
+"""Seconds for which an answer is not asked for again, and the answer that no tier has a key: another node may be sending
+it, and engines wait for that (``kvstore_prefilled``)."""
 HINT_COUNT_MAX = 65_536
 RANK = 1000
 """The rank of the fastest shared tier among sources: all shared tiers are slower than local ones."""
@@ -253,7 +254,10 @@ class SharedTiers:
     def _hint_of(self, key: bytes, now_s: float) -> KeyHint | None:
         """Return the hint of a key, unless it is too old."""
         hint = self._hints.get(key)
-        return hint if hint is not None and now_s - hint.at_s < HINT_S else None
+        if hint is None:
+            return None
+        is_absent = hint.shared is None and not hint.is_there
+        return hint if now_s - hint.at_s < (ABSENT_S if is_absent else HINT_S) else None
 
     def _to_ask(self, shared: SharedCopies, keys: list[bytes], now_s: float) -> list[bytes]:
         """Return the keys for which a tier is to be asked."""

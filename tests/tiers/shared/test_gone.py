@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import DataLoss
-from kvstore.movement.shared_tiers import HINT_S
+from kvstore.movement.shared_tiers import ABSENT_S, HINT_S
 from kvstore.spec import MissReason
 from tests.tiers.shared.world import Wide, World, run, spoil
 
@@ -106,6 +106,19 @@ def test_a_copy_that_goes_while_it_is_verified_is_damaged_only_if_it_goes_again(
         [look] = [look for name, look in node.controller.parts.movement.looks(node.row(1)) if name == "redis"]
         assert await look() is told
         assert bool(node.controller.parts.movement.shared_tiers.tiers[0].bad) == (told is False)
+
+    world.run(scenario)
+
+
+def test_what_another_node_sends_is_found_soon_after_it_was_not(world: World) -> None:
+    """As by an engine that waits for the prompt that one of another node has computed: it looked too early."""
+
+    async def scenario() -> None:
+        node, other = world.one, world.other
+        assert (await other.fetch(1))[0] == 0
+        await node.give(1)
+        await asyncio.sleep(ABSENT_S)
+        assert (await other.fetch(1))[0] == 1
 
     world.run(scenario)
 
