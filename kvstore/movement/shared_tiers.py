@@ -28,8 +28,8 @@ CLOSE_S_MAX = 5.0
 CHECK_S_MAX = 12.0
 """Seconds that a shared tier may take for its answer to ``check``."""
 HINT_S, ABSENT_S = 5.0, 0.1
-"""Seconds for which an answer is not asked for again, and the answer that no tier has a key: another node may be sending
-it, and engines wait for that (``kvstore_prefilled``)."""
+"""Seconds for which an answer is not asked for again, and the answer that no tier has a key: another node may be
+sending it, and engines wait for that (``kvstore_prefilled``)."""
 HINT_COUNT_MAX = 65_536
 RANK = 1000
 """The rank of the fastest shared tier among sources: all shared tiers are slower than local ones."""

@@ -56,6 +56,14 @@ MUTANTS = [
         (f"{T_HANDED}::test_what_is_computed_sooner_is_not_waited_for",),
     ),
     Mutant(
+        "waits-for-what-stays-on-its-node",
+        LOOKUPS,
+        "            if had >= wanted // ",
+        "            if had > wanted // ",
+        "each prompt of another node stands still for two seconds, for less than a chunk that never comes",
+        (f"{T_HANDED}::test_a_part_of_a_chunk_is_not_waited_for_long",),
+    ),
+    Mutant(
         "looked-for-all-the-time",
         "clients/kvstore_client/engines/vllm/handover.py",
         "look_s * waiting_count / LOOKS_SHARE",

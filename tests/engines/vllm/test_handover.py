@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from kvstore_client import connect
-from kvstore_client.engines.vllm.handover import ASKED, PREFILLED, WAIT_S_MAX
+from kvstore_client.engines.vllm.handover import ASKED, PART_S_MAX, PREFILLED, WAIT_S_MAX
 from kvstore_client.engines.vllm.identity import Adapters
 from kvstore_client.engines.vllm.scheduler import SchedulerSide
 from kvstore_client.engines.vllm.settings import ConnectorSettings
@@ -127,6 +127,16 @@ def test_what_never_comes_is_computed_after_a_while(
     second.clock.advance(WAIT_S_MAX)
     assert matched(second.side, asked, 0) == (16, True)
     assert "40 tokens of a prompt, and 16 of them came" in caplog.text
+
+
+def test_a_part_of_a_chunk_is_not_waited_for_long(first: Engine, second: Second) -> None:
+    """Where the first engine is on another node, the chunks come and the part never does."""
+    first.keep(request("first", tokens_of(COUNT, 770)[:32]), blocks_of(32))
+    asked = handed(770)
+    second.side.new_request(asked)
+    assert second.asks_again(asked)
+    second.clock.advance(PART_S_MAX)
+    assert matched(second.side, asked, 0) == (32, True)
 
 
 @pytest.mark.parametrize("said", [None, "40", True, -40, 4.5, 3, [40], {}])

@@ -17,6 +17,9 @@ PREFILLED = "kvstore_prefilled"
 WAIT_S_MAX = 2.0
 """The most seconds that a request waits for them, or as long as computing them takes, where that is known and less.
 Then what there is is loaded, and the rest computed."""
+PART_S_MAX = 0.05
+"""The most seconds that it waits for a part of a chunk, once it has the chunks before: that stays on the node of the
+first engine, where it comes at once."""
 PAUSE_S, PAUSE_S_MAX = 0.01, 0.2
 """Seconds from one look to the next, and where many requests with long prompts wait."""
 LOOKS_SHARE = 0.1

@@ -13,7 +13,7 @@ from kvstore.seams import Clock, WorkerThreads
 from kvstore.seams.jobs import NotBegun, begun
 from kvstore_client.client import Client
 from kvstore_client.engines.pause import SLOW_S, CallPause
-from kvstore_client.engines.vllm.handover import WAIT_S_MAX, pause_s
+from kvstore_client.engines.vllm.handover import PART_S_MAX, WAIT_S_MAX, pause_s
 from kvstore_client.engines.vllm.naming import Naming
 from kvstore_client.engines.vllm.objects import EngineRequest
 from kvstore_client.engines.vllm.planning import RequestPlanner
@@ -146,6 +146,8 @@ class PrefixLookups:
         if self._is_awaited(tracked, stored, computed, useful):
             if tracked.prefilled_until_s is None:
                 tracked.prefilled_until_s = now_s + self._planner.wait_s_max(had, wanted, WAIT_S_MAX)
+            if had >= wanted // tracked.spec.chunk_tokens * tracked.spec.chunk_tokens:
+                tracked.prefilled_until_s = min(tracked.prefilled_until_s, now_s + PART_S_MAX)
             next_s = now_s + pause_s(look_s, len(self.waiting))
             tracked.look_again_s = min(next_s, tracked.prefilled_until_s)
             return True
