@@ -41,7 +41,8 @@ def without_password(text: str) -> str:
 
 def wrong_setting(setting: str, value: object, remedy: str) -> InvalidRequest:
     """Return the error that names a setting, its value and the remedy. Passwords in URLs are not shown."""
-    shown = without_password(value) if isinstance(value, str) else value
+    shown = str(value).lower() if isinstance(value, bool) else value
+    shown = without_password(shown) if isinstance(shown, str) else shown
     return InvalidRequest(f"{setting} = {shown}: {remedy}", setting=setting)
 
 

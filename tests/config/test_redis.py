@@ -58,7 +58,7 @@ def test_a_url_that_is_none_is_named(url: str, words: str) -> None:
         ({"ttl_s": 0.0}, "tiers.redis.ttl_s"),
         ({"lookup_s_max": 0.0}, "tiers.redis.lookup_s_max"),
         ({"reader_count": 0}, "tiers.redis.reader_count"),
-        ({"url": "redis://h", "embedded": True}, "tiers.redis.embedded"),
+        ({"url": "redis://h", "embedded": True}, "tiers.redis.embedded = true: leave out tiers.redis.url"),
         ({"url": "redis://h", "ca_file": "/ca"}, "rediss://"),
         ({"url": "rediss://h", "key_file": "/key"}, "tiers.redis.key_file"),
         ({"url": "redis://:secret@h", "password_file": "/p"}, "tiers.redis.password_file"),
