@@ -17,6 +17,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
 from kvstore.wire import spec_from_message
 from kvstore_ops.operators.harmless import REASON_CHARACTERS_MAX, cell, reason_of
+from kvstore_ops.tier_words import tier_words
 
 FINGERPRINT_DIGITS = 8
 """Least digits of a fingerprint that name a model."""
@@ -114,9 +115,8 @@ def render(locations: list[Location], token_counts: list[int]) -> Group:
         for each in sorted(found.prefixes, key=lambda row: -row.token_count):
             node = each.node or "(all nodes)"
             here = " (asked)" if each.node and each.node == found.asked else ""
-            table.add_row(
-                cell(node + here), each.tier.name.lower(), f"{each.token_count:,}", f"{each.token_count / count:.0%}"
-            )
+            tier = tier_words(each.tier.name.lower())
+            table.add_row(cell(node + here), tier, f"{each.token_count:,}", f"{each.token_count / count:.0%}")
         if not found.prefixes:
             table.add_row("nowhere", "", "0", "0%")
         tables.append(table)

@@ -33,6 +33,7 @@ from kvstore.v1alpha import admin_pb2
 from kvstore.wire.plans import compute_from_message
 from kvstore_ops.operators.harmless import cell, plain
 from kvstore_ops.options import AddressOption, JsonOption, TenantOption, TlsOption, of_option
+from kvstore_ops.tier_words import tier_words
 
 if TYPE_CHECKING:
     from kvstore_client import Client
@@ -162,7 +163,7 @@ def render(facts: LoadFacts, found: LoadPlan) -> Group:
             known = facts.tiers.get(run.tier)
             rate = facts.link if known is None else known.rate
             speed = f"{format_bytes(int(rate.bytes_per_s))}{'' if rate.sample_count else ' (assumed)'}"
-            stored.add_row(f"{run.token_count:,}", stock.form, run.tier.name.lower(), speed)
+            stored.add_row(f"{run.token_count:,}", stock.form, tier_words(run.tier.name.lower()), speed)
     if not facts.stocks:
         stored.add_row("none", "", "", "")
     ways = Table("", "way", "loads", "first token", "in one case of ten", "computes", "tiers busy", "not, because")

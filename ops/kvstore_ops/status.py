@@ -11,6 +11,7 @@ from rich.text import Text
 from kvstore.units import format_bytes
 from kvstore.v1alpha import admin_pb2
 from kvstore_ops.operators.harmless import cell
+from kvstore_ops.tier_words import tier_words
 
 
 def render(stats: admin_pb2.StatsResponse) -> Group:
@@ -18,7 +19,7 @@ def render(stats: admin_pb2.StatsResponse) -> Group:
     arena, sessions = stats.arena, stats.sessions
     whose = "" if stats.tenant == "default" else f", tenant {stats.tenant}"
     title = f"kvstore {stats.version}{whose}, pid {stats.server_pid}, up {stats.uptime_seconds:.0f} s"
-    held = Table("arena", "", title=title)
+    held = Table("memory", "", title=title)
     held.add_row("used", f"{format_bytes(arena.used_bytes)} of {format_bytes(arena.capacity_bytes)}")
     held.add_row("pre-faulted", format_bytes(arena.prefaulted_bytes))
     held.add_row("chunks", str(arena.chunk_count))
@@ -52,7 +53,7 @@ def _rates(rates: Iterable[admin_pb2.TierRate]) -> Table:
     for each in rates:
         known = f"{each.confidence:.0%} ({each.sample_count} measured)" if each.sample_count else "assumed"
         drawn.add_row(
-            cell(each.tier), format_bytes(int(each.bytes_per_second)), f"{each.latency_seconds * 1e3:.3g} ms",
+            cell(tier_words(each.tier)), format_bytes(int(each.bytes_per_second)), f"{each.latency_seconds * 1e3:.3g} ms",
             f"{each.caution:.2g} times as long", known, format_bytes(each.queued_bytes),
         )  # fmt: skip
     return drawn

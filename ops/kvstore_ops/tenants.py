@@ -40,7 +40,7 @@ def ask(doors: dict[str, Door]) -> dict[str, admin_pb2.StatsResponse | str]:
 
 def render(found: dict[str, admin_pb2.StatsResponse | str]) -> Table:
     """Draw a line per tenant."""
-    table = Table("tenant", "arena", "chunks", "tiers", "sessions")
+    table = Table("tenant", "memory", "chunks", "tiers", "sessions")
     for tenant, stats in found.items():
         if isinstance(stats, str):
             table.add_row(tenant, cell(stats, most=REASON_CHARACTERS_MAX))

@@ -10,6 +10,7 @@ from typing import Any
 from kvstore_client import ChunkEvent, EventKind
 
 from kvstore_ops.operators.harmless import plain
+from kvstore_ops.tier_words import tier_words
 
 
 def follow(events: Iterable[ChunkEvent], count: int, *, as_json: bool) -> None:
@@ -43,8 +44,7 @@ def as_line(event: ChunkEvent) -> str:
     """Return the event as a line for people: short digests, and the reason of a removal at the end."""
     if event.kind is EventKind.GAP:
         return f"{event.sequence:>8} gap      {event.lost_count} events were lost: this reader was too slow"
-    what = (
-        f"{event.sequence:>8} {event.kind.name.lower():<8} {event.tier.name.lower():<5} {event.token_count:>6} tokens"
-    )
+    tier = tier_words(event.tier.name.lower())
+    what = f"{event.sequence:>8} {event.kind.name.lower():<8} {tier:<6} {event.token_count:>6} tokens"
     reason = f" ({event.reason.name.lower()})" if event.reason else ""
     return f"{what} {event.digest.hex()[:16]} after {event.parent.hex()[:16]} {plain(event.model_id) or '-'}{reason}"

@@ -126,7 +126,7 @@ def test_what_is_not_there_is_named_with_what_is(sidecar: Sidecar, stored: list[
     assert "house/model-one" in model.err
     tier = ask(sidecar, "a", "ls", "--tier", "tape")
     assert tier.code == 2
-    assert "dram, nvme" in tier.err
+    assert "memory, nvme" in tier.err
     digits = ask(sidecar, "a", "ls", "--digest", "xyz")
     assert digits.code == 2
     assert "hexadecimal" in digits.err

@@ -244,7 +244,7 @@ def look_at_reading(done: dict[str, Done], digests: list[str]) -> None:
     assert re.search(r"chat-7b.* 4 ", done["kvstore models --tenant red"].out)
     assert "64" in said(done, "kvstore locate").out
     listed = said(done, "kvstore ls").out
-    assert listed.count("dram nvme") == len(re.findall(r"\d+ s ", listed)) == CHUNKS  # where, and since when
+    assert listed.count("memory nvme") == len(re.findall(r"\d+ s ", listed)) == CHUNKS  # where, and since when
     shown = said(done, "kvstore show").out
     assert digests[1] in shown.replace("\n", "")
     assert re.search(r"stored .*\d+ s ago", shown)

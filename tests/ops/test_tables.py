@@ -80,7 +80,7 @@ def test_every_fact_of_a_chunk_is_whole_on_a_terminal_of_any_width(width: int) -
         is_pinned=True, stored_seconds=1,
     )  # fmt: skip
     text = printed(tables.render_chunks([chunk], [], 3600.0), width)
-    said = ("chunk", "tokens", "256", "2 MiB", "dram?", "nvme?", "60 min", "pinned")
+    said = ("chunk", "tokens", "256", "2 MiB", "memory?", "nvme?", "60 min", "pinned")
     assert [each for each in said if each not in text] == []
     assert ("fe3a" * 4 if width > 30 else "fe3a") in text  # which ``kvstore show`` takes
     assert max(map(len, text.splitlines())) <= width

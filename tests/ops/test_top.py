@@ -89,14 +89,14 @@ def test_what_is_said_needs_no_colour() -> None:
     assert re.search(r"^ +1 +2\.000 s +0\.500 s  done +m$", said, re.MULTILINE)
     assert re.search(r"^1,048,576 +3\.2  gone +0000", said, re.MULTILINE)
     assert re.search(
-        r"^  1,048,576 +3\.2  dram +0101.*\n    1,048,576 .* 0202.*\n1,048,576 .* 6363", said, re.MULTILINE
+        r"^  1,048,576 +3\.2  memory +0101.*\n    1,048,576 .* 0202.*\n1,048,576 .* 6363", said, re.MULTILINE
     )
 
 
 def test_twenty_columns_have_every_number() -> None:
     counted = {"fetched_chunks": 30, "s3_fetched_chunks": 10, "fetched_kv_chunks": 40, "store_refused_chunks": 8}
     said = [line.plain for line in lines_of(sample(0), sample(2, **counted), 20)]
-    for wanted in ("kvstore 0.1.0", " tenant default", " refused 4.0/s", "hits: dram 75%", " s3 25%", " of kv 100%",
+    for wanted in ("kvstore 0.1.0", " tenant default", " refused 4.0/s", "hits: memory 75%", " s3 25%", " of kv 100%",
                    "queue of s3: 1 wante", " 8 moving", "1,048,576 gone 0000"):  # fmt: skip
         assert any(each.startswith(wanted) for each in said), (wanted, said)
 
@@ -104,7 +104,7 @@ def test_twenty_columns_have_every_number() -> None:
 def test_hits_queues_and_tenants_are_told() -> None:
     counted = {"fetched_chunks": 30, "s3_fetched_chunks": 10, "fetched_kv_chunks": 38, "fetched_e_chunks": 2}
     said = "\n".join(line.plain for line in lines_of(sample(0), sample(2, **counted), 80))
-    assert "hits: dram 75%, s3 25%, of kv 95%, e 5%" in said
+    assert "hits: memory 75%, s3 25%, of kv 95%, e 5%" in said
     assert "queue of s3: 1 wanted now, 100,000,000 at leisure, 8 moving" in said
     assert re.search(r"^closed +its socket serves", said, re.MULTILINE)  # who is not told comes first
     assert re.search(r"^tenant-5\S* +5\.0 GiB +1\.0 PiB +1,000,000,000$|^tenant-5\S* +5 GiB ", said, re.MULTILINE), said
@@ -165,7 +165,7 @@ def test_it_quits_cleanly_on_a_wide_and_on_a_narrow_terminal(
         client.store(spec, tokens_of(32), random_cache(spec, 32)).wait(10)
     terminal = Terminal(sidecar, width, height, NO_COLOR="1")
     try:
-        terminal.until("dram")
+        terminal.until("memory")
         if isinstance(key, bytes):
             os.write(terminal.ours, key)
         else:
@@ -209,5 +209,5 @@ def test_the_default_tenants_operator_sees_where_fetches_came_from_and_all_tenan
         assert re.search(r"^a +\d.* 2$", done.out, re.MULTILINE), done.out
         assert re.search(r"^b +\d.* 2$", done.out, re.MULTILINE), done.out
         done = run("top", "--count", "1", "--socket", socket, "--tenant", "b")
-        assert re.search(r"^hits: dram \d+%, nvme \d+%, of kv 100%$", done.out, re.MULTILINE), done.out
+        assert re.search(r"^hits: memory \d+%, nvme \d+%, of kv 100%$", done.out, re.MULTILINE), done.out
         assert "other tenants" not in done.out

@@ -210,7 +210,7 @@ def tier_names(parts: Parts) -> list[str]:
 
 def no_such_tier(parts: Parts, name: str) -> InvalidRequest:
     """Return the error that names the tiers in use."""
-    known = ", ".join(tier_names(parts))
+    known = ", ".join([MEMORY_NAMES[0], *tier_names(parts)[1:]])
     found = (
         "hbm, a pool on a GPU, has only what memory has" if name == "hbm" else f"no tier is called {name[:64]!r} here"
     )

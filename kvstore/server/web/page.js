@@ -27,6 +27,8 @@ function plain(text) {
     (each) => "\\u" + each.codePointAt(0).toString(16).padStart(4, "0"));
 }
 
+function tierName(name) { return name === "dram" ? "memory" : plain(name); }
+
 function modelName(id) {
   // A long name has its middle cut out, for its ends tell names apart; kvstore models has it whole.
   const all = [...String(id)];
@@ -67,10 +69,10 @@ function tiers(tenant, id) {
     const full = el("span", {});
     if (share === null) full.append(tier.allocated_bytes ? bytes(tier.allocated_bytes) : "not told");
     else full.append(
-      el("meter", { min: 0, max: 1, value: share, "aria-label": plain(tier.name) + " is full to" }),
+      el("meter", { min: 0, max: 1, value: share, "aria-label": tierName(tier.name) + " is full to" }),
       ` ${Math.round(share * 100)} % of ${bytes(tier.capacity_bytes)}`);
     const is_well = tier.health === "up";
-    return [plain(tier.name), el("span", { class: is_well ? "" : "bad" }, plain(tier.health)), full,
+    return [tierName(tier.name), el("span", { class: is_well ? "" : "bad" }, plain(tier.health)), full,
       tier.is_shared ? "" : whole(tier.chunk_count), rate(tier.in_bytes_per_s), rate(tier.out_bytes_per_s),
       whole(tier.backlog_count), tier.durability.toLowerCase()];
   });
@@ -227,7 +229,7 @@ function heat(tenant, id, digests) {
     const line = el("span", { class: "hot" },
       el("meter", { min: 0, max: most, value: each.heat, "aria-hidden": "true" }),
       ` heat ${each.heat.toFixed(1)}${ends}: the first ${whole(each.token_count)} tokens, `
-      + (each.tier ? `in ${plain(each.tier)}` : "not stored any more")
+      + (each.tier ? `in ${tierName(each.tier)}` : "not stored any more")
       + (each.above < 0 ? `, ${modelName(each.model_id || "a model that nobody registered")}` : ""));
     if (each.digest) line.append(" ", el("code", {}, each.digest));
     return el("li", {}, line);
@@ -255,14 +257,14 @@ function models(tenant, id) {
 
 function health(tenant, id, now) {
   const wrong = tenant.tiers.filter((tier) => tier.health !== "up")
-    .map((tier) => `${plain(tier.name)}: ${plain(tier.health)}`).concat(tenant.absent.map(plain));
+    .map((tier) => `${tierName(tier.name)}: ${plain(tier.health)}`).concat(tenant.absent.map(plain));
   if (tenant.quarantined_chunks)
     wrong.push(`${whole(tenant.quarantined_chunks)} chunks failed their checks since the start: kvstore verify`);
   const found = el("div", {}, wrong.length
     ? el("ul", {}, ...wrong.map((each) => el("li", { class: "bad" }, each)))
     : el("p", {}, "All tiers are up, and no chunk failed its check."));
   const rows = tenant.events.slice().reverse().map((event) => [span(Math.max(0, now - event.at_s)) + " ago",
-    plain(event.tier), plain(event.text)]);
+    tierName(event.tier), plain(event.text)]);
   if (rows.length) found.append(el("details", { "data-key": id + " health" },
     el("summary", {}, `What changed: ${rows.length} events`),
     table(`Health of ${id}`, [["When"], ["Tier"], ["From then on"]], rows, "")));

@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Column, Table
 
 from kvstore_ops.operators.harmless import cell
+from kvstore_ops.tier_words import tier_words
 
 
 class Health(StrEnum):
@@ -48,5 +49,5 @@ def render_findings(findings: Iterable[Finding]) -> Table:
         for label, text in (("why: ", each.why), ("do: ", each.remedy)):
             if text:
                 lines.append("\n" + label, style="bold").append_text(cell(text, most=1000))
-        table.add_row(each.subject, cell(each.health.value, _STYLES[each.health]), lines)
+        table.add_row(tier_words(each.subject), cell(each.health.value, _STYLES[each.health]), lines)
     return table

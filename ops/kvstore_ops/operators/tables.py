@@ -17,6 +17,7 @@ from kvstore.units import format_bytes
 from kvstore.v1alpha import admin_pb2
 from kvstore_ops.operators.harmless import cell
 from kvstore_ops.status import state_of
+from kvstore_ops.tier_words import tier_words
 
 DIGITS = 16
 """Hexadecimal digits of a digest in a table: enough for ``kvstore show``."""
@@ -132,7 +133,7 @@ def _encodings(tiers: Iterable[admin_pb2.TierReport]) -> Iterator[FittedTable]:
         for each in tier.encodings:
             rates = (each.encode_bytes_per_second, each.decode_bytes_per_second, each.line_bytes_per_second)
             rows.append((
-                cell(tier.stats.name), each.fingerprint.hex()[:DIGITS], each.encoding,
+                cell(tier_words(tier.stats.name)), each.fingerprint.hex()[:DIGITS], each.encoding,
                 f"{each.ratio:.2f}" if each.ratio else "", *(format_bytes(rate) if rate else "" for rate in rates),
             ))  # fmt: skip
     if rows:
@@ -157,7 +158,7 @@ def render_tiers(found: admin_pb2.TiersResponse) -> Group:
         state = "draining" if tier.is_draining else state
         state = state_of(stats) if state == stats.state else state
         is_well = stats.state == "up" and not (is_stalled(tier) or tier.is_draining)
-        name = f"{stats.name} (shared, {tier.write_policy})" if stats.is_shared else stats.name
+        name = f"{stats.name} (shared, {tier.write_policy})" if stats.is_shared else tier_words(stats.name)
         is_told = bool(stats.allocated_bytes or not stats.is_shared)
         table.rows.append((
             cell(name), cell(state, "" if is_well else "red"), Durability(tier.durability).name,
@@ -166,7 +167,7 @@ def render_tiers(found: admin_pb2.TiersResponse) -> Group:
             format_bytes(stats.capacity_bytes) if stats.capacity_bytes else "", f"{tier.backlog_chunk_count:,}",
         ))  # fmt: skip
     lines: list[RenderableType] = [table, *_encodings(found.tiers)]
-    lines += [cell(f"{name}: {problem}", "red") for name, problem in problems]
+    lines += [cell(f"{tier_words(name)}: {problem}", "red") for name, problem in problems]
     told = {problem for _, problem in problems}
     lines += [cell(each, "red") for each in found.absent if each not in told]
     return Group(*lines)
@@ -214,7 +215,7 @@ def render_chunks(
     table = FittedTable(columns, "", [])
     for chunk in chunks:
         held = "pinned" if chunk.is_pinned else "held" if chunk.is_held else ""
-        tiers = " ".join(copy.tier if copy.is_proven else f"{copy.tier}?" for copy in chunk.copies)
+        tiers = " ".join(f"{tier_words(copy.tier)}{'' if copy.is_proven else '?'}" for copy in chunk.copies)
         table.rows.append((
             chunk.digest.hex()[:DIGITS], model_cell(chunk), str(chunk.token_count), format_bytes(chunk.byte_count),
             cell(tiers), chunk_age(chunk.stored_seconds, now_s), held,
@@ -223,7 +224,7 @@ def render_chunks(
     for each in totals:
         count, byte_count = count + each.chunk_count, byte_count + each.byte_count
     more = f"{len(chunks):,} of " if len(chunks) < count else ""
-    said = Text(f"{more}{count:,} chunks, {format_bytes(byte_count)} as in memory")
+    said = Text(f"{more}{count:,} chunk{'s' * (count != 1)}, {format_bytes(byte_count)} as in memory")
     return Group(table, said) if chunks else Group(said)
 
 
@@ -246,7 +247,7 @@ def render_models(totals: Sequence[admin_pb2.ModelTotal]) -> FittedTable:
     has_profiles = any(total.profiles for total in totals)
     names = list(dict.fromkeys(tier.tier for total in totals for tier in total.tiers))
     columns: tuple[Column | str, ...] = (
-        Column("model", overflow="fold"), "fingerprint", *map(_number, ("chunks", "bytes", *names)),
+        Column("model", overflow="fold"), "fingerprint", *map(_number, ("chunks", "bytes", *map(tier_words, names))),
         *[Column("profiles", overflow="fold")] * has_profiles,
     )  # fmt: skip
     table = FittedTable(columns, "", [])
@@ -302,7 +303,7 @@ def _detail(detail: admin_pb2.ChunkDetail, now_s: float) -> Table:
     for copy in chunk.copies:
         how = "the tier says so" if copy.is_shared else "a crash left it: it is read before anything relies on it"
         encoding = "" if copy.is_shared else f"{Encoding(copy.encoding).name.lower()}, "
-        table.add_row(cell(copy.tier), f"{encoding}{'proven' if copy.is_proven else how}")
+        table.add_row(cell(tier_words(copy.tier)), f"{encoding}{'proven' if copy.is_proven else how}")
     table.add_row("has reached", ", ".join(Durability(each).name for each in detail.levels) or "nothing certain")
     table.add_row("stored", f"{chunk_age(chunk.stored_seconds, now_s)}{' ago' if chunk.stored_seconds else ''}")
     table.add_row("uses", str(chunk.use_count) if chunk.use_count else "not counted without a shared tier")
@@ -356,10 +357,10 @@ def render_outcomes(
     table = Table("would be" if dry_run else "became", Column("chunks", justify="right"), "as in memory")
     for each in found.outcomes:
         known = format_bytes(each.byte_count) if each.byte_count else ""
-        table.add_row(cell(each.what), f"{each.chunk_count:,}", known)
+        table.add_row(cell(tier_words(each.what)), f"{each.chunk_count:,}", known)
     if not found.outcomes:
         table.add_row(nothing, "0", "")
-    return Group(table, cell(found.problem, "red")) if found.problem else Group(table)
+    return Group(table, cell(tier_words(found.problem), "red")) if found.problem else Group(table)
 
 
 # ------------------------------------------------------------------ settings

@@ -12,6 +12,7 @@ from kvstore.units import format_bytes
 from kvstore.v1alpha import admin_pb2
 from kvstore_ops.operators.harmless import plain
 from kvstore_ops.operators.tables import DIGITS, duration, is_stalled
+from kvstore_ops.tier_words import tier_words
 from kvstore_ops.top.sample import Rates, Sample
 
 NARROW = 60
@@ -60,7 +61,8 @@ def _folded(said: str, width: int, style: str = "") -> Iterator[Text]:
 def _head(last: Sample, width: int) -> Iterator[Text]:
     stats = last.stats
     up = duration(stats.uptime_seconds)
-    sessions = f"{stats.sessions.session_count} sessions"
+    session_count = stats.sessions.session_count
+    sessions = f"{session_count} session{'s' * (session_count != 1)}"
     yield from _folded(
         f"kvstore {plain(stats.version)}, tenant {plain(stats.tenant)}, up {up}, {sessions}", width, _TITLE
     )  # fmt: skip
@@ -73,7 +75,7 @@ def _alarms(rates: Rates, problem: str) -> Iterator[Text]:
         yield Text(f"! no answer: {plain(problem)}", _ALARM)
     for tier in last.tiers.tiers:
         if tier.problem:
-            yield Text(f"! {plain(tier.stats.name)}: {plain(tier.problem)}", _ALARM)
+            yield Text(f"! {plain(tier_words(tier.stats.name))}: {plain(tier.problem)}", _ALARM)
     for reason in last.tiers.absent:
         yield Text(f"! {plain(reason)}", _ALARM)
     if quarantined := last.count("quarantined_chunks"):
@@ -89,7 +91,7 @@ def _tiers(rates: Rates, width: int) -> Iterator[Text]:
         )
     for tier in rates.last.tiers.tiers:
         stats = tier.stats
-        name, state = plain(stats.name, 8), _state(tier)
+        name, state = plain(tier_words(stats.name), 8), _state(tier)
         style = "" if state == "up" else _ALARM
         written, read = _moved(rates, stats.name)
         count = "-" if stats.is_shared else f"{stats.chunk_count:,}"
@@ -158,7 +160,7 @@ def _hits(rates: Rates, width: int) -> Iterator[Text]:
 
 def _shares(rates: Mapping[str, float]) -> str:
     whole = sum(rates.values()) or 1.0
-    return ", ".join(f"{plain(name, 8)} {rate / whole:.0%}" for name, rate in rates.items() if rate)
+    return ", ".join(f"{plain(tier_words(name), 8)} {rate / whole:.0%}" for name, rate in rates.items() if rate)
 
 
 def _queues(last: Sample, width: int) -> Iterator[Text]:
@@ -171,7 +173,7 @@ def _queues(last: Sample, width: int) -> Iterator[Text]:
         }  # fmt: skip
         said = [f"{count:,} {word}" for word, count in words.items() if count]
         if said:
-            yield from _folded(f"queue of {plain(tier.stats.name, 8)}: {', '.join(said)}", width)
+            yield from _folded(f"queue of {plain(tier_words(tier.stats.name), 8)}: {', '.join(said)}", width)
 
 
 def _benefit(rates: Rates, width: int) -> Iterator[Text]:
@@ -194,7 +196,7 @@ def _hottest(last: Sample, width: int) -> Iterator[Text]:
     depths: list[int] = []
     for prefix in last.hottest:
         depths.append(depths[prefix.above - 1] + 1 if 0 < prefix.above <= len(depths) else 0)
-        indent, tier = "  " * min(depths[-1], DEPTH_MAX), plain(prefix.tier, 8) or "gone"
+        indent, tier = "  " * min(depths[-1], DEPTH_MAX), plain(tier_words(prefix.tier), 8) or "gone"
         if width < NARROW:
             yield Text(f"{indent}{prefix.token_count:,} {tier} {prefix.digest.hex()[:DIGITS]}")
             continue
