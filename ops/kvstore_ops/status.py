@@ -53,7 +53,8 @@ def _rates(rates: Iterable[admin_pb2.TierRate]) -> Table:
     for each in rates:
         known = f"{each.confidence:.0%} ({each.sample_count} measured)" if each.sample_count else "assumed"
         drawn.add_row(
-            cell(tier_words(each.tier)), format_bytes(int(each.bytes_per_second)), f"{each.latency_seconds * 1e3:.3g} ms",
+            cell(tier_words(each.tier)), format_bytes(int(each.bytes_per_second)),
+            f"{each.latency_seconds * 1e3:.3g} ms",
             f"{each.caution:.2g} times as long", known, format_bytes(each.queued_bytes),
         )  # fmt: skip
     return drawn
