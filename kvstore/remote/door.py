@@ -83,12 +83,13 @@ class Door:
         host, _ = split_address(address, "remote.address")
         assert credentials is not None or is_loopback(host)
         add = self.server.add_secure_port if credentials is not None else self.server.add_insecure_port
+        wrong = f"remote.address = {address}: cannot listen there: use an address of this host, and a port that is free"
         try:
             port = add(*((address, credentials) if credentials is not None else (address,)))
         except RuntimeError as error:
-            raise Unavailable(f"remote.address = {address}: cannot listen there: {error}") from error
+            raise Unavailable(wrong) from error
         if not port:
-            raise Unavailable(f"remote.address = {address}: cannot listen there")
+            raise Unavailable(wrong)
         return int(port)
 
     def end_gone(self) -> None:

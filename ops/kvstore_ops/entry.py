@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
 def enter() -> None:
     """Run the ``kvstore`` command. An interrupt ends it without a traceback, also while modules are imported."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # it logs handshakes that fail, which our error tells
     try:
         from kvstore_ops.cli import main
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,3 +142,13 @@ def test_a_sidecar_that_hangs_is_named_with_what_to_do(tmp_path: Path) -> None:
 def test_a_timeout_that_is_no_wait_is_refused(timeout_s: float) -> None:
     with pytest.raises(InvalidRequest, match=f"^timeout_s {timeout_s}: use more than 0 s, and 86,400 s at most$"):
         connect(HERE, timeout_s=timeout_s, required=False)
+
+
+def test_a_wrong_way_to_a_port_is_told_in_one_line(both: Sidecar) -> None:
+    """gRPC's own log would tell of the handshake, too."""
+    command = [sys.executable, "-m", "kvstore_ops.entry", "tiers", "--address", both.address, "--tls", "system"]
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    assert done.returncode == 4
+    (line,) = done.stderr.splitlines()
+    assert "--tls" in line

@@ -213,6 +213,20 @@ def test_the_metrics_page_and_its_port() -> None:
         assert f"kvstore_arena_capacity_bytes {float(16 << 20):.9}".split()[0] in page
 
 
+def test_a_port_for_other_hosts_that_is_taken_stops_the_start_and_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "tokens").touch(0o600)
+    (tmp_path / "tokens").write_text("0123456789abcdef" * 4)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        asked = {"KVSTORE__REMOTE__ADDRESS": address, "KVSTORE__REMOTE__TOKEN_FILE": str(tmp_path / "tokens")}
+        done = serve("--state-directory", str(tmp_path / "state"), "--capacity", "16 MiB", "--nvme", "0", **asked)
+    assert done.returncode == 1
+    assert f"remote.address = {address}: cannot listen there: use an address of this host" in done.stderr
+    assert "GRPC_VERBOSITY" not in done.stderr
+
+
 def test_logs_are_json_lines(own_sidecar: Sidecar) -> None:
     still_serves(own_sidecar)
     lines = [json.loads(line) for line in (own_sidecar.directory / "log").read_text().splitlines()]
