@@ -25,7 +25,7 @@ from kvstore.tiers.contract import HelpingCopies, Residency
 from kvstore.tiers.nvme.files import Files
 from kvstore.tiers.nvme.io import DeviceIO
 from kvstore.tiers.nvme.slots import FLAGS_SHIFT, SEALED, RegionFile, remedy_of
-from kvstore.units import PAGE_BYTES
+from kvstore.units import PAGE_BYTES, format_bytes
 
 _NAME = re.compile(r"region-(\d{5,7})-([1-9]\d{3,12})\.kvs")
 REGION_COUNT_MAX = 1 << 24
@@ -76,6 +76,7 @@ class Regions:
         self._numbers: set[int] = set()
         """Numbers of files that are there, or were: a record of ``newest`` about one file must not be applied to
         another."""
+        self._is_short = False
 
     @property
     def file_bytes(self) -> int:
@@ -180,11 +181,20 @@ class Regions:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 if used or count == 1:
-                    raise Exhausted(
-                        f"the file system of {self._directory} has no room for {PAGE_BYTES + slot_bytes * count} bytes "
-                        "more: free some, or lower tiers.nvme.capacity_bytes"
-                    ) from error
+                    raise self._no_room(PAGE_BYTES + slot_bytes * count) from error
                 count //= 2
+
+    def _no_room(self, byte_count: int) -> Exhausted:
+        """Return the error of a file system without room for a new file. It is logged once, until there is room again:
+        where the tier evicts instead, no reply has the error."""
+        reason = (
+            f"the file system of {self._directory} has no room for {format_bytes(byte_count)} more: free some, or "
+            "lower tiers.nvme.capacity_bytes"
+        )
+        if not self._is_short:
+            self._is_short = True
+            _log.warning("the device is full before the tier is", extra={"reason": reason})
+        return Exhausted(reason)
 
     def _make(self, slot_bytes: int, count: int) -> RegionFile:
         """Make a file of so many slots. Raises OSError; nothing is left of the file then."""
@@ -207,6 +217,7 @@ class Regions:
         self._faults.reach("nvme.region.synced")
         self.by_number = {**self.by_number, number: region}  # a new table: the event loop may be iterating the old one
         self._numbers.add(number)
+        self._is_short = False
         return region
 
     def _abandon(self, region: RegionFile) -> None:
