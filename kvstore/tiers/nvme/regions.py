@@ -164,9 +164,7 @@ class Regions:
     def create(self, slot_bytes: int) -> RegionFile:
         """Make a new file for slots of one size: file and directory are synced before the first slot is used. Blocking.
         The first file of a size has fewer slots than usual where the file system has less room; later ones, which would
-        become many, do not.
-
-        Raises: Exhausted when the capacity or the device has no room for one slot; OSError.
+        become many, do not. Raises Exhausted when the capacity or the device has no room for one slot; OSError.
         """
         used = sum(each.slot_count for each in self.by_number.values() if each.slot_bytes == slot_bytes)
         count = max(FIRST_SLOT_COUNT, FIRST_REGION_BYTES // slot_bytes, used)
@@ -187,10 +185,8 @@ class Regions:
     def _no_room(self, byte_count: int) -> Exhausted:
         """Return the error of a file system without room for a new file. It is logged once, until there is room again:
         where the tier evicts instead, no reply has the error."""
-        reason = (
-            f"the file system of {self._directory} has no room for {format_bytes(byte_count)} more: free some, or "
-            "lower tiers.nvme.capacity_bytes"
-        )
+        reason = f"the file system of {self._directory} has no room for {format_bytes(byte_count)} more: free some, or "
+        reason += "lower tiers.nvme.capacity_bytes"
         if not self._is_short:
             self._is_short = True
             _log.warning("the device is full before the tier is", extra={"reason": reason})
