@@ -27,9 +27,12 @@ CLOSE_S_MAX = 5.0
 """A stop goes on without a tier that takes more seconds to close."""
 CHECK_S_MAX = 12.0
 """Seconds that a shared tier may take for its answer to ``check``."""
-HINT_S, ABSENT_S = 5.0, 0.1
-"""Seconds for which an answer is not asked for again, and the answer that no tier has a key: another node may be
-sending it, and engines wait for that (``kvstore_prefilled``)."""
+HINT_S = 5.0
+"""Seconds for which an answer is not asked for again."""
+ABSENT_BOUNDS = 20
+"""As many bounds of the slowest tier's lookups the answer that no tier has a key stands, and ``HINT_S`` at most: 0.1 s
+with Redis, and a second with S3, which has its price. Another node may be sending the key, and engines wait for that
+(``kvstore_prefilled``)."""
 HINT_COUNT_MAX = 65_536
 RANK = 1000
 """The rank of the fastest shared tier among sources: all shared tiers are slower than local ones."""
@@ -257,7 +260,12 @@ class SharedTiers:
         if hint is None:
             return None
         is_absent = hint.shared is None and not hint.is_there
-        return hint if now_s - hint.at_s < (ABSENT_S if is_absent else HINT_S) else None
+        return hint if now_s - hint.at_s < (self.absent_s if is_absent else HINT_S) else None
+
+    @property
+    def absent_s(self) -> float:
+        """Seconds for which the answer that no tier has a key is not asked for again."""
+        return min(HINT_S, ABSENT_BOUNDS * max((each.lookup_s_max for each in self.tiers), default=0.0))
 
     def _to_ask(self, shared: SharedCopies, keys: list[bytes], now_s: float) -> list[bytes]:
         """Return the keys for which a tier is to be asked."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import DataLoss
-from kvstore.movement.shared_tiers import ABSENT_S, HINT_S
+from kvstore.movement.shared_tiers import HINT_S
 from kvstore.spec import MissReason
 from tests.tiers.shared.world import Wide, World, run, spoil
 
@@ -117,7 +117,7 @@ def test_what_another_node_sends_is_found_soon_after_it_was_not(world: World) ->
         node, other = world.one, world.other
         assert (await other.fetch(1))[0] == 0
         await node.give(1)
-        await asyncio.sleep(ABSENT_S)
+        await asyncio.sleep(other.controller.parts.movement.shared_tiers.absent_s)
         assert (await other.fetch(1))[0] == 1
 
     world.run(scenario)
