@@ -42,10 +42,10 @@ class Locates:
         has_others = self._parts.directory is not None or self._parts.movement.shared_tiers.tiers
         keys = [await self._keys(query, pauses) if has_others else [] for query in queries]
         (others, reason), said = await asyncio.gather(self._others(keys, deadline), self._said(keys, deadline))
-        chains = [
-            [*self._here(query), *elsewhere, *_of_tiers(chunks, said)]
-            for query, elsewhere, chunks in zip(queries, others, keys, strict=True)
-        ]
+        chains: list[list[NodePrefix]] = []
+        for query, elsewhere, chunks in zip(queries, others, keys, strict=True):
+            chains.append([*self._here(query), *elsewhere, *_of_tiers(chunks, said)])
+            await pauses.between()
         return Located(self._parts.node, chains, reason, tuple(each.kind for each in said if not each.is_whole))
 
     async def _keys(self, query: ChainQuery, pauses: Pauses) -> list[list[bytes]]:

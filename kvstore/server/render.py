@@ -140,14 +140,15 @@ def render_lookup(
     return response
 
 
-def render_located(found: Located) -> pb.LocateResponse:
-    """Render the prefixes of each chain."""
+async def render_located(found: Located, pauses: Pauses) -> pb.LocateResponse:
+    """Render the prefixes of each chain. There may be many, so others are answered in between."""
     response = pb.LocateResponse(node=found.node, reason=found.reason)
     response.unknown_tiers.extend(int(each) for each in found.unknown)  # type: ignore[misc]  # the wire takes ints
     for rows in found.chains:
         prefixes = response.chains.add().prefixes
         for row in rows:
             prefixes.add(node=row.node, tier=int(row.tier), chunk_count=row.chunk_count)
+        await pauses.between()
     return response
 
 

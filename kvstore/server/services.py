@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 
-from kvstore.controller import Controller, LookupResult, Session
+from kvstore.controller import ChainQuery, Controller, LookupResult, Session
 from kvstore.errors import InvalidRequest, Unauthenticated
 from kvstore.seams import Deadline
 from kvstore.server import render
@@ -52,9 +52,7 @@ class CacheService:
         query = render.parse_query(request.query)
         found: Sequence[LookupResult] = ()
         if request.segments:
-            found = await self._controller.lookup_segments(
-                [render.parse_query(each) for each in request.segments], deadline
-            )
+            found = await self._controller.lookup_segments(await self._queries(request.segments), deadline)
         stored = 0
         if request.tail_digests:
             tail_digests = render.parse_digests(request.tail_digests, "tail_digests")
@@ -67,8 +65,17 @@ class CacheService:
     async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:
         """Return the places of chains. Those on other nodes and in shared tiers are hints."""
         session_of(self._controller, context)
-        queries = [render.parse_query(each) for each in request.queries]
-        return render.render_located(await self._controller.locate(queries, self._deadline(context)))
+        deadline = self._deadline(context)
+        located = await self._controller.locate(await self._queries(request.queries), deadline)
+        return await render.render_located(located, self._controller.begin_long_work())
+
+    async def _queries(self, messages: Iterable[pb.ChainQuery]) -> list[ChainQuery]:
+        """Parse queries. There may be many, so others are answered in between."""
+        found, pauses = list[ChainQuery](), self._controller.begin_long_work()
+        for each in messages:
+            found.append(render.parse_query(each))
+            await pauses.between()
+        return found
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.FetchResponse]:
         """Lease the stored prefix, and give it in the first message. Later messages tell of chunks that arrive from

@@ -1,0 +1,63 @@
+"""The service's loop is all tenants': a call that names many chains is carried out with pauses, in which others are
+served."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore.seams import Pauses
+from kvstore.server.services import CacheService
+from kvstore.v1 import cache_pb2 as pb
+from kvstore.wire import METADATA_SESSION
+from tests.controller.service import Service
+
+CHAINS = 50
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """An entry for each pause that could be made."""
+    found: list[None] = []
+
+    async def between(_: Pauses) -> None:
+        found.append(None)
+
+    monkeypatch.setattr(Pauses, "between", between)
+    return found
+
+
+@pytest.fixture
+def asked() -> tuple[CacheService, Any, pb.ChainQuery]:
+    """A service, the context of a call, and a query."""
+    service = Service()
+    secret = service.controller.open_session(is_operator=False).secret
+    context = SimpleNamespace(
+        invocation_metadata=lambda: ((METADATA_SESSION, secret),), time_remaining=lambda: 10.0, set_code=None
+    )
+    found = service.query(1)
+    query = pb.ChainQuery(fingerprint=found.fingerprint, digests=b"".join(found.digests))
+    return CacheService(service.controller, b"epoch"), context, query
+
+
+async def test_many_chains_are_parsed_located_and_rendered_with_pauses(
+    asked: tuple[CacheService, Any, pb.ChainQuery], taken: list[None]
+) -> None:
+    """One client's questions about 4,096 chains each kept every other call waiting for four seconds."""
+    service, context, query = asked
+    reply = await service.Locate(pb.LocateRequest(queries=[query] * CHAINS), context)
+    assert len(reply.chains) == CHAINS
+    assert len(taken) >= 3 * CHAINS
+
+
+async def test_many_segments_are_parsed_with_pauses(
+    asked: tuple[CacheService, Any, pb.ChainQuery], taken: list[None]
+) -> None:
+    service, context, query = asked
+    await service.Lookup(pb.LookupRequest(query=query), context)
+    without = len(taken)
+    reply = await service.Lookup(pb.LookupRequest(query=query, segments=[query] * CHAINS), context)
+    assert len(reply.segments) == CHAINS
+    assert len(taken) - 2 * without >= 2 * CHAINS, "parsed, and looked up"
