@@ -93,6 +93,15 @@ def test_what_is_said_needs_no_colour() -> None:
     )
 
 
+def test_an_alarm_is_whole_as_its_end_says_what_to_do() -> None:
+    problem = "tiers.s3: read failed: there is no such bucket: create it, or set tiers.s3.bucket to one that is there"
+    said = [line.plain for line in lines_of(sample(0), sample(2), 80, problem)]
+    assert f"! no answer: {problem}" in " ".join(" ".join(said).split())
+    assert said[2].startswith("  ")
+    cut = [line.plain for line in lines_of(sample(0), sample(2), 20, "gone " * 40)]
+    assert sum("gone" in each for each in cut[:9]) == 4, cut
+
+
 def test_twenty_columns_have_every_number() -> None:
     counted = {"fetched_chunks": 30, "s3_fetched_chunks": 10, "fetched_kv_chunks": 40, "store_refused_chunks": 8}
     said = [line.plain for line in lines_of(sample(0), sample(2, **counted), 20)]

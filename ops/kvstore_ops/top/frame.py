@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
@@ -22,6 +23,7 @@ MODEL_COUNT = 5
 TENANT_COUNT = 5
 DEPTH_MAX = 4
 HOUR_S = 3600
+ALARM_LINES_MAX = 4
 _ALARM, _TITLE = "red", "bold"
 
 
@@ -30,7 +32,7 @@ def lines_of(first: Sample | None, last: Sample, width: int, problem: str = "") 
     rates = Rates(first, last)
     found = [
         *_head(last, width),
-        *_alarms(rates, problem),
+        *(line for each in _alarms(rates, problem) for line in _wrapped(each, width)),
         *_tiers(rates, width),
         *_flows(rates, width),
         *_hits(rates, width),
@@ -49,6 +51,14 @@ def _cut(line: Text, width: int) -> Text:
     if line.cell_len > width:
         line.truncate(width, overflow="crop" if width < NARROW else "ellipsis")
     return line
+
+
+def _wrapped(line: Text, width: int) -> list[Text]:
+    """Return an alarm as lines of whole words: its end says what to do."""
+    said = textwrap.wrap(
+        line.plain, max(width, 8), subsequent_indent="  ", max_lines=ALARM_LINES_MAX, placeholder=" ..."
+    )
+    return [Text(each, line.style) for each in said]
 
 
 def _folded(said: str, width: int, style: str = "") -> Iterator[Text]:
