@@ -23,7 +23,7 @@ GPU_PYTHON = $(shell for each in $(CURDIR)/$(BIN)/python $(PYTHON); do $$each $(
 .PHONY: help setup model demo test test-full setup-vllm test-vllm setup-sglang test-sglang test-s3 test-redis sim crash outage fuzz mutants check bench gpu proto proto-baseline format docs clean
 
 help: ## What there is to make
-	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
+	@grep -hE '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
 
 COPIES := $(wildcard kernels/kvstore_copies/*.c)
 

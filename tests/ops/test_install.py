@@ -121,6 +121,13 @@ def test_make_says_its_steps_and_pip_its_progress_to_a_terminal_alone() -> None:
     assert watched.split() == in_log.replace("--quiet", "").split()
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_help_names_every_target() -> None:
+    told = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    (phony,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith(".PHONY:")]
+    assert {line.split()[0] for line in told.splitlines()} == set(phony.split()[1:])
+
+
 def test_shells_can_complete() -> None:
     command = f"{sys.executable} -m kvstore_ops.cli --show-completion; exit $?"  # the shell stays, and is found by it
     shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
