@@ -179,6 +179,17 @@ def test_what_is_recomputed_are_tokens_or_refused(tokens: Any, sidecar: Sidecar)
         client.partial_prefill(runner, tokens)
 
 
+def test_a_model_in_a_wrapper_is_refused_by_name() -> None:
+    """As PEFT wraps one: its ``base_model`` is no decoder, and all else is the model's own."""
+
+    class Wrapped(torch.nn.Module):
+        base_model, config, lm_head = MODEL, MODEL.config, MODEL.lm_head
+
+    wrapped: Any = Wrapped()
+    with pytest.raises(InvalidRequest, match=r"Wrapped wraps.*get_base_model\(\)"):
+        TransformersRunner(wrapped)
+
+
 def test_tokens_of_any_whole_dtype_are_recomputed_alike() -> None:
     runner = TransformersRunner(MODEL, chunk_tokens=16)
     expected = recompute(runner, IDS[0], [], Recompute.full(LAYERS)).logits

@@ -39,6 +39,11 @@ class TransformersRunner:
                 f"{type(model).__name__} (model_type {config.model_type!r}) has no runner: recompute needs one, exact "
                 f"reuse does not. Known: causal language models of {', '.join(FAMILIES)}"
             )
+        if not hasattr(model.base_model, "layers"):
+            raise InvalidRequest(
+                f"{type(model).__name__} wraps the model whose layers are run: give that one. Of PEFT's it is "
+                "get_base_model(), which has the adapters in it"
+            )
         self.model = model
         self.spec = spec or ModelSpec.from_transformers(config, model, chunk_tokens)
         check_spec(self.spec, model)

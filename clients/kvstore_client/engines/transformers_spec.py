@@ -79,11 +79,11 @@ def is_of(spec: ModelSpec, model: CausalModel) -> bool:
     return identity_of(model).digest == spec.weights_digest
 
 
-AdapterSwitches = tuple[tuple[bool, tuple[str, ...]], ...]
+ActingAdapters = tuple[tuple[bool, tuple[str, ...]], ...]
 """By layer with adapters of PEFT, whether they are off, and which ones are active."""
 
 
-def adapters_of(model: CausalModel) -> AdapterSwitches:
+def adapters_of(model: CausalModel) -> ActingAdapters:
     """Return which of the model's adapters act. A vouched name says nothing of them."""
     layers: list[Any] = [
         each for each in model.modules() if isinstance(getattr(type(each), "disable_adapters", None), property)
@@ -91,7 +91,7 @@ def adapters_of(model: CausalModel) -> AdapterSwitches:
     return tuple((bool(each.disable_adapters), tuple(each.active_adapters)) for each in layers)
 
 
-def followed(spec: ModelSpec, model: CausalModel, adapters: AdapterSwitches) -> ModelSpec:
+def followed(spec: ModelSpec, model: CausalModel, adapters: ActingAdapters) -> ModelSpec:
     """Return the spec of the model as it is now. ``adapters``: those that acted when somebody vouched for it. Cost:
     reads all weights when some changed. Raises: InvalidRequest for a model that no key can name any more."""
     is_vouched = spec.weights_digest.startswith(UNVERIFIED)
