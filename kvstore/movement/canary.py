@@ -34,6 +34,8 @@ _CANARY = ModelSpec(
 )  # fmt: skip
 _LAYOUT = layout_of(_CANARY, CacheKind.KV, _CANARY.chunk_tokens)
 _NAME = b"kvstore canary".ljust(32, b"\0")
+_Canary = tuple[ChunkHeader, list[np.ndarray]]
+"""A chunk that no model has: its header, and its pieces in memory."""
 _log = logging.getLogger("kvstore.movement")
 
 
@@ -53,8 +55,8 @@ class Canaries:
         self._policies = policies
         self._left: dict[str, bytes] = {}
         """By shared tier, the key of a canary that it did not remove."""
-        self._unsure: dict[str, bytes] = {}
-        """By shared tier, the key of a canary that failed to be written, and may be there all the same."""
+        self._unsure: dict[str, _Canary] = {}
+        """By shared tier, a canary that failed to be written, and may be there all the same, or come there yet."""
 
     async def run(self) -> None:
         """Send canaries, and have tiers tidy up, for ever."""
@@ -138,18 +140,18 @@ class Canaries:
 
     async def _through(self, shared: SharedCopies) -> None:
         """Raises DataLoss when the tier gives other bytes back, or none."""
-        key = self._unsure.pop(shared.tier.name, b"") or self._random.bytes(32)  # other nodes' have other keys
-        header, pieces = _canary_chunk(self._random.bytes(_LAYOUT.body_bytes), self._random.bytes(16), key)
+        canary = self._unsure.pop(shared.tier.name, None) or self._fresh(self._random.bytes(32))  # no other node's key
+        header, pieces = canary
         found = [np.zeros_like(piece) for piece in pieces[1:]]
         try:
             await shared.tier.write(header, _LAYOUT, pieces)
         except BaseException:
-            self._unsure[shared.tier.name] = key  # the next one takes its place, should it not go now
+            self._unsure[shared.tier.name] = canary  # sent again should it not go now: S3 takes no other bytes there
             with suppress(Unavailable, PermissionDenied):
-                await shared.tier.remove([key])
+                await shared.tier.remove([header.storage_key])
             raise
         try:
-            stored = await shared.tier.open(ChunkName(key, _LAYOUT))
+            stored = await shared.tier.open(ChunkName(header.storage_key, _LAYOUT))
             if stored is None:
                 raise DataLoss("it does not have what it took")
             try:
@@ -157,14 +159,17 @@ class Canaries:
             finally:
                 stored.close()
         finally:
-            await self._has_removed(shared, key)
+            await self._has_removed(shared, header.storage_key)
         if not all((one == other).all() for one, other in zip(found, pieces[1:], strict=True)):
             raise DataLoss("it gave other bytes back")
+
+    def _fresh(self, storage_key: bytes = _NAME) -> _Canary:
+        return _canary_chunk(self._random.bytes(_LAYOUT.body_bytes), self._random.bytes(16), storage_key)
 
     async def canary(self, tier: LocalTier) -> bool:
         """Write a chunk, read it, compare it, remove it. False, with an error in the log, when any of these steps
         fails."""
-        header, pieces = _canary_chunk(self._random.bytes(_LAYOUT.body_bytes), self._random.bytes(16))
+        header, pieces = self._fresh()
         found = [np.zeros_like(piece) for piece in pieces[1:]]
         try:
             residency = await tier.write(header, _LAYOUT, pieces)
@@ -192,9 +197,7 @@ class Canaries:
         return not reason
 
 
-def _canary_chunk(
-    body: bytes, write_id: bytes, storage_key: bytes = _NAME
-) -> tuple[ChunkHeader, list[np.ndarray]]:  # fmt: skip
+def _canary_chunk(body: bytes, write_id: bytes, storage_key: bytes) -> _Canary:
     slab, digest = np.frombuffer(bytearray(body), np.uint8), _NAME
     checksums = checksum_strips(slab, _LAYOUT, 0, strip_seeds(storage_key, _LAYOUT, write_id))
     header = ChunkHeader(

@@ -15,14 +15,16 @@ from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, Permission
 from kvstore.remote.node import Node
 from kvstore.remote.session import SidecarSession
 from kvstore.remote.tokens import AccessTokens
+from kvstore.seams import SystemClock
 from kvstore.server.rpc import LASTING, Context, abort
-from kvstore.telemetry import TRACE_HEADERS, Counters, log_on_as
+from kvstore.telemetry import TRACE_HEADERS, BoundedLines, Counters, log_on_as
 from kvstore.wire import METADATA_SESSION, METADATA_TOKEN
 
 ABORT_TIMEOUT_S = 1.0
 LASTING_REMOTE = ("Connect", *LASTING)
 """Methods whose calls last as long as their callers."""
 _log = logging.getLogger("kvstore.remote")
+_lines = BoundedLines(_log, SystemClock())
 
 
 class Guard:
@@ -155,7 +157,7 @@ def guarded(
             raise asyncio.CancelledError from error
         except Exception as error:  # noqa: BLE001 - the boundary: everything becomes a status
             if isinstance(error, DeadlineExceeded):
-                _log.warning("stream given up", extra={"rpc": name, "reason": error.message})
+                _lines.line(logging.WARNING, "stream given up", rpc=name, reason=error.message)
             try:
                 async with asyncio.timeout(ABORT_TIMEOUT_S):
                     await abort(error, name, context, counters)

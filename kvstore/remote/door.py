@@ -83,7 +83,8 @@ class Door:
         host, _ = split_address(address, "remote.address")
         assert credentials is not None or is_loopback(host)
         add = self.server.add_secure_port if credentials is not None else self.server.add_insecure_port
-        wrong = f"remote.address = {address}: cannot listen there: use an address of this host, and a port that is free"
+        wrong = f"remote.address = {address}: cannot listen there: use an address of this host, "
+        wrong += "and a port that is free and that this user may use"
         try:
             port = add(*((address, credentials) if credentials is not None else (address,)))
         except RuntimeError as error:

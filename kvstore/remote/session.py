@@ -88,10 +88,11 @@ class SidecarSession:
     async def exchange(
         self, question: Question, kind: type[Said], timeout_s: float | None = EXCHANGE_TIMEOUT_S
     ) -> tuple[Said, list[int]]:
-        """Ask a question, and return its answer, of this kind, with its descriptors. ``timeout_s``: None waits until
-        the session ends. Raises the typed error of a refusal; Unavailable when no answer came."""
+        """Ask a question, and return its answer, of this kind, with its descriptors. ``timeout_s``, for the question
+        before, too: None waits until the session ends. Raises the typed error of a refusal; Unavailable when no answer
+        came."""
         try:
-            async with self._turn, asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s), self._turn:
                 while self._owed:
                     await self._take_owed()
                 await asyncio.get_running_loop().sock_sendall(self._connection, encode(question))

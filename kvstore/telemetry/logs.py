@@ -58,6 +58,8 @@ class BoundedLines:
 
     def line(self, level: int, message: str, **fields: object) -> None:
         """Log a line, unless this minute has had its lines."""
+        if not self._log.isEnabledFor(level):
+            return
         minute, left_out = int(self._clock.monotonic() // 60), 0
         if minute != self._minute:
             left_out = max(0, self._count - MINUTE_LINES_MAX)

@@ -158,3 +158,21 @@ async def test_idle_staging_is_looked_for_and_a_sidecar_that_stands_still_ends_n
                 os.kill(own_sidecar.pid, signal.SIGCONT)
             await until(lambda: session._looking is None)
             assert await service.staging_bytes() == 0
+
+
+async def test_a_sidecar_that_stands_still_while_staging_goes_back_keeps_nobody_waiting(
+    own_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with session_of(own_sidecar) as service:
+        session = service.session
+        session.give_back(await session.take_segment(SEGMENT_BYTES))
+        await session.give_back_idle()
+        os.kill(own_sidecar.pid, signal.SIGSTOP)
+        try:
+            going_back = asyncio.ensure_future(session.give_back_idle())
+            await until(session._turn.locked)
+            with pytest.raises(Unavailable):
+                await session.exchange(RegionsQuestion(0), RegionsAnswer, 0.1)
+        finally:
+            os.kill(own_sidecar.pid, signal.SIGCONT)
+        await going_back

@@ -86,6 +86,8 @@ def test_lines_that_peers_cause_are_bounded_and_what_was_left_out_is_said(caplog
     clock = ManualClock()
     lines = BoundedLines(_log, clock)
     for _ in range(2):
+        for _ in range(MINUTE_LINES_MAX):
+            lines.line(logging.DEBUG, "lost")  # what the level hides takes no other line's place
         for _ in range(MINUTE_LINES_MAX + 7):
             lines.line(logging.WARNING, "refused", reason="no hello")
         clock.advance(60.0)

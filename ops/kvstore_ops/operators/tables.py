@@ -360,7 +360,13 @@ def render_outcomes(
         table.add_row(cell(tier_words(each.what)), f"{each.chunk_count:,}", known)
     if not found.outcomes:
         table.add_row(nothing, "0", "")
-    return Group(table, cell(tier_words(found.problem), "red")) if found.problem else Group(table)
+    return Group(table, cell(_problem(found.problem), "red")) if found.problem else Group(table)
+
+
+def _problem(text: str) -> str:
+    """Return a problem with the tier's name in words. What follows the name is an error's: its paths stay."""
+    tier, colon, reason = text.partition(": ")
+    return tier_words(tier) + colon + reason
 
 
 # ------------------------------------------------------------------ settings
