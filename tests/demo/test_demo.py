@@ -105,7 +105,7 @@ def test_another_node_gets_the_prompt_from_redis_and_both_are_located() -> None:
                 assert client.fetch(spec, tokens).tier is Tier.REDIS
             show_places(second, tokens, console)
     said = console.export_text()
-    for place in ("a ", "b (asked)", "(all nodes)", "redis", "dram"):
+    for place in ("a ", "b (asked)", "(all nodes)", "redis", "memory"):
         assert place in said
 
 
