@@ -57,7 +57,7 @@ def test_a_node_that_did_not_get_it_from_redis_is_named() -> None:
 
 
 def test_what_the_device_did_not_do_is_said() -> None:
-    assert "came from dram" in judged(WARM, replace(RESTARTED, tier="dram"))[1]
+    assert "came from memory" in judged(WARM, replace(RESTARTED, tier="dram"))[1]
     assert "40,000,000 bytes were read" in judged(WARM, replace(RESTARTED, device_bytes=40_000_000))[1]
     code, said = judged(WARM, replace(RESTARTED, ttft_s=1.7))
     assert code == 0  # a busy machine is no fault

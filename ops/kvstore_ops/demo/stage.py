@@ -24,6 +24,7 @@ from kvstore_ops.demo.scene import CONTEXT_TOKENS, QUESTION_TOKENS, Outcome
 from kvstore_ops.demo.show import picture, table
 from kvstore_ops.demo.text import prompt_tokens
 from kvstore_ops.sidecar import Sidecar
+from kvstore_ops.tier_words import tier_words
 
 PICTURE = Path("kvstore-demo.png")
 CAPACITY, NVME = "512 MiB", "1 GiB"
@@ -165,7 +166,7 @@ def verdict(outcomes: list[Outcome], console: Console) -> int:
         if each.name == "restarted":
             _judge_device(each, cold, console)
         elif each.name == ANOTHER_NODE and each.tier != "redis":
-            console.print(f"[red]{each.name}: the cache came from {each.tier}, not from Redis")
+            console.print(f"[red]{each.name}: the cache came from {tier_words(each.tier)}, not from Redis")
             return 1
     return 0
 
@@ -175,7 +176,7 @@ def _judge_device(restarted: Outcome, cold: Outcome, console: Console) -> None:
     if restarted.tier != "nvme" or restarted.device_bytes < restarted.fetched_bytes:
         console.print(
             f"[red]restarted: {restarted.device_bytes:,} bytes were read from the device for a cache of "
-            f"{restarted.fetched_bytes:,}, which came from {restarted.tier}"
+            f"{restarted.fetched_bytes:,}, which came from {tier_words(restarted.tier)}"
         )
     if restarted.best_ttft_s * SPEED_UP_MIN > cold.best_ttft_s:
         console.print(
