@@ -72,6 +72,22 @@ MUTANTS = [
         (f"{T_HANDED}::test_looking_again_takes_a_part_of_the_loops_time",),
     ),
     Mutant(
+        "waiting-for-an-answer-takes-no-time",
+        LOOKUPS,
+        "            asked.took_s += waited_s\n",
+        "",
+        "where looks need a call, they take a third of the time in which running requests could go on",
+        (f"{T_HANDED}::test_a_look_that_waits_for_a_call_takes_a_part_of_the_loops_time",),
+    ),
+    Mutant(
+        "delayed-by-who-looks-for-nothing",
+        LOOKUPS,
+        "pause_s(look_s, len(self._awaiting))",
+        "pause_s(look_s, len(self.waiting))",
+        "behind a long queue a prompt that has come is found a second later",
+        (f"{T_HANDED}::test_requests_that_look_for_nothing_delay_no_look",),
+    ),
+    Mutant(
         "waited-for-after-a-preemption",
         SCHEDULER,
         "            tracked.prefilled = 0  # ",

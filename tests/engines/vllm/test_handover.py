@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -240,20 +241,23 @@ def test_what_is_computed_sooner_is_not_waited_for(
     second.side.close()
 
 
-def test_looking_again_takes_a_part_of_the_loops_time(second: Second, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("count", "look_s"), [(4, 0.004), (64, 0.001)])
+def test_looking_again_takes_a_part_of_the_loops_time(
+    second: Second, monkeypatch: pytest.MonkeyPatch, count: int, look_s: float
+) -> None:
     """However long prompts are, and however many wait: running requests wait meanwhile."""
-    peek, look_s = second.client.peek, 0.004
+    peek = second.client.peek
 
     def slow(*given: Any, **more: Any) -> Any:
         second.clock.advance(look_s)
         return peek(*given, **more)
 
     monkeypatch.setattr(second.client, "peek", slow)
-    waiting = [handed(760 + each) for each in range(4)]
+    waiting = [handed(800 + each) for each in range(count)]
     for each in waiting:
         second.side.new_request(each)
     began_s, look_count = second.clock.monotonic(), 0
-    while (passed_s := second.clock.monotonic() - began_s) < WAIT_S_MAX / 2:
+    while (passed_s := second.clock.monotonic() - began_s) < 0.9 * WAIT_S_MAX:
         for each in waiting:
             before_s = second.clock.monotonic()
             assert second.side.matched(each, 0) == (None, False)
@@ -261,6 +265,39 @@ def test_looking_again_takes_a_part_of_the_loops_time(second: Second, monkeypatc
         second.clock.advance(0.001)
     assert look_count > 2 * len(waiting)
     assert look_count * look_s < 0.25 * passed_s
+
+
+def test_a_look_that_waits_for_a_call_takes_a_part_of_the_loops_time(
+    first: Engine, second: Second, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of the prompt is there, which a call holds."""
+    first.keep(request("first", tokens_of(COUNT, 771)[:16]), blocks_of(16))
+    result = Future.result
+
+    def slow(future: Future[Any], timeout_s: float | None = None) -> Any:
+        second.clock.advance(0.004)
+        return result(future, timeout_s)
+
+    asked = handed(771)
+    second.side.new_request(asked)
+    monkeypatch.setattr(Future, "result", slow)
+    assert second.asks_again(asked)
+    assert second.side._tracked[asked.request_id].look_again_s - second.clock.monotonic() > 9 * 0.004
+
+
+def test_requests_that_look_for_nothing_delay_no_look(second: Second, monkeypatch: pytest.MonkeyPatch) -> None:
+    peek, asked = second.client.peek, handed(772)
+
+    def slow(*given: Any, **more: Any) -> Any:
+        second.clock.advance(0.004)
+        return peek(*given, **more)
+
+    monkeypatch.setattr(second.client, "peek", slow)
+    for each in range(20):
+        second.side.new_request(request(f"other {each}", tokens_of(COUNT, 773)))
+    second.side.new_request(asked)
+    assert second.asks_again(asked)
+    assert second.side._tracked[asked.request_id].look_again_s - second.clock.monotonic() < 20 * 0.004
 
 
 def test_who_waits_for_another_engine_takes_no_turn_from_those_behind(

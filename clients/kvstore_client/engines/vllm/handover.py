@@ -20,15 +20,16 @@ Then what there is is loaded, and the rest computed."""
 PART_S_MAX = 0.05
 """The most seconds that it waits for a part of a chunk, once it has the chunks before: that stays on the node of the
 first engine, where it comes at once."""
-PAUSE_S, PAUSE_S_MAX = 0.01, 0.2
+PAUSE_S, PAUSE_S_MAX = 0.01, WAIT_S_MAX / 2
 """Seconds from one look to the next, and where many requests with long prompts wait."""
 LOOKS_SHARE = 0.1
-"""The share of the engine's loop that looks may take: to name a long prompt takes milliseconds."""
+"""The share of the engine's loop that looks may take, as long as that needs no longer pauses: to name a long prompt
+takes milliseconds."""
 
 
 def pause_s(look_s: float, waiting_count: int) -> float:
-    """Return the seconds to the next look where each takes ``look_s`` of the engine's loop, and so many requests may
-    wait."""
+    """Return the seconds to the next look where each takes ``look_s`` of the engine's loop, and so many requests
+    look."""
     return min(max(PAUSE_S, look_s * waiting_count / LOOKS_SHARE), PAUSE_S_MAX)
 
 

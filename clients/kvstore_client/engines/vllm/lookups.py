@@ -67,6 +67,8 @@ class PrefixLookups:
         """Calls by which something is let go of; some may have ended."""
         self.waiting: set[str] = set()
         """Requests that vLLM has no blocks for."""
+        self._awaiting: set[str] = set()
+        """Those of them that are looked up again, until another engine keeps more."""
 
     def find(self, request: EngineRequest, tracked: TrackedRequest, useful: int, computed: int) -> FoundPrefix | None:
         """Return what is stored, and held, of the first ``useful`` tokens of a request. None: ask again at the next
@@ -140,7 +142,7 @@ class PrefixLookups:
         self, tracked: TrackedRequest, stored: int, computed: int, useful: int, look_s: float
     ) -> bool:  # fmt: skip
         """Return True where a request is looked up again, because another engine may yet keep more of its prompt.
-        ``look_s``: the time that the loop took to ask."""
+        ``look_s``: the time that the loop took to ask, and waited for the answer."""
         now_s = self._clock.monotonic()
         wanted, had = min(self._whole(tracked.prefilled), useful), max(self._whole(stored), computed)
         if self._is_awaited(tracked, stored, computed, useful):
@@ -148,9 +150,11 @@ class PrefixLookups:
                 tracked.prefilled_until_s = now_s + self._planner.wait_s_max(had, wanted, WAIT_S_MAX)
             if had >= wanted // tracked.spec.chunk_tokens * tracked.spec.chunk_tokens:
                 tracked.prefilled_until_s = min(tracked.prefilled_until_s, now_s + PART_S_MAX)
-            next_s = now_s + pause_s(look_s, len(self.waiting))
+            self._awaiting.add(str(tracked.request.request_id))
+            next_s = now_s + pause_s(look_s, len(self._awaiting))
             tracked.look_again_s = min(next_s, tracked.prefilled_until_s)
             return True
+        self._awaiting.discard(str(tracked.request.request_id))
         if had < wanted:
             _log.warning(
                 "kvstore: another engine computed %d tokens of a prompt, and %d of them came in time; the others are "
@@ -200,7 +204,9 @@ class PrefixLookups:
             self.forget(name)
             return NOTHING
         finally:
-            self._wait_s = max(0.0, self._wait_s - (self._clock.monotonic() - started_s))
+            waited_s = self._clock.monotonic() - started_s
+            self._wait_s = max(0.0, self._wait_s - waited_s)
+            asked.took_s += waited_s
         del self._asked[name]
         return answer
 
@@ -250,6 +256,7 @@ class PrefixLookups:
         """Return what was found for a request that vLLM has blocks for, and hold it no more: the caller does. None
         where it goes on without an answer."""
         self.waiting.discard(name)
+        self._awaiting.discard(name)
         found = self._found.pop(name, None)
         if found is None:
             self.forget(name)
@@ -290,6 +297,7 @@ class PrefixLookups:
     def end(self, name: str) -> None:
         """Forget a request that has ended."""
         self.waiting.discard(name)
+        self._awaiting.discard(name)
         self._loading.discard(name)
         self.forget(name)
 

@@ -30,7 +30,8 @@ NOTHING = PrefixAnswer(Match(0, (), is_answered=False), 0)
 @dataclass
 class PrefixLookup:
     """A lookup in flight. ``is_alone``: no other request of ours held anything when it was asked, nor since then.
-    ``begun_s``: when a thread of ours began it. ``took_s``: the seconds that the engine's loop took to ask."""
+    ``begun_s``: when a thread of ours began it. ``took_s``: the seconds that the engine's loop took to ask, and waited
+    for the answer."""
 
     useful: int
     since_s: float
