@@ -58,8 +58,8 @@ MUTANTS = [
     Mutant(
         "waits-for-what-stays-on-its-node",
         LOOKUPS,
-        "            if had >= wanted // ",
-        "            if had > wanted // ",
+        "            if had >= promised // ",
+        "            if had > promised // ",
         "each prompt of another node stands still for two seconds, for less than a chunk that never comes",
         (f"{T_HANDED}::test_a_part_of_a_chunk_is_not_waited_for_long",),
     ),
@@ -86,6 +86,14 @@ MUTANTS = [
         "pause_s(look_s, len(self.waiting))",
         "behind a long queue a prompt that has come is found a second later",
         (f"{T_HANDED}::test_requests_that_look_for_nothing_delay_no_look",),
+    ),
+    Mutant(
+        "last-chunk-is-a-part-of-one",
+        LOOKUPS,
+        "had >= promised // chunk * chunk:",
+        "had >= wanted // chunk * chunk:",
+        "the last chunk of a prompt that ends with it is computed once more",
+        (f"{T_HANDED}::test_a_chunk_at_the_end_of_a_prompt_is_waited_for",),
     ),
     Mutant(
         "waited-for-after-a-preemption",

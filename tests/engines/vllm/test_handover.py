@@ -140,6 +140,24 @@ def test_a_part_of_a_chunk_is_not_waited_for_long(first: Engine, second: Second)
     assert matched(second.side, asked, 0) == (32, True)
 
 
+@pytest.mark.parametrize(("count", "said", "seed"), [(32, 32, 774), (32, 1 << 62, 775), (16, 16, 776)])
+def test_a_chunk_at_the_end_of_a_prompt_is_waited_for(
+    first: Engine, second: Second, count: int, said: int, seed: int
+) -> None:
+    """Though vLLM computes the last token of it itself."""
+    tokens = tokens_of(count, seed)
+    if count > 16:
+        first.keep(request("first", tokens[:16]), blocks_of(16))
+    asked = request("second", tokens, kv_transfer_params={PREFILLED: said})
+    second.side.new_request(asked)
+    for _ in range(2):
+        assert second.asks_again(asked)
+        second.clock.advance(PART_S_MAX)
+    first.keep(request("more", tokens, skip_reading_prefix_cache=True), blocks_of(count))
+    second.clock.advance(WAIT_S_MAX / 2)
+    assert matched(second.side, asked, 0) == (count - BLOCK, True)
+
+
 @pytest.mark.parametrize("said", [None, "40", True, -40, 4.5, 3, [40], {}])
 def test_an_answer_that_says_no_whole_block_is_not_waited_for(second: Second, said: object) -> None:
     asked = handed(706, said)

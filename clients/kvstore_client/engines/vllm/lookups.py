@@ -148,7 +148,8 @@ class PrefixLookups:
         if self._is_awaited(tracked, stored, computed, useful):
             if tracked.prefilled_until_s is None:
                 tracked.prefilled_until_s = now_s + self._planner.wait_s_max(had, wanted, WAIT_S_MAX)
-            if had >= wanted // tracked.spec.chunk_tokens * tracked.spec.chunk_tokens:
+            chunk, promised = tracked.spec.chunk_tokens, min(tracked.prefilled, int(tracked.request.num_tokens))
+            if had >= promised // chunk * chunk:
                 tracked.prefilled_until_s = min(tracked.prefilled_until_s, now_s + PART_S_MAX)
             self._awaiting.add(str(tracked.request.request_id))
             next_s = now_s + pause_s(look_s, len(self._awaiting))
