@@ -76,6 +76,14 @@ MUTANTS = [
         (f"{T_DOCUMENTS}::test_a_prompt_that_vllm_computes_sooner_is_not_mended",),
     ),
     Mutant(
+        "not-mended-after-one-that-was-slow",
+        WORTH,
+        " or len(costs) < SEEN_MIN:\n",
+        " or not costs:\n",
+        "the first mend of an engine, which takes longest, is the only one of its minute",
+        (f"{T_DOCUMENTS}::test_one_slow_mend_ends_no_others",),
+    ),
+    Mutant(
         "not-mended-ever-again",
         WORTH,
         " if each.at_s >= since_s]\n",

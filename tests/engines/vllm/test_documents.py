@@ -251,14 +251,28 @@ def timed(engine: Engine, tokens_per_s: float, *mended: Mended) -> None:
 def test_a_prompt_that_vllm_computes_sooner_is_not_mended(
     sidecar: Sidecar, theirs: Any, spec: ModelSpec, took_s: float, is_faster: bool
 ) -> None:
-    """vLLM takes 64 ms for it, and 4 ms for its last block. A minute later it is tried again."""
+    """vLLM takes 64 ms for it, and 4 ms for its last block. A minute later it is tried again. What was measured first
+    makes no difference."""
     clock = ManualClock()
     engine = Engine(sidecar.address, spec, model=LlamaForCausalLM(theirs), recompute=SOME, clock=clock)
     remember(engine, ONE, TWO)
-    timed(engine, 1000.0, Mended(64, 51, 38, took_s))
+    for each in 2 * [Mended(64, 51, 38, took_s)]:
+        engine.scheduler.received(ended(Step(), each))
+    timed(engine, 1000.0)
     if not is_faster:
         assert matched(engine.scheduler, asked("a"), 0) == (0, False)
         clock.advance(SEEN_S_MAX + 1.0)
+    assert matched(engine.scheduler, asked("b"), 0) == (60, False)
+    engine.close()
+
+
+def test_one_slow_mend_ends_no_others(sidecar: Sidecar, theirs: Any, spec: ModelSpec) -> None:
+    """The first one of a process pays for what the others find ready."""
+    engine = Engine(sidecar.address, spec, model=LlamaForCausalLM(theirs), recompute=SOME, clock=ManualClock())
+    remember(engine, ONE, TWO)
+    timed(engine, 1000.0, Mended(64, 51, 38, 3.0))
+    assert matched(engine.scheduler, asked("a"), 0) == (60, False)
+    engine.scheduler.received(ended(Step(), Mended(64, 51, 38, 0.03)))
     assert matched(engine.scheduler, asked("b"), 0) == (60, False)
     engine.close()
 
