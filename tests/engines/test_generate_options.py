@@ -212,19 +212,29 @@ def test_a_model_that_trains_or_is_cast_on_its_way_is_left_alone(client: Client)
     assert "training" in cached.generate(IDS, max_new_tokens=1).report.bypassed
 
 
-@pytest.mark.parametrize("says", [{"is_prompt_learning": True}, {"alora_invocation_tokens": [3, 4]}])
-def test_an_adapter_that_acts_on_the_whole_prompt_is_left_alone_though_vouched_for(
-    client: Client, says: dict[str, Any]
+@pytest.mark.parametrize(
+    ("says", "why"),
+    [
+        ({"is_prompt_learning": True}, "acts on a prompt as a whole"),
+        ({"alora_invocation_tokens": [3, 4]}, "acts on a prompt as a whole"),
+        ({"peft_type": "XLORA"}, "acts on a prompt as a whole"),
+        ({"is_adaption_prompt": True}, "swaps attention modules"),
+    ],
+)
+def test_an_adapter_that_no_step_of_a_prompt_shows_is_left_alone_though_vouched_for(
+    client: Client, says: dict[str, Any], why: str
 ) -> None:
-    """PEFT's ``generate`` puts its tokens before the prompt, or looks for words in it: no step of a prompt has them."""
+    """PEFT's ``generate`` puts tokens before the prompt, looks for words in it, or weights adapters by all of it; or
+    the modules of its layers do not tell whether the adapter acts."""
     model = model_of("llama", 4)
     model.config.dtype = "float32"
     spec = ModelSpec.from_transformers(model.config, "unverified:tuned", STEP)
     cached = CachedModel(model, client, spec=spec)
-    model.peft_config = {"plain": SimpleNamespace(is_prompt_learning=False, alora_invocation_tokens=None)}
+    plain = {"is_prompt_learning": False, "is_adaption_prompt": False, "alora_invocation_tokens": None}
+    model.peft_config = {"plain": SimpleNamespace(peft_type="LORA", **plain)}
     assert not cached.generate(IDS, max_new_tokens=1).report.bypassed
     model.peft_config["tuned"] = SimpleNamespace(**says)
-    assert "'tuned' acts on a prompt as a whole" in cached.generate(IDS, max_new_tokens=1).report.bypassed
+    assert f"'tuned' {why}" in cached.generate(IDS, max_new_tokens=1).report.bypassed
 
 
 LONG = {"rope_theta": 10000.0, "factor": 4.0}

@@ -98,11 +98,15 @@ def _why_model(model: CausalModel, rope_kind: str) -> str:
 
 
 def _why_adapter(configs: object) -> str:
-    """Return why PEFT's adapters leave all calls to transformers: their ``generate`` puts learned tokens before the
-    prompt, or looks in it for words that turn them on, which no step of it shows. A vouched name does not help."""
+    """Return why PEFT's adapters leave all calls to transformers: they put learned tokens before the prompt, look in it
+    for words that turn them on, or weight others by all of it (X-LoRA), which no step of it shows; or they swap
+    attention modules (LLaMA-Adapter), and nothing tells whether they act. A vouched name does not help."""
     for name, config in configs.items() if isinstance(configs, Mapping) else ():
-        if getattr(config, "is_prompt_learning", False) or getattr(config, "alora_invocation_tokens", None):
+        looks_at_all = getattr(config, "alora_invocation_tokens", None) or getattr(config, "peft_type", "") == "XLORA"
+        if looks_at_all or getattr(config, "is_prompt_learning", False):
             return f"the adapter {name!r} acts on a prompt as a whole, and the cache on its steps: use plain LoRA"
+        if getattr(config, "is_adaption_prompt", False):
+            return f"the adapter {name!r} swaps attention modules, and nothing tells whether it acts: use plain LoRA"
     return ""
 
 
