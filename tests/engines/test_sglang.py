@@ -146,7 +146,11 @@ def test_engines_that_compute_in_another_dtype_never_share(sidecar: Sidecar, mon
         assert other.batch_exists(keys) == 0
 
 
-ELSEWHERE = ("model_loader_extra_config", "modelopt_checkpoint_restore_path", "kt_weight_path")
+ELSEWHERE = (
+    "model_loader_extra_config", "modelopt_checkpoint_restore_path", "kt_weight_path",
+    "remote_instance_weight_loader_seed_instance_ip", "remote_instance_weight_loader_seed_instance_service_port",
+    "modelexpress_config", "weight_cache_mode", "weight_cache_socket",
+)  # fmt: skip
 """Settings of SGLang by which weights come from elsewhere than the model's path."""
 COMPUTED = (
     "enable_quant_communications", "decrypted_config_file", "kt_method", "kt_num_gpu_experts",
@@ -184,7 +188,7 @@ def test_engines_whose_settings_make_other_numbers_of_one_model_never_share(
         with backend(sidecar, pool, extra=vouched) as other:
             shared[setting] = [name for name in ("kv", "draft") if is_there(other, name)]
         del vars(settings)[setting]
-    assert [shared[setting] for setting in ELSEWHERE] == 3 * [["kv", "draft"] if vouched else []]
+    assert [shared[setting] for setting in ELSEWHERE] == len(ELSEWHERE) * [["kv", "draft"] if vouched else []]
     assert not any(shared[setting] for setting in COMPUTED)
     assert [shared[setting] for setting in DRAFTED] == len(DRAFTED) * [["kv"]]
 

@@ -20,7 +20,9 @@ OF_SGLANG = frozenset(
 
 OF_WEIGHTS = (
     "model_path", "revision", "load_format", "model_loader_extra_config", "modelopt_checkpoint_restore_path",
-    "kt_weight_path",
+    "kt_weight_path", "remote_instance_weight_loader_seed_instance_ip",
+    "remote_instance_weight_loader_seed_instance_service_port", "modelexpress_config", "weight_cache_mode",
+    "weight_cache_socket",
 )  # fmt: skip
 """SGLang's settings that name the weights, for engines without a ``weights_digest``."""
 OF_ENGINE = (
