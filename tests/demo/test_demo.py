@@ -53,7 +53,7 @@ def test_the_promise_is_checked() -> None:
 def test_a_node_that_did_not_get_it_from_redis_is_named() -> None:
     code, said = judged(WARM, replace(ELSEWHERE, tier="dram"))
     assert code == 1
-    assert "came from dram, not from Redis" in said
+    assert "came from memory, not from Redis" in said
 
 
 def test_what_the_device_did_not_do_is_said() -> None:
