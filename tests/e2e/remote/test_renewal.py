@@ -111,9 +111,12 @@ def test_a_token_that_is_gone_ends_calls_whose_clients_stand_still() -> None:
             next(reading)
             silent.begin("Connect", rpb.ConnectRequest(version=1).SerializeToString())
             until(lambda: left(sidecar)[0] == 3)
-            for _ in range(8):
-                silent.begin("/kvstore.v1.CacheService/Lookup")
-            until(lambda: status(lambda: [stays.reserve(SPEC, 1, 1)]) == "RESOURCE_EXHAUSTED")
+
+            def is_full() -> bool:
+                silent.begin("/kvstore.v1.CacheService/Lookup")  # of those before, some may have been refused
+                return status(lambda: [stays.reserve(SPEC, 1, 1)]) == "RESOURCE_EXHAUSTED"
+
+            until(is_full)
             file.write_text(f"{TOKEN}\n")
             until(lambda: left(sidecar)[0] == 1, WAIT_S)
             assert status(reading) == "UNAUTHENTICATED"
