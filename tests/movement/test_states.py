@@ -1,4 +1,4 @@
-"""For how long a tier has been in its state."""
+"""A tier's statistics say for how long it has been in its state."""
 
 from __future__ import annotations
 

@@ -8,25 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvstore.seams import Pauses
 from kvstore.server.services import CacheService
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import METADATA_SESSION
 from tests.controller.service import Service
 
 CHAINS = 50
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """An entry for each pause that could be made."""
-    found: list[None] = []
-
-    async def between(_: Pauses) -> None:
-        found.append(None)
-
-    monkeypatch.setattr(Pauses, "between", between)
-    return found
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from kvstore.chunk import layout_of
 from kvstore.keys import chain_digests, fingerprint
 from kvstore.remote.receiving import Receiving
 from kvstore.remote.sending import Sending
-from kvstore.seams import Pauses
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire import spec_to_message
@@ -26,18 +25,6 @@ from tests.specs import random_cache, small_spec, tokens_of
 SPEC = small_spec()
 CHUNKS = 200
 TOKENS = tokens_of(CHUNKS * SPEC.chunk_tokens)
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """An entry for each pause that could be made."""
-    found: list[None] = []
-
-    async def between(_: Pauses) -> None:
-        found.append(None)
-
-    monkeypatch.setattr(Pauses, "between", between)
-    return found
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +18,18 @@ from kvstore.handoff.messages import Done, LookedUp, RegionsAnswer, RegionsQuest
 from kvstore.remote import session as remote_session
 from kvstore.remote.session import SidecarSession
 from tests.server.test_remote_receiving import SEGMENT_BYTES, session_of, until
+
+
+@contextmanager
+def standing_still(*pids: int) -> Iterator[None]:
+    """Stop these processes, which go on afterwards."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("given_up", [1, 2])
@@ -104,18 +117,12 @@ async def test_staging_that_is_being_read_makes_no_room_and_is_kept(short_of_sta
         session, reservation_id = service.session, await service.reserve(1)
         filled, idle = [await session.take_segment(4 << 20) for _ in range(2)]
         session.give_back(filled)
-        movers = short_of_staging.mover_pids()
-        for pid in movers:
-            os.kill(pid, signal.SIGSTOP)
-        try:
+        with standing_still(*short_of_staging.mover_pids()):
             filling = service.receiving(reservation_id)
             await until(lambda: not session._idle)
             session.give_back(idle)
             with pytest.raises(Exhausted, match="staging_bytes_max"):
                 await session.take_segment(8 << 20)
-        finally:
-            for pid in movers:
-                os.kill(pid, signal.SIGCONT)
         assert await filling
         assert (await session.take_segment(8 << 20)).bytes.size == 8 << 20
 
@@ -149,30 +156,22 @@ async def test_idle_staging_is_looked_for_and_a_sidecar_that_stands_still_ends_n
         monkeypatch.setattr(remote_session, "EXCHANGE_TIMEOUT_S", 0.1)
         for _ in range(2):
             segment = await session.take_segment(SEGMENT_BYTES)
-            os.kill(own_sidecar.pid, signal.SIGSTOP)
-            try:
+            with standing_still(own_sidecar.pid):
                 session.give_back(segment)
                 await until(lambda: not session._idle)
                 await asyncio.sleep(0.3)  # nobody answers meanwhile
-            finally:
-                os.kill(own_sidecar.pid, signal.SIGCONT)
             await until(lambda: session._looking is None)
             assert await service.staging_bytes() == 0
 
 
-async def test_a_sidecar_that_stands_still_while_staging_goes_back_keeps_nobody_waiting(
-    own_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_sidecar_that_stands_still_while_staging_goes_back_keeps_nobody_waiting(own_sidecar: Sidecar) -> None:
     async with session_of(own_sidecar) as service:
         session = service.session
         session.give_back(await session.take_segment(SEGMENT_BYTES))
         await session.give_back_idle()
-        os.kill(own_sidecar.pid, signal.SIGSTOP)
-        try:
+        with standing_still(own_sidecar.pid):
             going_back = asyncio.ensure_future(session.give_back_idle())
             await until(session._turn.locked)
             with pytest.raises(Unavailable):
                 await session.exchange(RegionsQuestion(0), RegionsAnswer, 0.1)
-        finally:
-            os.kill(own_sidecar.pid, signal.SIGCONT)
         await going_back

@@ -235,7 +235,7 @@ def test_a_sidecar_that_stalls_is_waited_for_once_by_the_mends_of_a_step(
 
 
 def ended(step: Step, *mended: Mended) -> Any:
-    """What the workers report of a step."""
+    """Return the workers' report of a step."""
     told = SimpleNamespace(number=step.number, mended=mended)
     return SimpleNamespace(finished_recving=None, invalid_block_ids=None, kv_connector_worker_meta=told)
 

@@ -131,7 +131,7 @@ def test_what_never_comes_is_computed_after_a_while(
 
 
 def test_a_part_of_a_chunk_is_not_waited_for_long(first: Engine, second: Second) -> None:
-    """Where the first engine is on another node, the chunks come and the part never does."""
+    """The chunks come from an engine on another node, and the part never does."""
     first.keep(request("first", tokens_of(COUNT, 770)[:32]), blocks_of(32))
     asked = handed(770)
     second.side.new_request(asked)

@@ -84,9 +84,9 @@ class Mend:
 
 @dataclass(frozen=True)
 class Mended:
-    """What a worker reports of a prompt that it computed over documents: how many of its tokens were ``reused``, how
-    many ``computed``, reused ones that were mended by their share of a prefill, and the ``seconds`` that its step
-    waited."""
+    """A worker's report of a prompt that it computed over documents: how many of its tokens were ``reused``, how many
+    ``computed``, reused ones that were mended by their share of a prefill, and the ``seconds`` that its step waited.
+    """
 
     token_count: int
     reused: int

@@ -28,8 +28,8 @@ class _Seen(NamedTuple):
 
 
 class MendWorth:
-    """What mends cost in one engine beside the tokens that they compute: calls, and many small steps, which weigh on
-    short prompts. vLLM's own speed is the ``planner``'s."""
+    """Learns the cost of one engine's mends beside the tokens that they compute: calls, and many small steps, which
+    weigh on short prompts. vLLM's own speed is the ``planner``'s."""
 
     def __init__(self, planner: RequestPlanner, clock: Clock, block_tokens: int) -> None:
         self._planner = planner
