@@ -234,8 +234,7 @@ class Controller:
         deadline: Deadline | None = None, *, on_device: bool = False,
     ) -> FetchResult:  # fmt: skip
         """Fetch by the ticket of a held prefix, or by that of a store in flight."""
-        reservation = self.reservations.by_ticket(ticket_id)
-        if reservation is not None:
+        if (reservation := self.reservations.by_ticket(ticket_id)) is not None:
             return self.joins.fetch(session, reservation, frozenset(layers), hidden_layers)
         return await self.fetches.redeem(session, ticket_id, layers, deadline or self.deadline(), on_device=on_device)
 
@@ -315,10 +314,11 @@ class Controller:
         return await self.fills.begin(session, reservation_id, fills, deadline)
 
     async def fill(
-        self, session: Session, reservation_id: int, fills: Sequence[Fill], deadline: Deadline | None = None
-    ) -> None:
-        """Copy strips from staging into their chunks."""
-        await self.fills.fill(session, reservation_id, fills, deadline or self.deadline())
+        self, session: Session, reservation_id: int, fills: Sequence[Fill], deadline: Deadline | None = None, *,
+        at_once: bool = False,
+    ) -> None:  # fmt: skip
+        """Copy strips from staging into their chunks. ``at_once``: see ``Fills.fill``."""
+        await self.fills.fill(session, reservation_id, fills, deadline or self.deadline(), at_once=at_once)
 
     async def commit(
         self, session: Session, reservation_id: int, fills: Sequence[Fill], shard: int = 0,
@@ -356,7 +356,7 @@ class Controller:
         for query in queries:
             model = self.parts.catalog.models.get(query.fingerprint)
             token_count += max(1, (len(query.digests) - 1) * (model.spec.chunk_tokens if model else 1))
-        if token_count > self.parts.limits.token_count_max:
+        if token_count > self.token_count_max:
             raise Exhausted(f"{token_count} tokens or more in one request: raise limits.token_count_max")
 
     # ------------------------------------------------------------ operators

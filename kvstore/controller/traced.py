@@ -61,10 +61,11 @@ class TracedController(Controller):
             return await super().reserve(session, request, deadline)
 
     async def fill(
-        self, session: Session, reservation_id: int, fills: Sequence[Fill], deadline: Deadline | None = None
-    ) -> None:
+        self, session: Session, reservation_id: int, fills: Sequence[Fill], deadline: Deadline | None = None, *,
+        at_once: bool = False,
+    ) -> None:  # fmt: skip
         with self._tracing.span("kvstore.fill"):
-            await super().fill(session, reservation_id, fills, deadline)
+            await super().fill(session, reservation_id, fills, deadline, at_once=at_once)
 
     async def commit(
         self, session: Session, reservation_id: int, fills: Sequence[Fill], shard: int = 0,

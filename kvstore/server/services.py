@@ -132,7 +132,7 @@ class CacheService:
             reservation_id = request.fill.reservation_id
             fills = render.parse_fills(request.fill.fills)
             last = await self._controller.begin_fill(session, reservation_id, fills, deadline)
-            await self._controller.fill(session, reservation_id, last, deadline)
+            await self._controller.fill(session, reservation_id, last, deadline, at_once=request.fill.at_once)
             return pb.StoreResponse(reservation_id=reservation_id)
         if step == "commit":
             reservation_id = request.commit.reservation_id

@@ -558,12 +558,14 @@ class Fill(_message.Message):
     def __init__(self, chunk: _Optional[int] = ..., strip_first: _Optional[int] = ..., strip_count: _Optional[int] = ..., staging_id: _Optional[int] = ..., staging_offset: _Optional[int] = ...) -> None: ...
 
 class FillStrips(_message.Message):
-    __slots__ = ("reservation_id", "fills")
+    __slots__ = ("reservation_id", "fills", "at_once")
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     FILLS_FIELD_NUMBER: _ClassVar[int]
+    AT_ONCE_FIELD_NUMBER: _ClassVar[int]
     reservation_id: int
     fills: _containers.RepeatedCompositeFieldContainer[Fill]
-    def __init__(self, reservation_id: _Optional[int] = ..., fills: _Optional[_Iterable[_Union[Fill, _Mapping]]] = ...) -> None: ...
+    at_once: bool
+    def __init__(self, reservation_id: _Optional[int] = ..., fills: _Optional[_Iterable[_Union[Fill, _Mapping]]] = ..., at_once: _Optional[bool] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("reservation_id", "fills", "shard", "supersedes")

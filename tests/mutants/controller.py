@@ -10,7 +10,7 @@ T_CHANGES = "tests/e2e/test_changes.py"
 T_OPERATORS = "tests/controller/test_operators.py"
 T_MEANWHILE = "tests/controller/test_changes.py"
 CATALOG = "kvstore/catalog/catalog.py"
-COMMIT = "kvstore/controller/stores/commit.py"
+PUBLISH = "kvstore/controller/stores/publish.py"
 CONTROLLER = "kvstore/controller/controller.py"
 LEASES = "kvstore/controller/sessions/leases.py"
 REPLACEMENT = "kvstore/controller/stores/replacement.py"
@@ -151,7 +151,7 @@ MUTANTS = [
     Mutant(
         "request-without-a-limit",
         CONTROLLER,
-        "        if token_count > self.parts.limits.token_count_max:\n",
+        "        if token_count > self.token_count_max:\n",
         "        if False:\n",
         "one message holds up everybody's",
         (
@@ -169,11 +169,22 @@ MUTANTS = [
     ),
     Mutant(
         "chunk-without-its-parent",
-        COMMIT,
+        PUBLISH,
         "        if not entry.filled.all() or (entry.parent != ROOT_DIGEST and entry.parent not in space.index):\n",
         "        if not entry.filled.all():\n",
         "chunks are kept that no walk can reach",
-        (f"{T_CONTROLLER}::test_when_the_first_writer_aborts_the_second_keeps_nothing_unreachable",),
+        (
+            f"{T_CONTROLLER}::test_when_the_first_writer_aborts_the_second_keeps_nothing_unreachable",
+            "tests/controller/test_at_once.py::test_what_failed_is_never_visible_and_nothing_behind_it",
+        ),
+    ),
+    Mutant(
+        "shards-published-one-by-one",
+        "kvstore/controller/stores/fill.py",
+        "        if at_once and reservation.shard_count > 1:\n",
+        "        if False:\n",
+        "a store is visible though one of its writers gave up",
+        ("tests/controller/test_at_once.py::test_a_store_of_several_shards_is_published_by_its_commits",),
     ),
     Mutant(
         "cache-without-its-hidden-states",

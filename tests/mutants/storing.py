@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 CONTROLLER = "kvstore/controller/controller.py"
 COMMIT = "kvstore/controller/stores/commit.py"
+PUBLISH = "kvstore/controller/stores/publish.py"
 FILL = "kvstore/controller/stores/fill.py"
 MOVER = "kvstore/controller/stores/mover.py"
 RESERVATION = "kvstore/controller/stores/reservation.py"
@@ -24,7 +25,7 @@ T_CONTROLLER = "tests/controller/test_controller.py"
 MUTANTS = [
     Mutant(
         "claimed-means-filled",
-        COMMIT,
+        PUBLISH,
         "        if not entry.filled.all() or (",
         "        if not entry.claimed.all() or (",
         "a chunk is published of which a mover refused a part",

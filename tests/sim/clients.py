@@ -125,7 +125,8 @@ class Client:
         try:
             if way == "pieces" and fills:
                 cut = chance.randrange(len(fills))
-                await self._controller.fill(session, result.reservation_id, fills[:cut])
+                at_once = chance.random() < 0.5
+                await self._controller.fill(session, result.reservation_id, fills[:cut], at_once=at_once)
                 await asyncio.sleep(chance.choice((0.0, 0.001)))
                 fills = fills[cut:]
             done = await self._controller.commit(session, result.reservation_id, fills)

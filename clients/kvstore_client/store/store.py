@@ -21,8 +21,10 @@ from kvstore_client.store.receipt import Outcome, Settling
 class Store:
     """One store in flight."""
 
-    def __init__(self, session: ClientSession, source: StoreSource, context: Context) -> None:
+    def __init__(self, session: ClientSession, source: StoreSource, context: Context, *, at_once: bool = False) -> None:
+        """``at_once``: somebody waits until the bytes are durable, and not only for the caller's memory."""
         self._session = session
+        self._at_once = at_once
         self._source = source
         self._pool = session.staging
         self._upload = session.upload(source, context.copier, context.timeout_s)
@@ -43,7 +45,7 @@ class Store:
         states: list[int] = list(response.states)
         self.waits = StoreState.PENDING in states
         try:
-            self._upload.put(self._reservation_id, units_of(self._source, states))
+            self._upload.put(self._reservation_id, units_of(self._source, states), at_once=self._at_once)
             self._faults.reach("store.staged")
         except BaseException:
             self.abort()

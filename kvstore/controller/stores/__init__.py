@@ -10,6 +10,7 @@ strips unfilled. A move that has begun is finished even if its caller is gone: u
 - ``replacement``  removes the older value of an opaque name before the new one is stored
 - ``fill``         strips from staging to the arena
 - ``mover``        the byte movers' job
+- ``publish``      a whole chunk becomes visible
 - ``commit``       complete chunks become visible
 - ``filling``      a chunk that is read while it is written
 - ``join``         fetches of a store in flight

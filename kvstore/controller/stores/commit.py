@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore.chunk import pack_header, write_mark
 from kvstore.controller.parts import Parts
 from kvstore.controller.sessions import Session
 from kvstore.controller.stores.fill import Fills
+from kvstore.controller.stores.publish import Publications
 from kvstore.controller.stores.reservation import Entry, Reservation
 from kvstore.controller.stores.reservations import Reservations
 from kvstore.controller.values import Fill, StoreResult
 from kvstore.errors import DeadlineExceeded, InvalidRequest
-from kvstore.keys import ROOT_DIGEST, SUPERSEDES_MAX
+from kvstore.keys import SUPERSEDES_MAX
 from kvstore.seams import Deadline
 from kvstore.spec import Durability, StoreState
 
@@ -29,6 +29,7 @@ class Commits:
         self._movement = parts.movement
         self._reservations = reservations
         self._fills = fills
+        self._publications = Publications(parts, reservations)
 
     async def commit(
         self, session: Session, reservation_id: int, fills: Sequence[Fill], shard: int = 0,
@@ -68,7 +69,7 @@ class Commits:
                 raise InvalidRequest(f"reservation {reservation.reservation_id} ended while it was committed")
             self._parts.faults.reach("store.commit")
             if entry.state is StoreState.WANTED:
-                self._publish(entry)
+                self._publications.publish(entry)
             if entry.state is StoreState.WANTED and not entry.moving:
                 reservation.refusal = reservation.refusal or _missing(entry)
         await self._reservations.idle(reservation, deadline)
@@ -108,29 +109,6 @@ class Commits:
         except TimeoutError:
             raise DeadlineExceeded("the other shards did not commit: look at their writers") from None
         return False
-
-    def _publish(self, entry: Entry) -> None:
-        space = entry.namespace
-        if not entry.filled.all() or (entry.parent != ROOT_DIGEST and entry.parent not in space.index):
-            return
-        assert entry.layout is not None
-        assert entry.placement is not None
-        assert entry.header is not None
-        packed = pack_header(entry.header, entry.layout)
-        np.copyto(entry.placement.pieces[0], np.frombuffer(packed, np.uint8))
-        row = self._catalog.row_of(space, entry.digest, entry.parent, entry.header.token_count)
-        del space.pending[entry.digest]
-        self._reservations.reserved_bytes -= entry.placement.byte_count
-        self._parts.counters.add("store_committed_chunks")
-        self._parts.counters.add("store_committed_bytes", entry.placement.byte_count)
-        self._movement.stored(row, entry.placement, write_mark(entry.header.write_id))
-        entry.state, entry.placement = StoreState.COMMITTED, None
-        self._catalog.table.hold(row)
-        entry.held = row
-        if entry.filling is not None:
-            entry.filling.committed(self._parts.leases, row)
-        entry.tell_end()  # a store that waits for this chunk need not wait for the others
-        self._movement.write_down(row)
 
     def _outcome(self, reservation: Reservation) -> StoreResult:
         """Return the result as the catalog has the chain now, whoever stored its chunks. A store is one use of them,

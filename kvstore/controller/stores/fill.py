@@ -9,6 +9,7 @@ from functools import partial
 from kvstore.controller.parts import Parts
 from kvstore.controller.sessions import Session
 from kvstore.controller.stores.mover import Move, MoveJob, move, moves_of
+from kvstore.controller.stores.publish import Publications
 from kvstore.controller.stores.reservation import Entry, Reservation
 from kvstore.controller.stores.reservations import Reservations
 from kvstore.controller.values import Fill
@@ -30,14 +31,25 @@ class Fills:
     def __init__(self, parts: Parts, reservations: Reservations) -> None:
         self._parts = parts
         self._reservations = reservations
+        self._publications = Publications(parts, reservations)
         self._job_ended = asyncio.Event()
 
-    async def fill(self, session: Session, reservation_id: int, fills: Sequence[Fill], deadline: Deadline) -> None:
+    async def fill(
+        self, session: Session, reservation_id: int, fills: Sequence[Fill], deadline: Deadline, *, at_once: bool = False
+    ) -> None:
         """Copy strips from staging into their chunks. Raises InvalidRequest for a run that is not the
         reservation's, lies outside its staging, or was filled before; DeadlineExceeded while bytes still move at the
-        deadline."""
+        deadline.
+
+        ``at_once``: from now on chunks of this store are published as soon as they are whole. Returns when the copies
+        have begun; the commit tells of failures. Raises InvalidRequest for a store of several shards, too."""
         reservation = self._reservations.find(session, reservation_id)
+        if at_once and reservation.shard_count > 1:
+            raise InvalidRequest("at_once: a store of several shards is published when all of them have committed")
         self.start(session, reservation, fills)
+        if at_once:
+            reservation.is_at_once = True
+            return
         await self._reservations.idle(reservation, deadline)
         for entry in reservation.entries:
             if entry.failure is not None:
@@ -103,6 +115,8 @@ class Fills:
         if not reservation.busy:
             self._parts.faults.reach("store.filled")
             reservation.idle.set()
+        if reservation.is_at_once and not entry.moving:
+            self._publications.publish_landed(reservation)
 
     def _moves(
         self, session: Session, reservation: Reservation, fill: Fill, claimed: list[tuple[Entry, int, int]],

@@ -82,6 +82,10 @@ class Reservation:
     """Digests of partial chunks that chunks of this store begin with, as its writers say."""
     levels: set[Durability] = field(default_factory=set)
     """The levels beyond the node that its writers asked for."""
+    is_at_once: bool = False
+    """True when chunks are published as soon as they are whole, not only by the commit."""
+    published: int = 0
+    """Number of leading chunks that are known to be visible, of a store that is published at once."""
     is_publishing: bool = False
     is_counted: bool = False
     """True when the store counted as a use of its chunks."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from kvstore_copies import HELPED_BYTES
 
 from kvstore.errors import DeadlineExceeded, Exhausted, Internal, KVStoreError
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.copying import Copier
-from kvstore_client.planes.shared_memory.mapped import MappedMemory
+from kvstore_client.planes.shared_memory.mapped import CALL_FILLS_MAX, MappedMemory
 from kvstore_client.planes.store import StagingRun, Steps, StoreSource, Unit
 
 Staged = tuple[Unit, StagingRun]
+AHEAD_BYTES = 32 << 20
+"""Bytes that are sent ahead at first; then twice as many each time. To send less often costs the caller less."""
 
 
 def _continues(group: list[Staged], unit: Unit, run: StagingRun) -> bool:
@@ -41,12 +44,17 @@ class StagedUpload:
         self._copier = copier
         self._timeout_s = timeout_s
         self._staged: list[Staged] = []
+        self._ahead: list[StagingRun] = []
+        """Runs that the sidecar was told of while others were copied. It has read them when it has committed."""
+        self._told: list[Any] = []
+        """The calls that told it."""
 
-    def put(self, reservation_id: int, units: Sequence[Unit]) -> None:
+    def put(self, reservation_id: int, units: Sequence[Unit], *, at_once: bool = False) -> None:
         """Copy all units. Raises Exhausted when staging has no room for one."""
         pool = self._pool
         remaining = sum(unit.byte_count for unit in units)
         batch: list[Staged] = []
+        ahead_bytes = AHEAD_BYTES if at_once else remaining
         for unit in units:
             run = pool.take(unit.byte_count, remaining)
             if run is None:
@@ -61,6 +69,11 @@ class StagedUpload:
                 )
             remaining -= unit.byte_count
             self._staged.append((unit, run))  # at once, so that it is given back whatever comes next
+            if sum(each.byte_count for each, _ in batch) >= ahead_bytes:
+                self._copy_batch(batch)
+                self._send_ahead(reservation_id, batch)
+                batch = []
+                ahead_bytes *= 2
             batch.append((unit, run))
         self._copy_batch(batch)
 
@@ -101,13 +114,25 @@ class StagedUpload:
         memory = run.memory[run.offset + unit.layout.slabs[index].offset - unit.base :]
         self._source.copy(unit, index, memory, count=len(group), stride=run.byte_count)
 
+    def _send_ahead(self, reservation_id: int, batch: list[Staged]) -> None:
+        """Tell the sidecar of the units that were staged before the last one, without waiting for it."""
+        if len(batch) > CALL_FILLS_MAX:
+            return
+        step = pb.FillStrips(reservation_id=reservation_id, fills=[unit.fill(run) for unit, run in batch], at_once=True)
+        session = self._session
+        self._told.append(session.begin(session.cache.Store, pb.StoreRequest(fill=step), self._timeout_s))
+        self._ahead += [run for _, run in batch]
+        del self._staged[-1 - len(batch) : -1]
+
     def _fill(self, reservation_id: int) -> None:
         if self._staged:
             self._session.fill(reservation_id, self.finish(), [run for _, run in self._staged], self._timeout_s)
             self.free()
 
     def finish(self) -> list[pb.Fill]:
-        """Return the fills of all staged units."""
+        """Return the fills of all staged units, but for those that the sidecar knows."""
+        while self._told:
+            self._session.answer(self._told.pop())
         return [unit.fill(run) for unit, run in self._staged]
 
     def free(self) -> None:
@@ -117,6 +142,6 @@ class StagedUpload:
 
     def stop(self) -> list[StagingRun]:
         """Drop the staged units, and return their runs."""
-        runs = [run for _, run in self._staged]
-        self._staged = []
+        runs = [*self._ahead, *(run for _, run in self._staged)]
+        self._ahead, self._staged = [], []
         return runs

@@ -137,7 +137,7 @@ class StreamUpload:
         self._read = threading.Event()
         """Set when nothing reads the caller's tensors any more, or the stream has ended."""
 
-    def put(self, reservation_id: int, units: Sequence[Unit]) -> None:
+    def put(self, reservation_id: int, units: Sequence[Unit], *, at_once: bool = False) -> None:
         """Send these units. Returns when nothing reads the caller's tensors any more. Raises the typed error of a
         failed stream."""
         self._reservation_id = reservation_id

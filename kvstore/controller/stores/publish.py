@@ -1,0 +1,57 @@
+"""Publish: a whole chunk becomes visible, and the tiers below memory may take it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.chunk import pack_header, write_mark
+from kvstore.controller.parts import Parts
+from kvstore.controller.stores.reservation import Entry, Reservation
+from kvstore.controller.stores.reservations import Reservations
+from kvstore.keys import ROOT_DIGEST
+from kvstore.spec import StoreState
+
+
+class Publications:
+    """Makes the chunks of reservations visible."""
+
+    def __init__(self, parts: Parts, reservations: Reservations) -> None:
+        self._parts = parts
+        self._catalog = parts.catalog
+        self._movement = parts.movement
+        self._reservations = reservations
+
+    def publish_landed(self, reservation: Reservation) -> None:
+        """Publish the chunks that are whole, in the chain's order, up to the first that is not."""
+        entries = reservation.entries
+        while reservation.published < len(entries):
+            entry = entries[reservation.published]
+            if entry.state is StoreState.WANTED:
+                self.publish(entry)
+            if entry.state not in (StoreState.COMMITTED, StoreState.PRESENT):
+                return
+            reservation.published += 1
+
+    def publish(self, entry: Entry) -> None:
+        """Publish a chunk, if all its strips were moved and its parent is visible; else it stays as it is."""
+        space = entry.namespace
+        if not entry.filled.all() or (entry.parent != ROOT_DIGEST and entry.parent not in space.index):
+            return
+        assert entry.layout is not None
+        assert entry.placement is not None
+        assert entry.header is not None
+        packed = pack_header(entry.header, entry.layout)
+        np.copyto(entry.placement.pieces[0], np.frombuffer(packed, np.uint8))
+        row = self._catalog.row_of(space, entry.digest, entry.parent, entry.header.token_count)
+        del space.pending[entry.digest]
+        self._reservations.reserved_bytes -= entry.placement.byte_count
+        self._parts.counters.add("store_committed_chunks")
+        self._parts.counters.add("store_committed_bytes", entry.placement.byte_count)
+        self._movement.stored(row, entry.placement, write_mark(entry.header.write_id))
+        entry.state, entry.placement = StoreState.COMMITTED, None
+        self._catalog.table.hold(row)
+        entry.held = row
+        if entry.filling is not None:
+            entry.filling.committed(self._parts.leases, row)
+        entry.tell_end()  # a store that waits for this chunk need not wait for the others
+        self._movement.write_down(row)
