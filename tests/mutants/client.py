@@ -292,8 +292,8 @@ MUTANTS = [
     Mutant(
         "table-of-a-dead-sidecar",
         "clients/kvstore_client/lookup/presence.py",
-        "        return self._is_open()\n",
-        "        return True\n",
+        "        if found is not None and self._is_open():",
+        "        if found is not None:",
         "a sidecar that ended still says what it has",
         ("tests/presence/test_lookup_without.py::test_a_killed_sidecar_has_nothing_before_anybody_noticed",),
     ),

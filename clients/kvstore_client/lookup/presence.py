@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise, repeat, takewhile
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,7 @@ FEW = 12
 """The most chunks that are looked up one by one: for more, numpy's steps cost less."""
 _BUT_TAILS_NUMBER, _COLD_NUMBER = NEWS_MASK - TAILS, pack_news(ChunkState.MISS, reason=MissReason.COLD)
 _STATE, _BUT_TAILS, _COLD = np.uint64(STATE_MASK), np.uint64(_BUT_TAILS_NUMBER), np.uint64(_COLD_NUMBER)
+Seen = TypeVar("Seen", Found, FoundFew)
 _log = logging.getLogger("kvstore.client")
 _kept_tag = lru_cache(maxsize=4096)(tag_of)
 """Kept, because a prompt that was looked up is fetched next, and prompts share their first chunks."""
@@ -154,35 +155,22 @@ class Presence:
 
     def find(self, salt: int, digests: Sequence[bytes]) -> Found | None:
         """Return the table's news of each chunk by itself. None while there is no table."""
-        words = self._words
-        if words is None:
-            self.ask()
-            return None
-        found = find(words, tags_of(salt, b"".join(digests)))
-        if found is not None and self._is_in_use():
-            return found
-        self._forget(words)
-        return None
-
-    def _is_in_use(self) -> bool:
-        """Return True when words that were read before were a living sidecar's: a table outlives its writer."""
-        return self._is_open()
-
-    def _forget(self, words: Words) -> None:
-        if self._words is words:  # else a new table has come meanwhile
-            self._words = None
-        self.ask()
+        return self._read(lambda words: find(words, tags_of(salt, b"".join(digests))))
 
     def _found_each(self, salt: int, digests: Iterable[bytes]) -> FoundFew | None:
         """Return as ``find`` does, for a few chunks."""
+        return self._read(lambda words: find_few(words, map(_kept_tag, repeat(salt), digests)))
+
+    def _read(self, look: Callable[[Words], Seen | None]) -> Seen | None:
+        """Return what ``look`` finds in the table. None while there is no table of a living sidecar; then ask for
+        one."""
         words = self._words
-        if words is None:
-            self.ask()
-            return None
-        found = find_few(words, map(_kept_tag, repeat(salt), digests))
-        if found is not None and self._is_in_use():
+        found = None if words is None else look(words)
+        if found is not None and self._is_open():  # a table outlives its writer
             return found
-        self._forget(words)
+        if self._words is words:  # else a new table has come meanwhile
+            self._words = None
+        self.ask()
         return None
 
     def _look_up(self, chain: Chain) -> LookupAnswer | None:
