@@ -79,6 +79,10 @@ class Copies:
         """True when the copy is as durable as the tier: this process wrote it, or it was proven."""
         return not self.column[row] & UNPROVEN  # NOWHERE has the bit, too
 
+    def is_durable(self, row: int) -> bool:
+        """True when the copy survives this process for certain."""
+        return self.durability >= Durability.LOCAL and self.is_proven(row)
+
     def prove(self, row: int) -> None:
         """Mark the copy as proven: it was read, and written anew."""
         self.column[row] &= ~UNPROVEN

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvstore.catalog import NOWHERE, ROOT_ROW, ChunkTable, Copies, RowIdentity
 from kvstore.catalog.lineage import Pause, descend, nearest
 from kvstore.movement.removal import Removal
-from kvstore.spec import Durability, MissReason
+from kvstore.spec import MissReason
 from kvstore.telemetry import Counters
 
 CLIMB_COUNT = 1024
@@ -185,11 +185,7 @@ class Clearing:
 
     def is_durable(self, row: int, without: Copies | None = None) -> bool:
         """True when a proven copy on the node survives this process."""
-        return any(
-            copies.durability >= Durability.LOCAL and copies.is_proven(row)
-            for copies in self._table.copies
-            if copies is not without
-        )
+        return any(copies.is_durable(row) for copies in self._table.copies if copies is not without)
 
 
 async def _marks(

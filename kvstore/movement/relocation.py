@@ -119,13 +119,9 @@ class Relocation:
         """Return True when the service has acknowledged that the chunk survives a restart, and no tier would guarantee
         that once ``leaving`` give it up: an engine that other nodes can read may drop the chunk the next moment."""
         assert step.to is not None
-        durable = [
-            copies for copies in self._table.copies
-            if copies.durability >= Durability.LOCAL and copies.is_proven(step.row)
-        ]  # fmt: skip
-        return step.to.target.durability is Durability.SHARED and bool(durable) and all(
-            copies in leaving for copies in durable
-        )  # fmt: skip
+        durable = [copies for copies in self._table.copies if copies.is_durable(step.row)]
+        is_all = bool(durable) and all(copies in leaving for copies in durable)
+        return is_all and step.to.target.durability is Durability.SHARED
 
     def free(self, step: ChunkStep, leaving: Sequence[Copies]) -> bool:
         """Give up the copies of these tiers, the slowest first. False where the chunk is held by now. The caller knows
