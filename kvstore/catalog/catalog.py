@@ -175,10 +175,14 @@ class Catalog:
         return [row for row in found[count:] if table.digests[row]]
 
     def worth(self, row: int) -> tuple[int, float]:
-        """Return a chunk's weight (bytes as stored raw; 0 while the model is unknown, and where it has no chunks of
-        such a length) and its cost, which stands for the time to compute it again: its number of tokens."""
-        token_count = self.table.token_counts[row]
-        return self.space_of(row).known_bytes(token_count), float(token_count)
+        """Return a chunk's weight (``known_bytes``) and its cost, which stands for the time to compute it again: its
+        number of tokens."""
+        return self.known_bytes(row), float(self.table.token_counts[row])
+
+    def known_bytes(self, row: int) -> int:
+        """Return a chunk's bytes as stored raw; 0 while the model is unknown, and where it has no chunks of such a
+        length."""
+        return self.space_of(row).known_bytes(self.table.token_counts[row])
 
     def show(self, row: int) -> None:
         """Let clients see that the place of a visible chunk changed."""

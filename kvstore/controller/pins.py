@@ -87,7 +87,7 @@ class Pins:
     def pin(self, row: int, seconds: float) -> None:
         """Pin one row for ``seconds``; 0: until it is unpinned. A second pin replaces the first. Raises Exhausted past
         limits.pin_bytes_max."""
-        self.check(sum(map(self._size, self.above(row))))
+        self.check(sum(map(self._catalog.known_bytes, self.above(row))))
         if row not in self._until_s:
             self._keep(row)
         self._set(row, self._clock.monotonic() + seconds if seconds else FOR_EVER)
@@ -163,16 +163,13 @@ class Pins:
 
     # ------------------------------------------------------------ what is kept
 
-    def _size(self, row: int) -> int:
-        return self._catalog.space_of(row).known_bytes(self._table.token_counts[row])
-
     def _keep(self, row: int) -> None:
         while row != ROOT_ROW:
             self._kept[row] = self._kept.get(row, 0) + 1
             if self._kept[row] > 1:
                 return
             self._table.hold(row)
-            self._bytes[row] = self._size(row)
+            self._bytes[row] = self._catalog.known_bytes(row)
             self.byte_count += self._bytes[row]
             row = self._above.setdefault(row, self._table.parents[row])
 

@@ -49,19 +49,16 @@ class Demotions:
         if not is_low(slowest):
             return
         ahead = {row for row in self._ahead.get(name, ()) if row in shared.writes}
-        left_bytes = AHEAD_BYTES_MAX - sum(map(self._bytes, ahead))
+        left_bytes = AHEAD_BYTES_MAX - sum(map(self._catalog.known_bytes, ahead))
         near_bytes = slowest.tier.statistics().capacity_bytes * LOW_WATER
         for row in islice(slowest.policy.victims(lambda _: True), PEEK_COUNT_MAX):
             if left_bytes <= 0 or near_bytes <= 0:
                 break
-            near_bytes -= self._bytes(row)
+            near_bytes -= self._catalog.known_bytes(row)
             if row not in ahead and shared.writes.ahead(row):
                 ahead.add(row)
-                left_bytes -= self._bytes(row)
+                left_bytes -= self._catalog.known_bytes(row)
         self._ahead[name] = ahead
-
-    def _bytes(self, row: int) -> int:
-        return self._catalog.worth(row)[0]
 
     def leaves(self, row: int) -> None:
         """Count a chunk whose last local copy is about to go, and that was to be demoted but was not."""

@@ -288,7 +288,7 @@ class Eviction:
             self._counters.add_of(copies.tier.name, "demoted_chunks")
         else:
             self._counters.add_of(copies.tier.name, "evicted_chunks")
-            self._counters.add_of(copies.tier.name, "evicted_bytes", int(self._catalog.worth(row)[0]))
+            self._counters.add_of(copies.tier.name, "evicted_bytes", self._catalog.known_bytes(row))
         if not any(each.keeps(row) for each in table.copies if each is not copies):
             self._leaves(row)
         self._removal.drop(copies, row, MissReason.EVICTED)

@@ -90,16 +90,10 @@ class Changes:
         """True when the row is still that chunk, and some tier of the node has it."""
         return self._table.identity(row) == identity and self._table.is_resident(row)
 
-    def _is_visible(self, row: int, identity: RowIdentity) -> bool:
-        return self._table.identity(row) == identity and self._catalog.is_visible(row)
-
     def _word(self, row: int, fate: Fate) -> str:
         """Return the word for a chunk's fate. A pin, its own or a descendant's, does not end by itself, as other holds
         do."""
         return BY_A_PIN if fate is Fate.HELD and self._parts.pins.is_kept(row) else WORDS[fate]
-
-    def _size(self, row: int) -> int:
-        return self._catalog.space_of(row).known_bytes(self._table.token_counts[row])
 
     # ------------------------------------------------------------ evict
 
@@ -111,7 +105,7 @@ class Changes:
         said = ReportPace(self._parts.clock, tally)
         for place in range(len(plan)):
             await turn.between()
-            byte_count = self._size(int(plan.rows[place]))
+            byte_count = self._catalog.known_bytes(int(plan.rows[place]))
             if dry_run:
                 fate, was_durable = Fate(plan.fates[place]), clearing.loses_durability(plan, place)
             else:
@@ -142,7 +136,7 @@ class Changes:
                     for above in pins.above(row) if self._is_it(row, identity) else ():
                         if above in new:
                             break
-                        new[above] = self._size(above)
+                        new[above] = self._catalog.known_bytes(above)
                 pins.check(sum(new.values()))
                 for row, identity in map(meant.at, range(len(meant))):
                     await turn.between()
@@ -153,7 +147,7 @@ class Changes:
                     if not dry_run:
                         pinned.append((row, pins.until_s(row)))
                         pins.pin(row, seconds)
-                    tally.add(PINNED, self._size(row))
+                    tally.add(PINNED, self._catalog.known_bytes(row))
             except BaseException:  # the limit was reached after all, or the caller went: all or nothing
                 self._undo(pinned)
                 raise
@@ -183,7 +177,7 @@ class Changes:
         for row in rows:
             await turn.between()
             tally.done_count += 1
-            byte_count = self._size(row)
+            byte_count = self._catalog.known_bytes(row)
             if row in pins and (dry_run or pins.unpin(row)):
                 tally.add(UNPINNED, byte_count)
         yield ChangeNews(tally, is_last=True)
@@ -204,9 +198,9 @@ class Changes:
             await turn.next()
             places = range(first, min(first + BATCH_COUNT, len(meant)))
             if not dry_run:
-                there_yet = [row for row, identity in map(meant.at, places) if self._is_visible(row, identity)]
-                await relocation.confirm([row for row in there_yet if self._size(row)], targets)
-            batch = [row for row, identity in map(meant.at, places) if self._is_visible(row, identity)]
+                there_yet = [row for row, identity in map(meant.at, places) if self._catalog.is_here(row, identity)]
+                await relocation.confirm([row for row in there_yet if self._catalog.known_bytes(row)], targets)
+            batch = [row for row, identity in map(meant.at, places) if self._catalog.is_here(row, identity)]
             steps = [relocation.step(row, targets, leaving) for row in batch]
             tally.add(WORDS[Fate.GONE], 0, len(places) - len(batch))
             if not dry_run:
@@ -236,7 +230,7 @@ class Changes:
         self, step: ChunkStep, leaving: Sequence[Copies], stays: str, tally: Tally, *, dry_run: bool
     ) -> None:  # fmt: skip
         """Count the outcome for one chunk, and have the ``leaving`` tiers give it up where the step says so."""
-        relocation, byte_count = self._movement.relocation, self._size(step.row)
+        relocation, byte_count = self._movement.relocation, self._catalog.known_bytes(step.row)
         if step.to is None:
             tally.add(stays, byte_count)
             return
@@ -271,11 +265,11 @@ class Changes:
         try:
             for row, identity in map(meant.at, order):
                 await turn.between()
-                if not self._is_visible(row, identity):
+                if not self._catalog.is_here(row, identity):
                     tally.add(WORDS[Fate.GONE], 0)
                     tally.done_count += 1
                     continue
-                size = self._size(row)
+                size = self._catalog.known_bytes(row)
                 if row in self._movement.memory:
                     room -= 0 if self._stays(row) else size
                     tally.add(IN_MEMORY, size)
@@ -294,7 +288,8 @@ class Changes:
                 batch = list(islice(wanted, first, first + BATCH_COUNT))
                 is_late = not dry_run and not await relocation.bring(batch, BATCH_S_MAX)
                 for row in batch:
-                    tally.add(BROUGHT if dry_run else self._brought(row, is_late=is_late), self._size(row))
+                    what = BROUGHT if dry_run else self._brought(row, is_late=is_late)
+                    tally.add(what, self._catalog.known_bytes(row))
                 tally.done_count += len(batch)
                 for news in said.due():
                     yield news
@@ -345,7 +340,7 @@ class Changes:
         for row in list(self._movement.memory.rows()):
             await turn.between()
             if row in self._movement.memory and self._stays(row):
-                total += self._size(row)
+                total += self._catalog.known_bytes(row)
         return total
 
     def _stays(self, row: int) -> bool:
@@ -367,11 +362,11 @@ class Changes:
         for row, identity in map(meant.at, range(len(meant))):
             await turn.between()
             tally.done_count += 1
-            if not self._is_visible(row, identity) or not self._size(row):
-                is_it = self._table.identity(row) == identity and self._catalog.is_visible(row)
-                tally.add("model not registered" if is_it else WORDS[Fate.GONE], 0)
+            is_here = self._catalog.is_here(row, identity)
+            byte_count = self._catalog.known_bytes(row) if is_here else 0
+            if not byte_count:
+                tally.add("model not registered" if is_here else WORDS[Fate.GONE], 0)
                 continue
-            byte_count = self._size(row)
             self._table.hold(row)
             try:
                 asked = [each for each in self._movement.looks(row) if only in ("", each[0])]

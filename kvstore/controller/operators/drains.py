@@ -12,7 +12,6 @@ from kvstore.controller.parts import Parts
 from kvstore.controller.stores import Claims, Reservations
 from kvstore.movement import Transit, Writes
 from kvstore.movement.queue import Priority
-from kvstore.spec import Durability
 
 STORES_REFUSED = "an operator drains the service (kvstore drain --service --end has it take stores again)"
 NONE_ASKED: Mapping[int, Writes] = MappingProxyType({})
@@ -61,7 +60,7 @@ class Drains:
         if not dry_run:
             alone = Tally(0)
             async for row in self._lost(turn):
-                alone.add(ALONE, self._size(row))
+                alone.add(ALONE, self._parts.catalog.known_bytes(row))
         for what, count in alone.counts.items():
             tally.add(what, alone.byte_counts[what], count)
         yield ChangeNews(tally, is_last=True, refuses_stores=bool(self.problem))  # another operator may have ended it
@@ -71,7 +70,7 @@ class Drains:
         that one refused it lately and a dry run tries nothing. Return the tier that is to have it."""
         to = next((each for each in self._movement.writes if each.takes(row)), None)
         if to is None or (dry_run and row in to.parked):
-            alone.add(ALONE, self._size(row))
+            alone.add(ALONE, self._parts.catalog.known_bytes(row))
             return None
         if not dry_run:
             to.add(row, Priority.INTERACTIVE)
@@ -87,16 +86,11 @@ class Drains:
                 yield row
         turn.end()
 
-    def _size(self, row: int) -> int:
-        return self._parts.catalog.space_of(row).known_bytes(self._table.token_counts[row])
-
     def _survives(self, row: int) -> bool:
         """Return True when a tier certainly has the chunk after a stop."""
-        return any(
-            copies.durability >= Durability.LOCAL and copies.is_proven(row) for copies in self._table.copies
-        ) or any(
+        return any(copies.is_durable(row) for copies in self._table.copies) or any(
             shared.is_seen(row) and not shared.ends_with_us for shared in self._movement.shared_tiers.tiers
-        )  # fmt: skip
+        )
 
     async def settle(
         self, total: int = 0, asked: Mapping[int, Writes] = NONE_ASKED, *, dry_run: bool
