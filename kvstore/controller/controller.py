@@ -191,14 +191,9 @@ class Controller:
         """Register a model. Return the fingerprint that names it in every later call."""
         return self.parts.catalog.register(spec).fingerprint
 
-    def lookup(self, query: ChainQuery, readers: int = 0) -> LookupResult:
-        """Return how far the node has a chain. With ``readers`` a ticket holds the hits for so many fetches."""
-        self._check(query)
-        self.parts.counters.add("lookup_calls")
-        return self.lookups.lookup(query, readers)
-
     async def lookup_wide(self, query: ChainQuery, readers: int = 0, deadline: Deadline | None = None) -> LookupResult:
-        """As ``lookup``, in steps that let others run, and followed by hits that shared tiers say they have."""
+        """Return how far the node has a chain, and how far shared tiers say that they have its rest. With ``readers`` a
+        ticket holds the hits for so many fetches."""
         self._check(query)
         self.parts.counters.add("lookup_calls")
         return await self.lookups.lookup_wide(query, readers, deadline or self.deadline())
@@ -219,13 +214,8 @@ class Controller:
         """See ``Lookups.first_stored``."""
         return await self.lookups.first_stored(query, digests, self.parts.long_work.begin())
 
-    def fetch(self, session: Session, query: ChainQuery) -> FetchResult:
-        """Lease the prefix that the node has."""
-        self._check(query)
-        return self.fetches.fetch(session, query)
-
     async def fetch_wide(self, session: Session, query: ChainQuery, deadline: Deadline | None = None) -> FetchResult:
-        """As ``fetch``, and bring in the chunks after that prefix that shared tiers have."""
+        """Lease the prefix that the node has, and bring in the chunks after it that shared tiers have."""
         self._check(query)
         return await self.fetches.fetch_wide(session, query, deadline or self.deadline())
 

@@ -103,7 +103,7 @@ class Service:
     def check(self, session: Session, *path: int) -> int:
         """Fetch, compare every byte and the header, release. Returns the chunks that hit."""
         query = self.query(*path)
-        result = self.controller.fetch(session, query)
+        result = self.controller.fetches.fetch(session, query)
         for chunk in result.chunks:
             digest = query.digests[chunk.chain_index]
             header = parse_header(chunk.placement.pieces[0], self.layout)

@@ -28,7 +28,8 @@ def session(service: Service) -> Session:
 
 async def test_a_store_is_visible_when_it_is_committed_and_whole(service: Service, session: Session) -> None:
     result = await service.reserve(session, 1, 2)
-    assert service.controller.lookup(service.query(1, 2)).runs[0][:3] == (2, ChunkState.PENDING, MissReason.NONE)
+    found = service.controller.lookups.lookup(service.query(1, 2))
+    assert found.runs[0][:3] == (2, ChunkState.PENDING, MissReason.NONE)
     fills = service.stage(session, result, 1, 2)
     half = fills[1]._replace(strip_count=2)
     done = await service.controller.commit(session, result.reservation_id, [fills[0], half])
@@ -170,16 +171,17 @@ async def test_the_eldest_leaf_goes_first(service: Service, session: Session) ->
     service.check(session, 1, 2, 3)
     await service.store(session, 9)
     assert service.check(session, 1, 4) == 1  # 4 was the least recent leaf
-    assert service.controller.lookup(service.query(1, 4)).runs[1][:3] == (1, ChunkState.MISS, MissReason.EVICTED)
+    found = service.controller.lookups.lookup(service.query(1, 4))
+    assert found.runs[1][:3] == (1, ChunkState.MISS, MissReason.EVICTED)
     assert service.check(session, 1, 2, 3) == 3
     assert service.arena.used_bytes <= service.arena.capacity_bytes
 
 
 async def test_tickets_and_leases_keep_their_chunks(service: Service, session: Session) -> None:
     await service.store(session, 1, 2, 3, 4)
-    ticket = service.controller.lookup(service.query(1, 2), readers=1).ticket
+    ticket = service.controller.lookups.lookup(service.query(1, 2), readers=1).ticket
     await service.store(session, 5, 6, 7, 8)
-    leased = service.controller.fetch(session, service.query(5, 6, 7))
+    leased = service.controller.fetches.fetch(session, service.query(5, 6, 7))
     done = await service.store(session, *range(20, 28))
     assert done.committed_count == 3  # 3, 4 and 8 could go
     assert "arena.capacity_bytes" in done.refusal
@@ -193,7 +195,7 @@ async def test_tickets_and_leases_keep_their_chunks(service: Service, session: S
 
 async def test_old_leases_are_revoked_under_pressure_and_counted(service: Service, session: Session) -> None:
     await service.store(session, *range(8))
-    result = service.controller.fetch(session, service.query(*range(8)))
+    result = service.controller.fetches.fetch(session, service.query(*range(8)))
     generations = {(chunk.placement.slot, chunk.placement.generation) for chunk in result.chunks}
     assert (await service.store(session, 50)).committed_count == 0
     service.clock.advance(61.0)
@@ -207,7 +209,7 @@ async def test_old_leases_are_revoked_under_pressure_and_counted(service: Servic
 async def test_what_a_session_had_ends_with_it(service: Service, session: Session) -> None:
     await service.store(session, 1, 2)
     other = service.controller.open_session()
-    service.controller.fetch(other, service.query(1, 2))
+    service.controller.fetches.fetch(other, service.query(1, 2))
     pending = await service.reserve(other, 3, 4)
     service.stage(other, pending, 3, 4)
     await service.controller.close_session(other)
@@ -229,7 +231,7 @@ async def test_old_reservations_expire(service: Service, session: Session) -> No
 
 async def test_ids_of_others_are_worth_nothing(service: Service, session: Session) -> None:
     await service.store(session, 1)
-    result = service.controller.fetch(session, service.query(1))
+    result = service.controller.fetches.fetch(session, service.query(1))
     reserved = await service.reserve(session, 2)
     fills = service.stage(session, reserved, 2)
     thief = service.controller.open_session()
@@ -291,10 +293,10 @@ async def test_limits_name_their_setting() -> None:
     with pytest.raises(Exhausted, match="model_count_max"):
         controller.register_model(replace(service.spec, model_id="other"))
     with pytest.raises(Exhausted, match="token_count_max"):
-        controller.lookup(service.query(1, 2, 3))
-    controller.fetch(session, service.query(1))
+        await controller.lookup_wide(service.query(1, 2, 3))
+    controller.fetches.fetch(session, service.query(1))
     with pytest.raises(Exhausted, match="lease_count_max"):
-        controller.fetch(session, service.query(1))
+        controller.fetches.fetch(session, service.query(1))
     small = Service(leased_bytes_max=1, staging_bytes_total_max=4096)
     session = small.controller.open_session()
     with pytest.raises(Exhausted, match="staging_bytes_total_max"):
@@ -303,13 +305,13 @@ async def test_limits_name_their_setting() -> None:
     session = roomy.controller.open_session()
     await roomy.store(session, 1)
     with pytest.raises(Exhausted, match="leased_bytes_max"):
-        roomy.controller.fetch(session, roomy.query(1))
+        roomy.controller.fetches.fetch(session, roomy.query(1))
 
 
 async def test_derived_lives_beside_exact(service: Service, session: Session) -> None:
     await service.store(session, 1, exactness=Exactness.DERIVED)
-    assert service.controller.lookup(service.query(1)).hit_count == 0
-    assert service.controller.lookup(service.query(1, exactness=Exactness.DERIVED)).hit_count == 1
+    assert service.controller.lookups.lookup(service.query(1)).hit_count == 0
+    assert service.controller.lookups.lookup(service.query(1, exactness=Exactness.DERIVED)).hit_count == 1
     await service.store(session, 1)
     assert service.check(session, 1) == 1
 
@@ -333,11 +335,11 @@ async def test_leases_that_nobody_gives_back_end_by_their_age_when_their_session
     service.parts.leases._limits = limits
     other = service.controller.open_session()
     await service.store(session, 1)
-    kept = service.controller.fetch(other, service.query(1))
+    kept = service.controller.fetches.fetch(other, service.query(1))
     for _ in range(3):
-        service.controller.fetch(session, service.query(1))
+        service.controller.fetches.fetch(session, service.query(1))
     with pytest.raises(Exhausted, match="lease_count_max"):
-        service.controller.fetch(session, service.query(1))
+        service.controller.fetches.fetch(session, service.query(1))
     service.clock.advance(limits.lease_age_s_max)
     assert service.check(session, 1) == 1
     assert not service.parts.leases.of(session)

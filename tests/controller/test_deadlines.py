@@ -247,7 +247,7 @@ def test_a_value_that_is_being_read_is_waited_for_as_long_as_the_caller_hears_th
     async def scenario() -> None:
         await service.put(1)
         query = service.of_key("k")
-        lease = service.controller.fetch(service.session, query)
+        lease = service.controller.fetches.fetch(service.session, query)
         request = ReserveRequest(query, query.digests, replaces=query.digests)
         for remaining_s in (0.5, 2.0):
             deadline = service.controller.deadline(remaining_s)

@@ -86,8 +86,8 @@ async def test_a_model_stays_while_a_store_is_under_way(service: Service, sessio
 async def test_a_model_stays_while_a_lease_a_ticket_or_a_pin_holds_a_chunk(service: Service, session: Session) -> None:
     await service.store(session, 1)
     (row,) = service.parts.catalog.table.rows()
-    lease = service.controller.fetch(session, service.query(1))
-    ticket = service.controller.lookup(service.query(1), readers=1).ticket
+    lease = service.controller.fetches.fetch(session, service.query(1))
+    ticket = service.controller.lookups.lookup(service.query(1), readers=1).ticket
     service.parts.pins.pin(row, 0)
     evict(service)
     press(service)
@@ -134,11 +134,11 @@ async def test_under_a_number_of_a_forgotten_model_no_other_ones_chunks_are_foun
     assert (await new.store(session, 1)).committed_count == 1
     assert len(service.parts.catalog.spaces.numbered) == 1, "its number is used again"
     with pytest.raises(InvalidRequest, match="call RegisterModel first"):
-        service.controller.lookup(query)
+        service.controller.lookups.lookup(query)
     assert new.check(session, 1) == 1
     evict(service)
     service.model = service.controller.register_model(service.spec)
-    assert service.controller.lookup(query).hit_count == 0
+    assert service.controller.lookups.lookup(query).hit_count == 0
     assert service.check(session, 1) == 0
 
 

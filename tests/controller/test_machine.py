@@ -83,7 +83,7 @@ class ControllerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), path=paths)
     def lease(self, data: st.DataObject, path: tuple[int, ...]) -> None:
         session = self.pick(data)
-        result = self.service.controller.fetch(session, self.service.query(*path))
+        result = self.service.controller.fetches.fetch(session, self.service.query(*path))
         self.leases.append((session, result.lease_id))
 
     @rule(data=st.data())

@@ -29,8 +29,8 @@ async def test_only_a_store_makes_a_namespace() -> None:
     for number in range(20):
         service.model = controller.register_model(small_spec(model_id=f"m{number}"))
         for query in wanted(service, 0, 1):
-            assert controller.lookup(query, readers=1).hit_count == 0
-            assert controller.fetch(session, query).hit_count == 0
+            assert controller.lookups.lookup(query, readers=1).hit_count == 0
+            assert controller.fetches.fetch(session, query).hit_count == 0
             assert (await controller.settle(query, 0.0)).chunk_count == 0
             with pytest.raises(InvalidRequest):  # a store that is refused for what it says
                 await controller.reserve(session, ReserveRequest(query, []))

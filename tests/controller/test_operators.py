@@ -177,7 +177,7 @@ def test_an_eviction_leaves_nothing_that_cannot_be_found_and_takes_nothing_that_
             service, operators = that.service, that.operators
             table, controller = service.parts.catalog.table, service.controller
             for number in held:
-                controller.lookup(service.query(*paths[number % len(paths)]), readers=1)
+                controller.lookups.lookup(service.query(*paths[number % len(paths)]), readers=1)
             holding = [row for row in table.rows() if table.is_held(row)]
             there = sorted(digest for digest in table.digests if digest)
             chain = tuple(there[number % len(there)] for number in evicted)
@@ -204,7 +204,7 @@ async def test_what_is_held_after_the_plan_was_made_stays_with_its_chain() -> No
         rows = list(table.rows())
         plan = await clearing.plan(meant_rows(service, *rows), None, pause)
         assert {Fate(fate) for fate in plan.fates} == {Fate.REMOVED}
-        service.controller.lookup(service.query(1, 2, 3), readers=1)
+        service.controller.lookups.lookup(service.query(1, 2, 3), readers=1)
         session = service.controller.open_session()
         assert [clearing.do(plan, place)[0] for place in range(len(plan))].count(Fate.HELD) == 3
         assert service.check(session, 1, 2, 3) == 3

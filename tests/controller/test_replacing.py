@@ -19,7 +19,7 @@ def test_a_reader_that_stands_still_keeps_no_value_for_ever() -> None:
     async def scenario() -> None:
         await service.put(1)
         reader = service.controller.open_session()
-        service.controller.fetch(reader, service.of_key("k"))
+        service.controller.fetches.fetch(reader, service.of_key("k"))
         await service.clock.sleep(service.parts.limits.lease_age_s_max + 1)
         await service.put(2)
         assert await service.get() == 2

@@ -50,11 +50,11 @@ async def test_rot_in_memory_is_found_and_goes(piece: int) -> None:
     assert await checks.check(memory, first)
     memory.placement(second).pieces[piece][7] ^= 16
     assert not await checks.check(memory, second)
-    result = service.controller.fetch(session, service.query(1, 2))
+    result = service.controller.fetches.fetch(session, service.query(1, 2))
     assert (result.hit_count, result.reason) == (1, MissReason.CORRUPT)
     service.controller.release(session, [result.lease_id])
     await service.store(session, 1, 2)
-    assert service.controller.fetch(session, service.query(1, 2)).hit_count == 2
+    assert service.controller.fetches.fetch(session, service.query(1, 2)).hit_count == 2
 
 
 async def test_a_chunk_that_a_round_reads_makes_room() -> None:
@@ -107,4 +107,4 @@ async def test_what_a_check_finds_is_no_news_of_the_chunk_that_has_the_row_by_th
     await check
     counters = parts.counters.snapshot()
     assert (written, counters.get("scrub_failures", 0), counters.get("quarantined_chunks", 0)) == ([], 0, 0)
-    assert service.controller.fetch(session, service.query(2)).hit_count == 1
+    assert service.controller.fetches.fetch(session, service.query(2)).hit_count == 1

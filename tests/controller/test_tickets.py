@@ -20,10 +20,10 @@ async def test_held_chunks_stay_until_every_reader_came(service: Service) -> Non
     controller = service.controller
     writer, scheduler, worker = (controller.open_session() for _ in range(3))
     await service.store(writer, 1, 2)
-    found = controller.lookup(service.query(1, 2, 3), readers=2)
+    found = controller.lookups.lookup(service.query(1, 2, 3), readers=2)
     assert found.hit_count == 2
     await service.store(writer, 5, 6, 7)  # there is room for two of them only
-    assert controller.lookup(service.query(1, 2)).hit_count == 2
+    assert controller.lookups.lookup(service.query(1, 2)).hit_count == 2
     await controller.close_session(scheduler)
     for _ in range(2):
         result = await controller.redeem(worker, found.ticket)
@@ -33,14 +33,14 @@ async def test_held_chunks_stay_until_every_reader_came(service: Service) -> Non
         await controller.redeem(worker, found.ticket)
     assert (controller.stats().ticket_count, controller.stats().ticket_bytes) == (0, 0)
     await service.store(writer, 8, 9, 10)
-    assert controller.lookup(service.query(1, 2)).hit_count < 2, "free to go now"
+    assert controller.lookups.lookup(service.query(1, 2)).hit_count < 2, "free to go now"
 
 
 async def test_a_ticket_expires_and_gives_back_what_it_held(service: Service) -> None:
     controller = service.controller
     session = controller.open_session()
     await service.store(session, 1)
-    ticket = controller.lookup(service.query(1), readers=1).ticket
+    ticket = controller.lookups.lookup(service.query(1), readers=1).ticket
     service.clock.advance(controller.parts.limits.ticket_age_s_max)
     controller.tickets.expire()
     with pytest.raises(InvalidRequest, match="expired"):
@@ -54,8 +54,8 @@ async def test_a_reader_that_could_not_get_a_lease_may_come_again(service: Servi
     controller = service.controller
     session = controller.open_session()
     await service.store(session, 1)
-    ticket = controller.lookup(service.query(1), readers=1).ticket
-    lease = controller.fetch(session, service.query(1)).lease_id
+    ticket = controller.lookups.lookup(service.query(1), readers=1).ticket
+    lease = controller.fetches.fetch(session, service.query(1)).lease_id
     with pytest.raises(Exhausted, match="lease_count_max"):
         await controller.redeem(session, ticket)
     controller.release(session, [lease])
@@ -67,7 +67,7 @@ async def test_places_in_many_extents_are_not_told(service: Service, monkeypatch
     controller = service.controller
     session = controller.open_session()
     await service.store(session, 1, 2)
-    ticket = controller.lookup(service.query(1, 2), readers=1).ticket
+    ticket = controller.lookups.lookup(service.query(1, 2), readers=1).ticket
     places = controller.places(ticket)
     assert [len(each.placement.extents) for each in places] == [1, 1]
     for count, is_told in ((PLACES_MAX // 2, True), (PLACES_MAX // 2 + 1, False)):
@@ -82,18 +82,18 @@ async def test_limits_are_named(service: Service) -> None:
     controller = service.controller
     session = controller.open_session()
     await service.store(session, 1)
-    assert controller.lookup(service.query(9), readers=1).ticket == b"", "nothing hit, nothing held"
+    assert controller.lookups.lookup(service.query(9), readers=1).ticket == b"", "nothing hit, nothing held"
     with pytest.raises(InvalidRequest, match="readers"):
-        controller.lookup(service.query(1), readers=5000)
-    controller.release_ticket(controller.lookup(service.query(1), readers=1).ticket)
-    controller.lookup(service.query(1), readers=1)
+        controller.lookups.lookup(service.query(1), readers=5000)
+    controller.release_ticket(controller.lookups.lookup(service.query(1), readers=1).ticket)
+    controller.lookups.lookup(service.query(1), readers=1)
     with pytest.raises(Exhausted, match="ticket_count_max"):
-        controller.lookup(service.query(1), readers=1)
+        controller.lookups.lookup(service.query(1), readers=1)
     service = Service(chunks=4, ticket_bytes_max=1)
     session = service.controller.open_session()
     await service.store(session, 1)
     with pytest.raises(Exhausted, match="ticket_bytes_max"):
-        service.controller.lookup(service.query(1), readers=1)
+        service.controller.lookups.lookup(service.query(1), readers=1)
 
 
 async def test_what_several_tickets_hold_counts_once(service: Service) -> None:
@@ -103,9 +103,9 @@ async def test_what_several_tickets_hold_counts_once(service: Service) -> None:
     controller, session = service.controller, service.controller.open_session()
     await service.store(session, 1, 2)
     await service.store(session, 1, 3)
-    alone = controller.lookup(service.query(1), readers=1).ticket
+    alone = controller.lookups.lookup(service.query(1), readers=1).ticket
     assert controller.tickets.held_bytes == chunk_bytes
-    held = [controller.lookup(service.query(1, last), readers=1).ticket for last in (2, 3, 2, 3)]
+    held = [controller.lookups.lookup(service.query(1, last), readers=1).ticket for last in (2, 3, 2, 3)]
     assert controller.tickets.held_bytes == 3 * chunk_bytes
     for count, ticket in enumerate([*held[:2], alone]):
         controller.release_ticket(ticket)
@@ -121,7 +121,7 @@ async def test_what_was_lost_under_a_ticket_is_said(service: Service) -> None:
     controller = service.controller
     session = controller.open_session()
     await service.store(session, 1, 2)
-    ticket = controller.lookup(service.query(1, 2), readers=1).ticket
+    ticket = controller.lookups.lookup(service.query(1, 2), readers=1).ticket
     memory = controller.parts.movement.memory
     last = max(memory.rows())
     await controller.parts.movement.removal.quarantine(memory, last, memory.residency(last))

@@ -67,7 +67,7 @@ class HbmService(DeviceService):
     def ask(self, *path: int, keep: bool = False) -> FetchResult:
         """Fetch to the device; what is said to lie there is the chunk, whole."""
         query = self.query(*path, on_device=True)
-        result = self.controller.fetch(self.session, query)
+        result = self.controller.fetches.fetch(self.session, query)
         region = self.pool.region
         assert isinstance(region, HostRegion)
         for chunk in result.chunks:
@@ -90,7 +90,7 @@ def test_filled_by_use_and_told() -> None:
 
     async def scenario() -> None:
         await service.store(service.session, 1, 2)
-        plain = service.controller.fetch(service.session, service.query(1, 2))
+        plain = service.controller.fetches.fetch(service.session, service.query(1, 2))
         assert plain.tier is Tier.DRAM
         first = service.ask(1, 2)
         assert (first.tier, [each.on_device for each in first.chunks]) == (Tier.DRAM, [None, None])
@@ -98,7 +98,7 @@ def test_filled_by_use_and_told() -> None:
         second = service.ask(1, 2)
         assert second.tier is Tier.HBM
         assert all(each.on_device for each in second.chunks)
-        assert service.controller.fetch(service.session, service.query(1, 2)).chunks[0].on_device is None
+        assert service.controller.fetches.fetch(service.session, service.query(1, 2)).chunks[0].on_device is None
         counters = service.counters()
         assert counters["hbm_fetched_chunks"] == counters["hbm_written_chunks"] == 2
         tiers = {each.name: each for each in service.controller.stats().tiers}
@@ -132,7 +132,7 @@ def test_a_chunk_without_another_copy_is_lost_with_memory() -> None:
         await service.keep(1)
         await service.bring(1)
         service.parts.movement.removal.remove(service.row(1), MissReason.EVICTED)
-        assert service.controller.fetch(service.session, service.query(1)).hit_count == 0
+        assert service.controller.fetches.fetch(service.session, service.query(1)).hit_count == 0
         assert service.pool.free_bytes == service.pool.capacity_bytes
 
     service.run(scenario)

@@ -218,7 +218,7 @@ class Bench:
     async def gone_from_node(self, chain: Chain) -> None:
         """Have all of the node's copies of a chain removed."""
         await self.changed(evict=admin_pb2.Evict(), selection=named(chain))
-        assert not self.controller.lookup(chain.query()).hit_count
+        assert not self.controller.lookups.lookup(chain.query()).hit_count
         self.life.parts.movement.shared_tiers._hints.clear()  # so that the tiers are asked anew
 
     async def on_the_device(self, chain: Chain) -> None:

@@ -118,7 +118,7 @@ async def locate(bench: Bench, cut: CutShort) -> None:
 async def release(bench: Bench, cut: CutShort) -> None:
     await bench.reads(KEPT)
     held = await bench.call("Lookup", pb.LookupRequest(query=chain_of(KEPT), hold=True))
-    leases = [bench.controller.fetch(bench.session, KEPT.query()).lease_id for _ in range(3)]
+    leases = [bench.controller.fetches.fetch(bench.session, KEPT.query()).lease_id for _ in range(3)]
     request = pb.ReleaseRequest(lease_ids=leases, tickets=[held.ticket])
     await cut(bench.call("Release", request))
     await bench.call("Release", request)

@@ -291,12 +291,12 @@ class Value:
         assert settled.durability == pb.DURABILITY_LOCAL
 
     def lease(self) -> int:
-        return self._bench.controller.fetch(self._bench.session, self._query).lease_id
+        return self._bench.controller.fetches.fetch(self._bench.session, self._query).lease_id
 
     async def found(self) -> int | None:
         """Return the version that a reader finds; None: none."""
         controller, session = self._bench.controller, self._bench.session
-        result = controller.fetch(session, self._query)
+        result = controller.fetches.fetch(session, self._query)
         async for news in controller.arrivals(result):
             assert not any(each.lost for each in news)
         version = None

@@ -214,7 +214,7 @@ class Client:
 
     async def fetch(self, chain: Chain) -> str:
         if self._life.cloud is None:
-            result = self._controller.fetch(self.session, chain.query())
+            result = self._controller.fetches.fetch(self.session, chain.query())
         else:
             result = await self._controller.fetch_wide(self.session, chain.query())
         self._judge.check_extent(chain, result)
@@ -294,7 +294,7 @@ class Client:
     async def get_value(self, key: str) -> str:
         oracle, name = self._life.oracle, value_name(key)
         oldest = oracle.oldest.get(name, 0)
-        result = self._controller.fetch(self.session, value_query(key))
+        result = self._controller.fetches.fetch(self.session, value_query(key))
         lost = False
         async for news in self._controller.arrivals(result, None):
             lost |= any(arrival.lost for arrival in news)
@@ -315,7 +315,7 @@ class Client:
     # ------------------------------------------------------------ the rest
 
     async def _lookup(self, chain: Chain) -> str:
-        result = self._controller.lookup(chain.query())
+        result = self._controller.lookups.lookup(chain.query())
         self._trace.check(sum(run.chunk_count for run in result.runs) == len(chain.digests), "runs do not cover")
         if not chain.hidden and self._life.cloud is None:  # else clients call: what is not here may be elsewhere
             catalog, fingerprint = self._controller.parts.catalog, chain.query().fingerprint
@@ -335,7 +335,7 @@ class Client:
         return f"{lease_id}, {whole} still whole"
 
     async def _hold(self, chain: Chain) -> str:
-        result = self._controller.lookup(chain.query(), readers=1)
+        result = self._controller.lookups.lookup(chain.query(), readers=1)
         if result.ticket:
             self._tickets.append((result.ticket, chain, self._controller.places(result.ticket)))
         return str(result.hit_count)
@@ -380,7 +380,7 @@ class Client:
             )
             await asyncio.sleep(0)
             filling.cancel()
-            self._controller.fetch(session, chain.query())
+            self._controller.fetches.fetch(session, chain.query())
         except KVStoreError:
             pass
         self._leases.clear()

@@ -317,7 +317,7 @@ class Oracle:
     async def verify(self, life: Life) -> None:
         """Read back every promise to the bit."""
         for spec in SPECS:
-            life.controller.lookup(Chain(spec, (0,), hidden=(1,)).query())  # its namespaces are known from now on
+            life.controller.lookups.lookup(Chain(spec, (0,), hidden=(1,)).query())  # makes its namespaces known
         for name in list(self.must):
             while name in self.must and name not in self.hidden:
                 row = row_of(life, name)

@@ -70,7 +70,7 @@ def test_a_stop_waits_for_every_chunk_that_is_being_opened(service: DeviceServic
                 jobs -= 1
 
         service.nvme._run = counted  # type: ignore[method-assign]
-        service.controller.fetch(service.session, service.query(*PATH))
+        service.controller.fetches.fetch(service.session, service.query(*PATH))
         await asyncio.sleep(after_s)
         assert service._group is not None
         service._group.cancel()
@@ -85,7 +85,7 @@ def test_a_bug_in_one_opening_loses_the_batch_and_writes_nothing_into_what_was_f
         await service.keep(*PATH)
         service.forget_memory()
         opening = Opening(service, RuntimeError("a bug"))
-        result = service.controller.fetch(service.session, service.query(*PATH))
+        result = service.controller.fetches.fetch(service.session, service.query(*PATH))
         async for _ in service.controller.arrivals(result, None):
             pass
         service.controller.release(service.session, [result.lease_id])
@@ -118,7 +118,7 @@ def test_a_fetch_that_memory_refuses_half_way_leaves_nothing_on_its_way(service:
 
         service.arena.allocate = refuse  # type: ignore[method-assign]
         with pytest.raises(Unavailable):
-            service.controller.fetch(service.session, service.query(*PATH))
+            service.controller.fetches.fetch(service.session, service.query(*PATH))
         await asyncio.sleep(1.0)
         assert service.controller.parts.movement.loading_bytes == 0
         assert await service.fetch(*PATH) == (len(PATH), MissReason.NONE)

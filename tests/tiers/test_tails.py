@@ -127,7 +127,7 @@ class Life:
         """What a client finds, and every byte of it."""
         prompt, controller = self.prompt(tokens), self.service.controller
         query = ChainQuery(self.service.model, prompt.digests)
-        said = render_lookup(controller.lookup(query))
+        said = render_lookup(controller.lookups.lookup(query))
         prefix = min(said.hit_count * STEP, len(tokens))
         parts = namespaces_of(controller.parts.catalog, query)
         tail = longest_tail(
@@ -136,7 +136,7 @@ class Life:
         digests = [*prompt.digests[: said.hit_count], *([tail[1]] if tail else [])]
         found = prefix + (tail[0] if tail else 0)
         assert found == self.book.longest(tokens), tokens
-        result = controller.fetch(self.service.session, ChainQuery(self.service.model, digests))
+        result = controller.fetches.fetch(self.service.session, ChainQuery(self.service.model, digests))
         async for arrivals in controller.arrivals(result, None):
             assert not any(each.lost for each in arrivals)
         assert result.hit_count == len(digests)

@@ -45,7 +45,7 @@ class ValueService(DeviceService):
 
     async def get(self, key: str = "k") -> int | None:
         """The key's value; None for a miss."""
-        found = self.controller.fetch(self.session, self.of_key(key))
+        found = self.controller.fetches.fetch(self.session, self.of_key(key))
         lost = [each async for batch in self.controller.arrivals(found, None) for each in batch if each.lost]
         value = None if lost or not found.chunks else int(found.chunks[0].placement.pieces[1][0])
         self.controller.release(self.session, [found.lease_id])

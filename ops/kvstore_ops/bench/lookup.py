@@ -46,12 +46,12 @@ def handler_seconds(request: bytes, spec: ModelSpec, digests: list[bytes], calls
         controller.parts.movement.memory.put(row, row)
         controller.parts.catalog.publish(row)
         parent = digest
-    assert controller.lookup(ChainQuery(model.fingerprint, digests)).hit_count == KEYS
+    assert controller.lookups.lookup(ChainQuery(model.fingerprint, digests)).hit_count == KEYS
     times = []
     for _ in range(calls):
         started = time.perf_counter()
         query = parse_query(pb.LookupRequest.FromString(request).query)
-        render_lookup(controller.lookup(query)).SerializeToString()
+        render_lookup(controller.lookups.lookup(query)).SerializeToString()
         times.append(time.perf_counter() - started)
     return statistics.median(times)
 

@@ -243,7 +243,7 @@ def test_a_miss_says_so_in_a_lookup_too(service: DeviceService) -> None:
         service.forget_memory()
         service.flip(PATHS[0][0], offset=4096)
         assert await service.fetch(*PATHS[0]) == (0, MissReason.CORRUPT)
-        runs = service.controller.lookup(service.query(*PATHS[0])).runs
+        runs = service.controller.lookups.lookup(service.query(*PATHS[0])).runs
         assert runs[0][:3] == (1, ChunkState.MISS, MissReason.CORRUPT)
 
     service.run(scenario)

@@ -282,7 +282,7 @@ def test_a_directory_of_the_release_before_is_served_to_the_bit(kind: str, witho
         for _ in range(2):
             for path, expected in FORMAT_CHUNKS.items():
                 assert await service.fetch(*path) == (2, MissReason.NONE)
-                found = service.controller.fetch(service.session, service.query(*path))
+                found = service.controller.fetches.fetch(service.session, service.query(*path))
                 assert whole_chunks(found) == expected
             await service.restart(kill=True)
 

@@ -57,7 +57,7 @@ def write_fixture(directory: Path) -> None:
             await service.start()
             await service.keep(*path)
             await service.fetch(*path)
-            print(path, whole_chunks(service.controller.fetch(service.session, service.query(*path))))
+            print(path, whole_chunks(service.controller.fetches.fetch(service.session, service.query(*path))))
             await service.stop()
 
     simulate(written(), seed=1)
@@ -103,7 +103,7 @@ def test_format_1_is_served_to_the_bit(without: str, monkeypatch: pytest.MonkeyP
         assert service.counters()["nvme_recovered_chunks"] == 3
         for path in (RAW, LZ4):
             assert await service.fetch(*path) == (2, MissReason.NONE)
-            assert whole_chunks(service.controller.fetch(service.session, service.query(*path))) == CHUNKS[path]
+            assert whole_chunks(service.controller.fetches.fetch(service.session, service.query(*path))) == CHUNKS[path]
         assert service.nvme.statistics().chunk_count == 3
         await service.keep(1, 2, 4)
         await service.restart()

@@ -27,7 +27,7 @@ def test_lookups_memory_hits_and_stores_end_before_a_stalled_read_does(monkeypat
         stalled = asyncio.ensure_future(service.fetch(1))
         await asyncio.sleep(STALL_S / 2)
         since_s = loop.time()
-        assert service.controller.lookup(service.query(1)).hit_count == 1
+        assert service.controller.lookups.lookup(service.query(1)).hit_count == 1
         assert await service.fetch(2) == (1, MissReason.NONE)
         assert (await service.store(service.session, 3)).committed_count == 1
         assert await service.fetch(3) == (1, MissReason.NONE)

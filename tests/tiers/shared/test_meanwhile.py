@@ -222,7 +222,7 @@ def test_a_row_that_was_read_back_for_a_move_is_lent_for_that_chunk_alone(world:
     async def scenario() -> None:
         node = world.one
         row = await read_back(node, world)
-        ticket = node.controller.lookup(node.query(1), readers=1).ticket
+        ticket = node.controller.lookups.lookup(node.query(1), readers=1).ticket
         world.switches.turn_off()
         await node.quiet()
         assert node.counters()["read_back_chunks"] == 1
@@ -254,7 +254,7 @@ def test_a_chunk_that_a_reader_kept_when_its_move_ended_stays_when_it_is_moved_a
     async def scenario() -> None:
         node = world.one
         row = await read_back(node, world)
-        lease = node.controller.fetch(node.session, node.query(1)).lease_id
+        lease = node.controller.fetches.fetch(node.session, node.query(1)).lease_id
         world.switches.turn_off()
         await node.quiet()
         node.controller.release(node.session, [lease])

@@ -56,7 +56,7 @@ def test_a_move_to_a_device_that_stalls_ends_and_counts_what_was_not_tried(monke
         assert tally.counts == {"failed": BATCH_COUNT, "not tried": COUNT - BATCH_COUNT}
         assert tally.problem.startswith("nvme: ")
         assert took_s <= BATCH_S_MAX + 1
-        assert service.controller.lookup(service.query(COUNT - 1)).hit_count == 1, "nothing was given up"
+        assert service.controller.lookups.lookup(service.query(COUNT - 1)).hit_count == 1, "nothing was given up"
 
     service.run(scenario)
 
