@@ -320,7 +320,7 @@ class Controller:
         result = await self.commits.commit(session, reservation_id, fills, shard, supersedes, deadline=until)
         if not self.parts.is_write_through or not result.rows:
             return result
-        found = await self.parts.movement.settle(result.rows, Durability.LOCAL, until.answerable_s)
+        found = await self.parts.movement.levels.settle(result.rows, Durability.LOCAL, until.answerable_s)
         return replace(result, durability=found.durability, refusal=result.refusal or found.reason)
 
     async def settle(self, query: ChainQuery, timeout_s: float, wanted: Durability = Durability.LOCAL) -> Settled:
@@ -332,7 +332,7 @@ class Controller:
         if not rows:
             why = "nothing of it is stored any more"
             return Settled(0, Durability.NONE, why, True, dict.fromkeys(LEVELS, why))
-        found = await self.parts.movement.settle(rows, wanted, timeout_s)
+        found = await self.parts.movement.levels.settle(rows, wanted, timeout_s)
         return Settled(len(chains[0]), found.durability, found.reason, found.is_settled, found.missing)
 
     async def abort(self, session: Session, reservation_id: int, deadline: Deadline | None = None) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvstore.catalog import Copies
 from kvstore.movement.queue import Waiting
 from kvstore.movement.shared import SharedCopies
 from kvstore.movement.states import TierStates
 from kvstore.movement.writes import Writes
 from kvstore.spec import Durability, Tier
-from kvstore.tiers import LocalTier, TierStatistics
+from kvstore.tiers import LocalTier, SharedTier, TierStatistics
 
 NOTHING = Waiting()
 
@@ -32,36 +31,25 @@ class TierAccount:
     waiting: Waiting = NOTHING
 
 
-def account_of(tier: LocalTier, states: TierStates) -> TierAccount:
-    """Return the account of a tier to which nothing waits to be written."""
-    return TierAccount(
-        stats=states.seen(tier.statistics()), kind=tier.kind, durability=tier.durability, stalled_s=tier.stalled_s()
-    )
-
-
 def accounts_of(
-    local: Iterable[Copies], shared: Iterable[SharedCopies], writes: Iterable[Writes], states: TierStates
+    local: Iterable[LocalTier], shared: Iterable[SharedCopies], writes: Iterable[Writes], states: TierStates
 ) -> list[TierAccount]:
-    """Return the account of every tier, in the order given."""
-    to = {each.target.name: (each.backlog_count, each.reason, each.is_draining, each.waiting) for each in writes}
-    found = []
-    for copies in local:
-        backlog_count, problem, is_draining, waiting = to.get(copies.tier.name, (0, "", False, NOTHING))
-        found.append(
-            TierAccount(
-                stats=states.seen(copies.tier.statistics()), kind=copies.kind, durability=copies.durability,
-                stalled_s=copies.tier.stalled_s(),
-                backlog_count=backlog_count, problem=problem, is_draining=is_draining, waiting=waiting,
-            )
-        )  # fmt: skip
+    """Return the account of every tier, in the order given. Nothing waits for a tier without ``writes``."""
+    to = {each.target.name: each for each in writes}
+    found = [_account(tier, states.seen(tier.statistics()), to.get(tier.name)) for tier in local]
     for each in shared:
-        backlog_count, problem, is_draining, waiting = to.get(each.tier.name, (0, "", False, NOTHING))
         stats = states.seen(each.statistics(), each.failing_since_s())
-        found.append(
-            TierAccount(
-                stats=stats, kind=each.tier.kind, durability=each.tier.durability,
-                stalled_s=each.tier.stalled_s(), backlog_count=backlog_count, problem=problem or stats.reason,
-                write_policy=each.write_policy.value, is_draining=is_draining, waiting=waiting,
-            )
-        )  # fmt: skip
+        account = _account(each.tier, stats, to.get(each.tier.name))
+        problem = account.problem or stats.reason
+        found.append(replace(account, problem=problem, write_policy=each.write_policy.value))
     return found
+
+
+def _account(tier: LocalTier | SharedTier, stats: TierStatistics, writes: Writes | None) -> TierAccount:
+    account = TierAccount(stats=stats, kind=tier.kind, durability=tier.durability, stalled_s=tier.stalled_s())
+    if writes is None:
+        return account
+    return replace(
+        account, backlog_count=writes.backlog_count, problem=writes.reason, is_draining=writes.is_draining,
+        waiting=writes.waiting,
+    )  # fmt: skip

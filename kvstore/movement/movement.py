@@ -11,7 +11,7 @@ from functools import partial
 from kvstore.arena import Arena, Placement
 from kvstore.catalog import Catalog, Copies, MappedCopies
 from kvstore.config import PolicySettings
-from kvstore.movement.accounts import TierAccount, account_of, accounts_of
+from kvstore.movement.accounts import TierAccount, accounts_of
 from kvstore.movement.breaker import told_of
 from kvstore.movement.canary import Canaries
 from kvstore.movement.checks import Checks
@@ -212,8 +212,9 @@ class Movement:
 
     def accounts(self) -> list[TierAccount]:
         """Return the account of each tier, the fastest first."""
-        device = [] if self.hbm is None else [account_of(self.hbm.tier, self.states)]
-        return [*device, *accounts_of(self._table.copies, self.shared_tiers.tiers, self.all_writes, self.states)]
+        device = [] if self.hbm is None else [self.hbm.tier]
+        local = [*device, *(copies.tier for copies in self._table.copies)]
+        return accounts_of(local, self.shared_tiers.tiers, self.all_writes, self.states)
 
     @property
     def problems(self) -> list[str]:
