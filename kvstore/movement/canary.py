@@ -18,7 +18,7 @@ from kvstore.movement.shared import SharedCopies
 from kvstore.seams import Clock, Random
 from kvstore.spec import CacheKind, LayerSpec, ModelSpec, RopeSpec
 from kvstore.telemetry import Counters
-from kvstore.tiers import ChunkName, LocalTier, WritePolicy
+from kvstore.tiers import ChunkName, LocalTier, StoredChunk, WritePolicy
 
 TIDY_INTERVAL_S = 10.0
 SHARED_EVERY = 10
@@ -142,7 +142,6 @@ class Canaries:
         """Raises DataLoss when the tier gives other bytes back, or none."""
         canary = self._unsure.pop(shared.tier.name, None) or self._fresh(self._random.bytes(32))  # no other node's key
         header, pieces = canary
-        found = [np.zeros_like(piece) for piece in pieces[1:]]
         try:
             await shared.tier.write(header, _LAYOUT, pieces)
         except BaseException:
@@ -154,14 +153,9 @@ class Canaries:
             stored = await shared.tier.open(ChunkName(header.storage_key, _LAYOUT))
             if stored is None:
                 raise DataLoss("it does not have what it took")
-            try:
-                await stored.read(range(len(_LAYOUT.slabs)), found)
-            finally:
-                stored.close()
+            await _compare(stored, pieces)
         finally:
             await self._has_removed(shared, header.storage_key)
-        if not all((one == other).all() for one, other in zip(found, pieces[1:], strict=True)):
-            raise DataLoss("it gave other bytes back")
 
     def _fresh(self, storage_key: bytes = _NAME) -> _Canary:
         return _canary_chunk(self._random.bytes(_LAYOUT.body_bytes), self._random.bytes(16), storage_key)
@@ -170,20 +164,14 @@ class Canaries:
         """Write a chunk, read it, compare it, remove it. False, with an error in the log, when any of these steps
         fails."""
         header, pieces = self._fresh()
-        found = [np.zeros_like(piece) for piece in pieces[1:]]
+        reason = ""
         try:
             residency = await tier.write(header, _LAYOUT, pieces)
             try:
-                stored = await tier.open(ChunkName(header.storage_key, _LAYOUT), residency)
-                try:
-                    await stored.read(range(len(_LAYOUT.slabs)), found)
-                finally:
-                    stored.close()
+                await _compare(await tier.open(ChunkName(header.storage_key, _LAYOUT), residency), pieces)
             finally:
                 tier.remove([residency], erase=True)
                 await tier.tidy()
-            works = all((one == other).all() for one, other in zip(found, pieces[1:], strict=True))
-            reason = "" if works else "it gave other bytes back"
         except Exception as error:  # noqa: BLE001 - the boundary: a canary that dies says so, and takes nothing along
             reason = str(error) or type(error).__name__
         return self._tell(tier.name, reason)
@@ -195,6 +183,17 @@ class Canaries:
         if reason:
             _log.error("canary failed", extra={"tier": tier, "reason": reason})
         return not reason
+
+
+async def _compare(stored: StoredChunk, pieces: Sequence[np.ndarray]) -> None:
+    """Read an opened canary, and close it. Raises DataLoss when it has other bytes than were written."""
+    found = [np.zeros_like(piece) for piece in pieces[1:]]
+    try:
+        await stored.read(range(len(_LAYOUT.slabs)), found)
+    finally:
+        stored.close()
+    if not all((one == other).all() for one, other in zip(found, pieces[1:], strict=True)):
+        raise DataLoss("it gave other bytes back")
 
 
 def _canary_chunk(body: bytes, write_id: bytes, storage_key: bytes) -> _Canary:
