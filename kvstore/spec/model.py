@@ -293,8 +293,8 @@ def _is_hex(digest: str) -> bool:
     return 32 <= len(digest) <= 128 and all(c in "0123456789abcdef" for c in digest)
 
 
-def _integer(value: object, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+def _is_count(value: object, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
 
 
 def _check_sizes(spec: ModelSpec) -> None:
@@ -303,11 +303,11 @@ def _check_sizes(spec: ModelSpec) -> None:
     for name in ("mla", "keeps_e"):
         if not isinstance(getattr(spec, name), bool):
             raise InvalidRequest(f"{name} must be true or false, not {getattr(spec, name)!r}")
-    if not _integer(spec.chunk_tokens, 1, CHUNK_TOKENS_MAX):
+    if not _is_count(spec.chunk_tokens, CHUNK_TOKENS_MAX):
         raise InvalidRequest(f"chunk_tokens {spec.chunk_tokens} must be in 1..{CHUNK_TOKENS_MAX}")
-    if not _integer(spec.hidden_size, 1, DIM_MAX * 16):
+    if not _is_count(spec.hidden_size, DIM_MAX * 16):
         raise InvalidRequest(f"hidden_size {spec.hidden_size} must be in 1..{DIM_MAX * 16}")
-    if not _integer(spec.vocab_size, 1, 2**32):
+    if not _is_count(spec.vocab_size, 2**32):
         raise InvalidRequest(f"vocab_size {spec.vocab_size} must be in 1..2**32")
     if not isinstance(spec.layers, tuple) or len(spec.layers) > LAYER_COUNT_MAX:
         raise InvalidRequest(f"layers must be a tuple of 0..{LAYER_COUNT_MAX} LayerSpec")
@@ -326,11 +326,11 @@ def _check_layer(spec: ModelSpec, index: int, layer: LayerSpec) -> None:
         raise InvalidRequest(
             f"layer {index} is recurrent: it needs a state snapshot at each chunk's end, not supported yet"
         )
-    if not _integer(layer.kv_heads, 1, HEAD_COUNT_MAX):
+    if not _is_count(layer.kv_heads, HEAD_COUNT_MAX):
         raise InvalidRequest(f"layer {index}: kv_heads {layer.kv_heads} must be in 1..{HEAD_COUNT_MAX}")
-    if not _integer(layer.k_dim, 1, DIM_MAX) or not _integer(layer.v_dim, 1, DIM_MAX):
+    if not _is_count(layer.k_dim, DIM_MAX) or not _is_count(layer.v_dim, DIM_MAX):
         raise InvalidRequest(f"layer {index}: k_dim and v_dim must be in 1..{DIM_MAX}")
-    if layer.kind is LayerKind.SLIDING_WINDOW and not _integer(layer.window, 1, 2**31):
+    if layer.kind is LayerKind.SLIDING_WINDOW and not _is_count(layer.window, 2**31):
         raise InvalidRequest(f"layer {index}: a sliding window needs window >= 1")
     if spec.mla and layer.kv_heads != 1:
         raise InvalidRequest(f"layer {index}: MLA keeps one latent, kv_heads must be 1, got {layer.kv_heads}")
