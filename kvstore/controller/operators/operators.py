@@ -76,8 +76,7 @@ class Operators:
     async def chunk(self, digest: str, remaining_s: float | None) -> ShownChunk:
         """Return all that is known of the one chunk whose digest begins with ``digest`` (hexadecimal). ``remaining_s``:
         seconds that the caller waits for the header, which is read from a tier."""
-        deadline: Deadline = self._parts.deadline(remaining_s)
-        return await self._showing.chunk(digest, deadline)
+        return await self._showing.chunk(digest, self._parts.deadline(remaining_s))
 
     async def hottest(self, count: int) -> list[HotEntry]:
         """Return the ``count`` prefixes that were fetched most of late, in the order of ``Heat.hottest``."""
@@ -169,23 +168,20 @@ class Operators:
         if selection != Selection(tier=selection.tier):
             raise InvalidRequest("a tier is drained of all that it has: name nothing but the tier")
         if not selection.tier:
-            async with aclosing(self._drains.settle(dry_run=dry_run)) as changes:
-                async for news in changes:
-                    yield news
-            return
-        to, local = self._writes(selection.tier), self._local(selection.tier)
-        if not dry_run:
-            to.resume() if end else to.drain()
-        if end or local is None:
-            yield ChangeNews(Tally(0), is_last=True)
-            return
-        if not dry_run:
-            until_s = self._parts.clock.monotonic() + LAND_S_MAX
-            while to.backlog_count and self._parts.clock.monotonic() < until_s:  # chunks on their way to the tier land
-                await self._parts.clock.sleep(LAND_STEP_S)
-        slower = slower_than(self._parts, selection.tier)
-        chosen = self._chosen(selection)
-        changes = self._changes.send(chosen, slower, [local], STAYS, dry_run=dry_run)
+            changes = self._drains.settle(dry_run=dry_run)
+        else:
+            to, local = self._writes(selection.tier), self._local(selection.tier)
+            if not dry_run:
+                to.resume() if end else to.drain()
+            if end or local is None:
+                yield ChangeNews(Tally(0), is_last=True)
+                return
+            if not dry_run:
+                until_s = self._parts.clock.monotonic() + LAND_S_MAX
+                while to.backlog_count and self._parts.clock.monotonic() < until_s:  # chunks on their way there land
+                    await self._parts.clock.sleep(LAND_STEP_S)
+            slower = slower_than(self._parts, selection.tier)
+            changes = self._changes.send(self._chosen(selection), slower, [local], STAYS, dry_run=dry_run)
         async with aclosing(changes):
             async for news in changes:
                 yield news
