@@ -19,7 +19,7 @@ from kvstore.movement.clearing import Clearing
 from kvstore.movement.demotion import Demotions
 from kvstore.movement.eviction import Eviction
 from kvstore.movement.hbm import HbmCopies
-from kvstore.movement.levels import Levels, LevelsReached, SharedWrites
+from kvstore.movement.levels import Levels, SharedWrites
 from kvstore.movement.loading import Loading
 from kvstore.movement.loads import Loads
 from kvstore.movement.meters import TierMeters
@@ -304,10 +304,6 @@ class Movement:
         moving = [writes for writes in self.writes if writes.is_moving]
         if moving:
             await moving[0].progress(timeout_s)
-
-    async def settle(self, rows: Sequence[int], wanted: Durability, timeout_s: float) -> LevelsReached:
-        """See ``Levels.settle``."""
-        return await self.levels.settle(rows, wanted, timeout_s)
 
     async def prove(self, rows: Sequence[int], timeout_s: float) -> None:
         """See ``Checks.prove_all``, for chunks that the caller stores anew where their copies are given up."""
