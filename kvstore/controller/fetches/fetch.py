@@ -37,13 +37,7 @@ class Fetches:
         self._tickets = tickets
 
     async def redeem(
-        self,
-        session: Session,
-        ticket_id: bytes,
-        layers: tuple[int, ...],
-        deadline: Deadline,
-        *,
-        on_device: bool = False,
+        self, session: Session, ticket_id: bytes, layers: tuple[int, ...], deadline: Deadline, *, on_device: bool
     ) -> FetchResult:
         """Fetch the prefix of a ticket. Raises InvalidRequest for a ticket that is not open; DataLoss when a chunk was
         lost after all, or is not in the shared tier that was said to have it; Exhausted when the chunks cannot be
@@ -51,7 +45,7 @@ class Fetches:
         query = self._tickets.query(ticket_id)._replace(layers=layers, on_device=on_device)
         result = await self.fetch_wide(session, query, deadline)
         is_whole = result.hit_count == len(query.digests)
-        if is_whole and self._tickets.is_open(ticket_id):
+        if is_whole and self._tickets.find(ticket_id):
             self._tickets.redeemed(ticket_id)
             return result
         self._parts.leases.release(session, [result.lease_id])

@@ -79,17 +79,13 @@ class Tickets:
     def query(self, ticket_id: bytes) -> ChainQuery:
         """Return the query of the ticket. Raises InvalidRequest for a ticket that expired, was used up or released, or
         never was."""
-        ticket = self._open.get(ticket_id)
+        ticket = self.find(ticket_id)
         if ticket is None:
             raise InvalidRequest(
                 "this ticket expired (limits.ticket_age_s_max), was redeemed by all its readers, or was released: "
                 "look the prefix up again"
             )
         return ticket.query
-
-    def is_open(self, ticket_id: bytes) -> bool:
-        """True when the ticket can still be redeemed."""
-        return ticket_id in self._open
 
     def redeemed(self, ticket_id: bytes) -> None:
         """Note that one reader holds the chunks by a lease of its own, or has copied them. The last reader ends the
