@@ -51,7 +51,7 @@ def _look_up(
     context: Context, prompt: Prompt, readers: int, cut: Sequence[tuple[range, Prompt]], known: KnownSegments
 ) -> Match:  # fmt: skip
     step, count = prompt.spec.chunk_tokens, prompt.token_count
-    reply = _ask(context, prompt, prompt.digests, readers, [each for _, each in cut])
+    reply = _ask(context, prompt, readers, [each for _, each in cut])
     prefix, held = with_tail(context, prompt, reply, readers)
     try:
         chunks = chunk_matches(reply.runs, step, 0, count)
@@ -106,12 +106,11 @@ def _token_count(prompt: Prompt, hit_count: int) -> int:
 
 
 def _ask(
-    context: Context, prompt: Prompt, digests: Sequence[bytes], readers: int, segments: Sequence[Prompt] = ()
-) -> pb.LookupResponse | LookupAnswer:
+    context: Context, prompt: Prompt, readers: int, segments: Sequence[Prompt]
+) -> pb.LookupResponse | LookupAnswer:  # fmt: skip
     session, name = context.ready(prompt.spec)
     if session.presence is not None:
-        chains = [each.chain(name, each.digests) for each in segments]
-        chains.insert(0, prompt.chain(name, digests))
+        chains = [each.chain(name, each.digests) for each in (prompt, *segments)]
         seen = session.presence.answer(chains, readers)
         if seen is not None:
             if readers and seen.hit_count:  # the call that holds the hits counts them, and nothing else
@@ -119,7 +118,7 @@ def _ask(
                 chunks = sum(len(each.digests) for each in chains) - seen.hit_count
                 session.presence.count(lookup_hit_chunks=hits, lookup_miss_chunks=chunks - hits)
             return seen
-    return _call(context, prompt, digests, readers, segments)
+    return _call(context, prompt, prompt.digests, readers, segments)
 
 
 def _call(

@@ -57,12 +57,11 @@ def locate(context: Context, prompts: Sequence[Prompt]) -> list[Location]:
         if not queries:
             return []
         reply = session.call(session.cache.Locate, pb.LocateRequest(queries=queries), context.timeout_s)
-        return [_location(prompt, chain, reply) for prompt, chain in zip(prompts, reply.chains, strict=True)]
+        return [
+            location_of(chain, reply, prompt.spec.chunk_tokens, prompt.token_count)
+            for prompt, chain in zip(prompts, reply.chains, strict=True)
+        ]
     return [Location((), "", miss.why) for _ in prompts]
-
-
-def _location(prompt: Prompt, chain: pb.LocatedChain, reply: pb.LocateResponse) -> Location:
-    return location_of(chain, reply, prompt.spec.chunk_tokens, prompt.token_count)
 
 
 def location_of(chain: pb.LocatedChain, reply: pb.LocateResponse, step: int, token_count: int) -> Location:
