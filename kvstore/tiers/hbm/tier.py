@@ -86,7 +86,7 @@ class HbmTier:
         that it reads, and the room is free once it has ended."""
         source = host_memory(pieces)
         extent = self._allocate(layout.total_bytes)
-        job = self._begun(_write, self.pool.region, extent.offset, source)
+        job = self._begun(self.pool.region.write, extent.offset, source)
         try:
             await asyncio.wait([job])
         except asyncio.CancelledError:
@@ -285,11 +285,6 @@ class HbmChunk:
         if not self._is_closed:
             self._is_closed = True
             self._tier.closed(self._residency)
-
-
-def _write(region: DeviceRegion, offset: int, source: Sequence[Bytes]) -> None:
-    """Copy a chunk's pieces to the device. Blocking."""
-    region.write(offset, source)
 
 
 def _read(region: DeviceRegion, reads: Sequence[tuple[int, Bytes]]) -> None:
