@@ -119,7 +119,7 @@ MUTANTS = [
     Mutant(
         "snapshot-of-one-slot-twice",
         RECOVERY,
-        "    if len(np.unique(columns.residencies & 0xFFFFFFFFFFFFFF)) != len(columns):\n        return False\n",
+        "    if len(np.unique(columns.residencies & PLACE_MASK)) != len(columns):\n        return False\n",
         "",
         "two chunks are looked for in one slot, and freeing one frees the other's",
         ("tests/tiers/nvme/test_strangers.py::test_a_snapshot_that_does_not_fit_the_files_is_not_believed",),

@@ -15,7 +15,7 @@ from kvstore.errors import KVStoreError
 from kvstore.tiers.contract import Residency
 from kvstore.tiers.nvme.newest import WHOLE_FILE, Newest, SlotPlace
 from kvstore.tiers.nvme.regions import Regions
-from kvstore.tiers.nvme.slots import RegionFile
+from kvstore.tiers.nvme.slots import RegionFile, region_of
 
 AT_ONCE = 256
 """Headers that are erased before one sync."""
@@ -55,7 +55,7 @@ class Erasures:
                 del self.doomed[-AT_ONCE:]
                 files: dict[int, list[Residency]] = {}
                 for residency in some:
-                    files.setdefault(residency >> 32 & 0xFFFFFF, []).append(residency)
+                    files.setdefault(region_of(residency), []).append(residency)
                 try:
                     for number in list(files):
                         await self._erase_and_free(files[number])
@@ -103,7 +103,7 @@ class Erasures:
         """Keep other callers from renewing or erasing this slot meanwhile. The slot is not reused, and its file stays,
         from the call on."""
         place = (region.number, slot)
-        self._regions.reading(region, slot)
+        self._regions.begin_reading(region, slot)
         try:
             while (other := self._at_work.get(place)) is not None:
                 await asyncio.wait([other])
@@ -114,7 +114,7 @@ class Erasures:
                 del self._at_work[place]
                 done.set_result(None)
         finally:
-            self._regions.was_read(region, slot)
+            self._regions.end_reading(region, slot)
 
     async def note(self, writes: Mapping[bytes, int]) -> None:
         """See ``LocalTier.supersede``: where an older write may lie in a place that cannot be erased, record the newer

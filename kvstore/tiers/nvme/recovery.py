@@ -24,7 +24,7 @@ from kvstore.tiers.nvme.newest import Newest
 from kvstore.tiers.nvme.plain import PlainCopies
 from kvstore.tiers.nvme.reading import is_seated
 from kvstore.tiers.nvme.regions import Regions
-from kvstore.tiers.nvme.slots import FLAGS_SHIFT, SEALED, RegionFile
+from kvstore.tiers.nvme.slots import FLAGS_SHIFT, PLACE_MASK, SEALED, RegionFile, region_of, slot_of
 from kvstore.units import PAGE_BYTES
 
 SMALL_SLOT_BYTES = 64 << 10
@@ -68,9 +68,9 @@ class ErasedSlot(Exception):
 def agree(regions: Regions, columns: IndexColumns) -> bool:
     """Return True when every row of a snapshot lies in an existing slot, no two in the same. Rows of a file that is not
     there now contradict nothing."""
-    numbers = columns.residencies >> 32 & 0xFFFFFF
-    slots = columns.residencies & 0xFFFFFFFF
-    if len(np.unique(columns.residencies & 0xFFFFFFFFFFFFFF)) != len(columns):
+    numbers = region_of(columns.residencies)
+    slots = slot_of(columns.residencies)
+    if len(np.unique(columns.residencies & PLACE_MASK)) != len(columns):
         return False
     for number in np.unique(numbers).tolist():
         region = regions.by_number.get(number)
@@ -85,7 +85,7 @@ async def completed(
     """Return the rows of a snapshot that agrees, as far as its files are there, followed by copies that a scan found
     where the snapshot knew nothing: in files that it does not name, and in slots that could not be read then. These are
     marked as ``SCANNED``. The second list has the copies that are not to be believed."""
-    numbers = snapshot.columns.residencies >> 32 & 0xFFFFFF
+    numbers = region_of(snapshot.columns.residencies)
     columns = snapshot.columns.where(np.isin(numbers, list(regions.by_number)))
     runs = [
         run
@@ -104,7 +104,7 @@ async def completed(
 def fitted(regions: Regions, columns: IndexColumns) -> IndexColumns:
     """Give up files until the rest fits the capacity, and return the columns that are left. The log says which files go
     before they go. Blocking. Raises OSError."""
-    numbers = columns.residencies >> 32 & 0xFFFFFF
+    numbers = region_of(columns.residencies)
     found, counts = np.unique(numbers, return_counts=True)
     names = regions.surplus(dict(zip(found.tolist(), counts.tolist(), strict=True)))
     if not names:
@@ -283,7 +283,7 @@ class Gathered:
             if not is_believed:
                 continue
             if header.kind is CacheKind.OPAQUE:
-                if self._newest.is_stale(header.storage_key, mark, (file, residency & 0xFFFFFFFF)):
+                if self._newest.is_stale(header.storage_key, mark, (file, slot_of(residency))):
                     self._stale.append(residency)
                     continue
                 self._replaceable.setdefault(header.storage_key, []).append(len(self._rows))

@@ -24,7 +24,7 @@ from kvstore.spec import Encoding
 from kvstore.tiers.contract import HelpingCopies, Residency
 from kvstore.tiers.nvme.files import Files
 from kvstore.tiers.nvme.io import DeviceIO
-from kvstore.tiers.nvme.slots import FLAGS_SHIFT, SEALED, RegionFile, remedy_of
+from kvstore.tiers.nvme.slots import FLAGS_SHIFT, SEALED, RegionFile, region_of, remedy_of, slot_of
 from kvstore.units import PAGE_BYTES, format_bytes
 
 _NAME = re.compile(r"region-(\d{5,7})-([1-9]\d{3,12})\.kvs")
@@ -49,7 +49,7 @@ class _OfSize:
         helps = np.zeros(max(by_number, default=0) + 2, np.bool_)  # the last one is no region's
         for number, region in by_number.items():
             helps[number] = region.slot_bytes == self.slot_bytes and not region.is_read_only
-        found: NDArray[np.bool_] = helps[np.minimum(residencies >> 32 & 0xFFFFFF, len(helps) - 1)]
+        found: NDArray[np.bool_] = helps[np.minimum(region_of(residencies), len(helps) - 1)]
         return found
 
 
@@ -308,7 +308,7 @@ class Regions:
     def slot_bytes_at(self, residency: Residency) -> int:
         """Return the size of the slot that another chunk could use if this one were given up; 0 when that would free
         none."""
-        region = self.by_number.get(residency >> 32 & 0xFFFFFF)
+        region = self.by_number.get(region_of(residency))
         return 0 if region is None or region.is_read_only else region.slot_bytes
 
     def of_size(self, slot_bytes: int) -> HelpingCopies:
@@ -339,8 +339,8 @@ class Regions:
 
     def find(self, residency: Residency) -> tuple[RegionFile, int]:
         """Return (region, slot) of a copy. Raises Unavailable when its file is gone."""
-        region = self.by_number.get(residency >> 32 & 0xFFFFFF)
-        slot = residency & 0xFFFFFFFF
+        region = self.by_number.get(region_of(residency))
+        slot = slot_of(residency)
         if region is None or slot >= region.slot_count:
             raise Unavailable("the region file of this chunk is gone", residency=residency)
         return region, slot
@@ -348,8 +348,8 @@ class Regions:
     def claim(self, residencies: NDArray[np.int64]) -> None:
         """Mark these slots, which were found on the device, as in use. The others stay free, except those that could
         not be read or are to be erased anew."""
-        residencies = residencies[np.argsort(residencies >> 32 & 0xFFFFFF, kind="stable")]
-        numbers, slots = residencies >> 32 & 0xFFFFFF, residencies & 0xFFFFFFFF
+        residencies = residencies[np.argsort(region_of(residencies), kind="stable")]
+        numbers, slots = region_of(residencies), slot_of(residencies)
         for number, region in self.by_number.items():
             first, stop = np.searchsorted(numbers, [number, number + 1])
             used = slots[first:stop]
@@ -374,9 +374,9 @@ class Regions:
 
     def keep_unerased(self, residency: Residency) -> None:
         """Keep a slot out of use until its copy is erased."""
-        region = self.by_number.get(residency >> 32 & 0xFFFFFF)
+        region = self.by_number.get(region_of(residency))
         if region is not None:  # else its file is gone, or away
-            region.unerased.add(residency & 0xFFFFFFFF)
+            region.unerased.add(slot_of(residency))
 
     def rest(self, region: RegionFile, slot: int) -> None:
         """Put an ``unerased`` slot, which is erased now, into quarantine. A second call does nothing: the slot is freed
@@ -387,10 +387,10 @@ class Regions:
         if self.by_number.get(region.number) is region:
             self.quarantine(region, slot)
 
-    def reading(self, region: RegionFile, slot: int) -> None:
+    def begin_reading(self, region: RegionFile, slot: int) -> None:
         region.readers[slot] = region.readers.get(slot, 0) + 1
 
-    def was_read(self, region: RegionFile, slot: int) -> None:
+    def end_reading(self, region: RegionFile, slot: int) -> None:
         region.readers[slot] -= 1
         if region.readers[slot] == 0:
             del region.readers[slot]

@@ -6,6 +6,10 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.tiers.contract import Residency
 from kvstore.units import PAGE_BYTES
@@ -15,6 +19,18 @@ SEALED = 1 << 61
 FLAGS_SHIFT = 56
 PLACE_MASK = (1 << FLAGS_SHIFT) - 1
 """The bits of a residency that name the place: region << 32 | slot."""
+Places = TypeVar("Places", int, NDArray[np.int64])
+"""One residency, or many."""
+
+
+def region_of(residencies: Places) -> Places:
+    """Return the number of the region that each copy lies in."""
+    return residencies >> 32 & 0xFFFFFF
+
+
+def slot_of(residencies: Places) -> Places:
+    """Return the slot of its region that each copy lies in."""
+    return residencies & 0xFFFFFFFF
 
 
 def slot_bytes_for(stored: int, *, is_full_raw: bool) -> int:

@@ -47,7 +47,7 @@ from kvstore.tiers.nvme.plain import PlainCopies
 from kvstore.tiers.nvme.reading import NvmeChunk, read_header
 from kvstore.tiers.nvme.recovery import SCANNED
 from kvstore.tiers.nvme.regions import ENCODING_MASK, Regions
-from kvstore.tiers.nvme.slots import SEALED, RegionFile, slot_bytes_for
+from kvstore.tiers.nvme.slots import SEALED, RegionFile, region_of, slot_bytes_for
 from kvstore.tiers.nvme.sync import GroupSync
 from kvstore.tiers.pace import Pace
 from kvstore.units import PAGE_BYTES
@@ -141,7 +141,7 @@ class NvmeTier:
         except OSError as error:
             raise Unavailable(f"{self._directory.path} cannot be used: {error}: set tiers.nvme.directory") from error
         self._faults.reach("nvme.recovery.read")
-        self.erasures.doomed += (each for each in stale if each >> 32 & 0xFFFFFF in self.regions.by_number)
+        self.erasures.doomed += (each for each in stale if region_of(each) in self.regions.by_number)
         self.regions.claim(np.concatenate([columns.residencies, np.array(self.erasures.doomed, np.int64)]))
         await self.erasures.begin()
         return columns, clean
@@ -310,12 +310,12 @@ class NvmeTier:
 
     async def open(self, name: ChunkName, residency: Residency) -> NvmeChunk:
         region, slot = self.regions.find(residency)
-        self.regions.reading(region, slot)
+        self.regions.begin_reading(region, slot)
         ring = EnvelopeRing(list(self._keys.values())) if residency & SEALED else None
         try:
             header = await self._run(self._keepers, read_header, self._io, region, slot, name, ring)
         except BaseException:
-            self.regions.was_read(region, slot)
+            self.regions.end_reading(region, slot)
             raise
         return NvmeChunk(self, self._io, region, slot, header, name.layout)
 
@@ -328,7 +328,7 @@ class NvmeTier:
 
     def closed(self, region: RegionFile, slot: int) -> None:
         """Count a reader out."""
-        self.regions.was_read(region, slot)
+        self.regions.end_reading(region, slot)
 
     # ------------------------------------------------------------ remove and tell
 
