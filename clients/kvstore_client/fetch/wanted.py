@@ -65,8 +65,7 @@ class Wanted:
         return None if self.head_stop is None else self.head_stop - self.head_start
 
     def heads_of(self, layer: int) -> int:
-        kv_heads = self.spec.kept(layer)[0]
-        return (kv_heads if self.head_stop is None else self.head_stop) - self.head_start
+        return self.head_count or self.spec.kept(layer)[0]
 
     def byte_count(self, token_count: int) -> int:
         """Return the bytes that ``token_count`` tokens of this part take."""
@@ -85,7 +84,7 @@ class Wanted:
         if self.spec.keeps_e or len(self.kept) != 1:
             return None
         heads, dims = next(iter(self.kept))
-        return (heads if self.head_stop is None else self.head_stop - self.head_start), dims
+        return self.head_count or heads, dims
 
     @cached_property
     def _token_bytes(self) -> int:
@@ -94,8 +93,7 @@ class Wanted:
         if not spec.layers:
             return e_bytes
         numbers = sum(
-            (heads if self.head_stop is None else self.head_stop - self.head_start) * sum(dims) * layer_count
-            for (heads, dims), layer_count in self.kept.items()
+            (self.head_count or heads) * sum(dims) * layer_count for (heads, dims), layer_count in self.kept.items()
         )
         return numbers * spec.item_size + len(self.hidden_layers) * e_bytes
 
