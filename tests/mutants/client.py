@@ -300,8 +300,8 @@ MUTANTS = [
     Mutant(
         "layer-of-a-lost-chunk",
         "clients/kvstore_client/fetch/stream.py",
-        "if self.good_token_count < self.token_count:\n            layer =",
-        "if False:\n            layer =",
+        "if self.good_token_count < self.token_count:\n",
+        "if False:\n",
         "a stream shows a layer whose bytes are the next chunk's by now",
         ("tests/e2e/test_failures.py::test_use_after_free_is_a_miss",),
     ),

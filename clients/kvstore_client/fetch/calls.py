@@ -62,8 +62,9 @@ def _layers_of(prefix: Prefix, given: Places, context: Context) -> LayerStream:
 def start_fetch(context: Context, prompt: Prompt, wanted: Wanted, into: Into) -> Transfer:
     """See ``Client.start_fetch_prefix``."""
     layers = stream(context, prompt, wanted, into)
-    how = (wanted.layers, wanted.hidden_layers, layers.reason, layers.exactness)
-    transfer = Transfer(layers.token_count, *how)
+    transfer = Transfer(
+        layers.token_count, wanted.layers, wanted.hidden_layers, layers.reason, layers.exactness
+    )  # fmt: skip
     try:
         transfer.start(lambda: layers)
     except BaseException:

@@ -56,46 +56,46 @@ class LayerStream:
                 # One check is enough for layers that were copied together, if nothing of them was still to come.
                 copies = landing.layers[position]
                 if not position or not landing.has_landed(position) or not checked.issuperset(copies):
-                    self._await_layer(prefix, landing, position, bad)
+                    self._await_layer(landing, position, bad)
                     checked.update(copies)
                 yield layer, target.layer(position, self.token_count)
-            self._await_hidden(prefix, target, landing, bad)
-            self._await_commit(prefix, landing, bad)
+            self._await_hidden(target, landing, bad)
+            self._await_commit(landing, bad)
             after(prefix, target, self.token_count, began)
         finally:
             landing.stop(self._context.timeout_s)
             self.close()
 
-    def _await_layer(self, prefix: Prefix, landing: Landing, position: int, bad: set[int]) -> None:
+    def _await_layer(self, landing: Landing, position: int, bad: set[int]) -> None:
         while not landing.has_landed(position) and landing.advance():
             pass  # until ``advance`` says that no more will come
         wait_all(landing.layers[position], self._context.timeout_s)
-        self.good_token_count = prefix.settle(bad)
-        if self.good_token_count < self.token_count:
-            layer = prefix.wanted.layers[position]
-            raise DataLoss(f"a chunk was lost while layer {layer} was copied", layer=layer)
+        layer = self._prefix.wanted.layers[position]
+        self._settle(bad, f"a chunk was lost while layer {layer} was copied", layer=layer)
 
-    def _await_hidden(self, prefix: Prefix, target: Target, landing: Landing, bad: set[int]) -> None:
-        layers = prefix.wanted.hidden_layers
+    def _await_hidden(self, target: Target, landing: Landing, bad: set[int]) -> None:
+        layers = self._prefix.wanted.hidden_layers
         if not layers:
             return
         while landing.is_waiting and landing.advance():
             pass  # until ``advance`` says that no more will come
         landing.finish(self._context.timeout_s)
-        self.good_token_count = prefix.settle(bad)
-        if self.good_token_count < self.token_count:
-            raise DataLoss("a chunk was lost while hidden states were copied")
+        self._settle(bad, "a chunk was lost while hidden states were copied")
         self.hidden = {layer: target.rows(layer, self.token_count) for layer in layers}
 
-    def _await_commit(self, prefix: Prefix, landing: Landing, bad: set[int]) -> None:
+    def _await_commit(self, landing: Landing, bad: set[int]) -> None:
         """Wait for the commit of a store in flight: its layers count only then."""
-        if not prefix.is_provisional:
+        if not self._prefix.is_provisional:
             return
-        while prefix.is_provisional and landing.advance():
+        while self._prefix.is_provisional and landing.advance():
             pass  # until ``advance`` says that no more will come
-        self.good_token_count = prefix.settle(bad)
+        self._settle(bad, "a store was not committed that this fetch had joined: discard what came")
+
+    def _settle(self, bad: set[int], reason: str, **fields: object) -> None:
+        """Raise DataLoss, with the ``reason``, when chunks were lost under the copy."""
+        self.good_token_count = self._prefix.settle(bad)
         if self.good_token_count < self.token_count:
-            raise DataLoss("a store was not committed that this fetch had joined: discard what came")
+            raise DataLoss(reason, **fields)
 
     def _landed(self) -> None:
         self.landed_s = self._context.clock.monotonic()
