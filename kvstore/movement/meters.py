@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kvstore.planning.loading import ASSUMED, BusyTime, BusyTimes, TierRate
-from kvstore.planning.loading.kept import KeptTier
+from kvstore.planning.loading.kept import KeptTier, pack_rates, unpack_rates
 from kvstore.planning.loading.rates import SLOWEST
 from kvstore.seams import Clock
 from kvstore.spec import Tier
@@ -44,7 +44,7 @@ class TierMeters:
 
     clock: Clock
     is_changed: bool = False
-    """True when something was learned since ``kept`` was last called."""
+    """True when something was learned since ``pack`` was last called."""
     _meters: dict[str, _Meter] = field(default_factory=dict)
 
     def add(self, name: str, kind: Tier) -> None:
@@ -87,12 +87,13 @@ class TierMeters:
             for name, each in self._meters.items()
         )
 
-    def kept(self) -> dict[str, KeptTier]:
-        """Return the measurements that a later start is to know."""
+    def pack(self) -> bytes:
+        """Return the measurements as ``unpack`` reads them."""
         self.is_changed = False
-        return {name: each.kept for name, each in self._meters.items()}
+        return pack_rates({name: each.kept for name, each in self._meters.items()})
 
-    def restore(self, kept: dict[str, KeptTier]) -> None:
-        """Begin with the measurements of an earlier start. Tiers that are not in use stay known."""
-        for name, each in kept.items():
+    def unpack(self, data: bytes) -> None:
+        """Begin with the measurements that an earlier start packed. Tiers that are not in use stay known. Raises
+        InvalidRequest saying what is wrong with ``data``."""
+        for name, each in unpack_rates(data).items():
             self._meters[name] = _Meter(each)

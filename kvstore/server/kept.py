@@ -16,9 +16,7 @@ from kvstore.controller import Parts
 from kvstore.controller.prefills import Engines
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.keys import fingerprint
-from kvstore.movement import TierMeters
 from kvstore.planning.kept import KeptForm, text_of
-from kvstore.planning.loading.kept import pack_rates, unpack_rates
 from kvstore.seams import Clock, Disk, Workers
 from kvstore.seams.disk import read_whole, replace_whole
 from kvstore.seams.jobs import done
@@ -50,23 +48,6 @@ class Learned(Protocol):
 
     def unpack(self, data: bytes) -> None:
         """Begin with the knowledge that an earlier start packed. Raises InvalidRequest saying what is wrong with it."""
-
-
-class KeptRates:
-    """The rates at which a tenant's tiers are read."""
-
-    def __init__(self, meters: TierMeters) -> None:
-        self._meters = meters
-
-    @property
-    def is_changed(self) -> bool:
-        return self._meters.is_changed
-
-    def pack(self) -> bytes:
-        return pack_rates(self._meters.kept())
-
-    def unpack(self, data: bytes) -> None:
-        self._meters.restore(unpack_rates(data))
 
 
 class KeptModels:
@@ -178,7 +159,7 @@ def kept_files(directory: Path, disk: Disk, parts: Parts, engines: Engines) -> l
     """Return the files of one tenant that are loaded first. ``directory``: the state directory of the service."""
     name = f"{parts.keys.tenant}.json"
     return [
-        KeptFile(directory / "rates" / name, disk, KeptRates(parts.meters), "rates of tiers"),
+        KeptFile(directory / "rates" / name, disk, parts.meters, "rates of tiers"),
         KeptFile(directory / "served" / name, disk, parts.served, "hours of fetched tokens"),
         KeptFile(directory / "engines" / name, disk, engines, "speeds of engines"),
         KeptFile(directory / "profiles" / name, disk, parts.profiles, "registered profiles"),

@@ -23,7 +23,7 @@ from kvstore.movement import TierMeters
 from kvstore.planning.loading import Prefill
 from kvstore.seams import SystemDisk
 from kvstore.seams.pauses import STEP_S
-from kvstore.server.kept import KeptFile, KeptRates
+from kvstore.server.kept import KeptFile
 from kvstore.server.operators import AdminService
 from kvstore.spec import ChunkState, Durability, Tier
 from kvstore.v1alpha import admin_pb2, prefill_pb2
@@ -51,7 +51,7 @@ class Refusing:
 async def test_a_write_that_nobody_makes_ends_nothing_and_is_owed(tmp_path: Path) -> None:
     clock = ManualClock()
     meters = TierMeters(clock)
-    kept = KeptFile(tmp_path / "rates" / "default.json", SystemDisk(), KeptRates(meters), "rates of tiers")
+    kept = KeptFile(tmp_path / "rates" / "default.json", SystemDisk(), meters, "rates of tiers")
     meters.began("nvme", Tier.NVME, 1 << 20)
     clock.advance(0.1)
     meters.ended("nvme", 1 << 20, has_come=True)
