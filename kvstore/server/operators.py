@@ -30,7 +30,7 @@ from kvstore.seams import Clock
 from kvstore.seams.memory import descriptor_count
 from kvstore.server.prefills import render_engine, render_record
 from kvstore.server.reloading import Reloading
-from kvstore.server.render import parse_digests, parse_query
+from kvstore.server.render import parse_digests, parse_query, wire_number
 from kvstore.server.rpc import Context
 from kvstore.server.services import session_of
 from kvstore.spec import Exactness, Provenance
@@ -232,7 +232,7 @@ def _rate(tier: MeasuredTier) -> admin_pb2.TierRate:
     rate = tier.rate
     return admin_pb2.TierRate(
         tier=tier.name,
-        kind=int(tier.kind),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+        kind=wire_number(tier.kind),
         bytes_per_second=rounded(rate.bytes_per_s),
         latency_seconds=rounded(rate.latency_s),
         caution=max(1.0, rounded(rate.caution)),
@@ -257,8 +257,8 @@ def _alike(kind: type[Rendered], value: object) -> Rendered:
 def _tier(account: TierAccount) -> admin_pb2.TierReport:
     return admin_pb2.TierReport(
         stats=_alike(admin_pb2.TierStats, account.stats),
-        kind=int(account.kind),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
-        durability=int(account.durability),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+        kind=wire_number(account.kind),
+        durability=wire_number(account.durability),
         backlog_chunk_count=account.backlog_count,
         problem=account.problem,
         stalled_seconds=account.stalled_s,
@@ -334,7 +334,7 @@ def _total(total: ModelTotal) -> admin_pb2.ModelTotal:
 
 
 def _shown(shown: ShownChunk) -> admin_pb2.ShowChunkResponse:
-    return admin_pb2.ShowChunkResponse(parts=map(_detail, shown.parts), reason=int(shown.reason))  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+    return admin_pb2.ShowChunkResponse(parts=map(_detail, shown.parts), reason=wire_number(shown.reason))
 
 
 def _detail(detail: ChunkDetail) -> admin_pb2.ChunkDetail:
@@ -346,7 +346,7 @@ def _detail(detail: ChunkDetail) -> admin_pb2.ChunkDetail:
         children=b"".join(detail.children),
         lease_count=detail.lease_count,
         hold_count=detail.hold_count,
-        levels=map(int, detail.levels),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+        levels=map(wire_number, detail.levels),
     )
     header = detail.header
     if header is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 from kvstore.catalog import Event, EventBatch
 from kvstore.controller import (
@@ -40,6 +41,11 @@ _EXACTNESS = {0: Exactness.EXACT, 1: Exactness.EXACT, 2: Exactness.DERIVED}
 def _digest_run(count: int) -> struct.Struct:
     """Return a struct that cuts a run of digests in one call, in half the time of slicing."""
     return struct.Struct(f"{DIGEST_BYTES}s" * count)
+
+
+def wire_number(value: int) -> Any:
+    """Return an enum's number as messages take it. Their stubs ask for enums of their own."""
+    return int(value)
 
 
 def parse_digests(data: bytes, what: str) -> list[bytes]:
@@ -101,7 +107,7 @@ def parse_level(number: int) -> Durability:
 
 def _levels(missing: Mapping[Durability, str]) -> list[pb.LevelState]:
     return [
-        pb.LevelState(durability=int(level), is_reached=level not in missing, reason=missing.get(level, ""))  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+        pb.LevelState(durability=wire_number(level), is_reached=level not in missing, reason=missing.get(level, ""))
         for level in LEVELS
     ]
 
@@ -143,7 +149,7 @@ def render_lookup(
 async def render_located(found: Located, pauses: Pauses) -> pb.LocateResponse:
     """Render the prefixes of each chain. There may be many, so others are answered in between."""
     response = pb.LocateResponse(node=found.node, reason=found.reason)
-    response.unknown_tiers.extend(int(each) for each in found.unknown)  # type: ignore[misc]  # the wire takes ints
+    response.unknown_tiers.extend(map(wire_number, found.unknown))
     for rows in found.chains:
         prefixes = response.chains.add().prefixes
         for row in rows:
@@ -153,18 +159,16 @@ async def render_located(found: Located, pauses: Pauses) -> pb.LocateResponse:
 
 
 def _runs(result: LookupResult) -> list[pb.ChunkRun]:
-    runs = []
-    for run in result.runs:
-        runs.append(
-            pb.ChunkRun(
-                count=run.chunk_count,
-                state=int(run.state),  # type: ignore[arg-type]  # enum numbers are plain ints at run time
-                tier=int(run.tier),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
-                encoding=int(run.encoding),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
-                reason=int(run.reason),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
-            )
+    return [
+        pb.ChunkRun(
+            count=run.chunk_count,
+            state=wire_number(run.state),
+            tier=wire_number(run.tier),
+            encoding=wire_number(run.encoding),
+            reason=wire_number(run.reason),
         )
-    return runs
+        for run in result.runs
+    ]
 
 
 async def render_fetch(result: FetchResult, pauses: Pauses) -> pb.FetchResponse:
@@ -172,8 +176,8 @@ async def render_fetch(result: FetchResult, pauses: Pauses) -> pb.FetchResponse:
     response = pb.FetchResponse(
         lease_id=result.lease_id,
         hit_count=result.hit_count,
-        tier=int(result.tier),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
-        reason=int(result.reason),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+        tier=wire_number(result.tier),
+        reason=wire_number(result.reason),
         tails=_tails(result.tails),
         tail_lengths=_lengths(result.tail_lengths),
     )
@@ -213,7 +217,7 @@ def render_arrivals(arrivals: Iterable[Arrival]) -> pb.FetchResponse:
             pb.Arrival(
                 chunk=each.position,
                 slabs=each.landed.to_bytes(-(-each.slab_count // 8), "little"),
-                lost=int(each.lost),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+                lost=wire_number(each.lost),
                 is_provisional=each.is_provisional,
             )
             for each in arrivals
@@ -223,7 +227,7 @@ def render_arrivals(arrivals: Iterable[Arrival]) -> pb.FetchResponse:
 
 def render_settled(settled: Settled) -> pb.StoreResponse:
     return pb.StoreResponse(
-        durability=int(settled.durability),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+        durability=wire_number(settled.durability),
         committed_count=settled.chunk_count,
         refusal=settled.reason,
         is_settled=settled.is_settled,
@@ -234,8 +238,8 @@ def render_settled(settled: Settled) -> pb.StoreResponse:
 def render_store(result: StoreResult) -> pb.StoreResponse:
     return pb.StoreResponse(
         reservation_id=result.reservation_id,
-        states=[int(state) for state in result.states],  # type: ignore[misc]
-        durability=int(result.durability),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+        states=map(wire_number, result.states),
+        durability=wire_number(result.durability),
         committed_count=result.committed_count,
         refusal=result.refusal,
         ticket=result.ticket,
@@ -247,7 +251,7 @@ def render_news(news: EventBatch) -> pb.WatchResponse:
     """Render events, and after them the gap if events were lost."""
     events = [_event(each) for each in news.events]
     if news.lost_count:
-        gap = pb.ChunkEvent(sequence=news.sequence, kind=EventKind.GAP, lost_count=news.lost_count)  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+        gap = pb.ChunkEvent(sequence=news.sequence, kind=wire_number(EventKind.GAP), lost_count=news.lost_count)
         events.append(gap)
     return pb.WatchResponse(events=events)
 
@@ -256,12 +260,12 @@ def _event(event: Event) -> pb.ChunkEvent:
     space = event.space
     return pb.ChunkEvent(
         sequence=event.sequence,
-        kind=event.kind,  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+        kind=wire_number(event.kind),
         fingerprint=space.fingerprint,
         model_id=space.model_spec.model_id if space.model_spec is not None else "",
         digest=event.digest,
         parent=event.parent,
         token_count=event.token_count,
-        tier=event.tier,  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
-        reason=event.reason,  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+        tier=wire_number(event.tier),
+        reason=wire_number(event.reason),
     )
