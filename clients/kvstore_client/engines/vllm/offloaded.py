@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -59,34 +59,31 @@ class Offloaded:
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Return, per key, True when its value is stored."""
-        if not self._can_name(keys) or self._looking.is_spent:
-            return [False] * len(keys)
-        try:
-            with self._looking.watch():
-                found: list[bool] = self._client.exists(self._namespace, keys)
-            return found
-        except KVStoreError as error:
-            return self._none(keys, error)
+        return self._asked(self._looking, 0.0, keys, lambda: self._client.exists(self._namespace, keys))
 
     def load(self, keys: Sequence[bytes], rows: Sequence[Bytes]) -> list[bool]:
         """Fetch each value into its row. Returns one bool per key; the bytes of a row that is False are undefined."""
-        if not self._can_name(keys) or self._loading.is_spent:
-            return [False] * len(keys)
-        try:
-            with self._loading.watch(COPY_S_MAX):
-                return self._client.get_each(self._namespace, keys, rows)
-        except KVStoreError as error:
-            return self._none(keys, error)
+        return self._asked(self._loading, COPY_S_MAX, keys, lambda: self._client.get_each(self._namespace, keys, rows))
 
     def store(self, keys: Sequence[bytes], rows: Sequence[Bytes]) -> list[bool]:
         """Keep the rows that are not stored yet. Returns, per key, True when its value is stored now."""
-        if not self._can_name(keys) or self._storing.is_spent:
-            return [False] * len(keys)
-        try:
-            with self._storing.watch(COPY_S_MAX):
-                return self._client.put_each(self._namespace, keys, rows, timeout_s=STORE_S_MAX)
-        except KVStoreError as error:
-            return self._none(keys, error)
+
+        def put() -> list[bool]:
+            return self._client.put_each(self._namespace, keys, rows, timeout_s=STORE_S_MAX)
+
+        return self._asked(self._storing, COPY_S_MAX, keys, put)
+
+    def _asked(
+        self, pause: CallPause, copy_s: float, keys: Sequence[bytes], call: Callable[[], list[bool]]
+    ) -> list[bool]:
+        """Return a call's answer; False for all keys where it fails, calls are paused, or the keys cannot be names."""
+        if self._can_name(keys) and not pause.is_spent:
+            try:
+                with pause.watch(copy_s):
+                    return call()
+            except KVStoreError as error:
+                _log.warning("kvstore: %s; these offloaded blocks count as missing", error.message)
+        return [False] * len(keys)
 
     def _can_name(self, keys: Sequence[bytes]) -> bool:
         is_known = all(len(key) == KEY_BYTES for key in keys)
@@ -97,8 +94,3 @@ class Offloaded:
                 "offloaded here; set --prefix-caching-hash-algo sha256 or sha256_cbor"
             )
         return is_known
-
-    @staticmethod
-    def _none(keys: Sequence[bytes], error: KVStoreError) -> list[bool]:
-        _log.warning("kvstore: %s; these offloaded blocks count as missing", error.message)
-        return [False] * len(keys)
