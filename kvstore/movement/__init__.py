@@ -1,10 +1,10 @@
 """All moves of bytes between tiers, and all removals of copies: into memory on use, down to slower tiers after a store,
 out when room is needed. Copies are also read again to verify them.
 
-The controller calls ``Movement``; no other code calls the parts. Movement knows tiers by their contracts, in an ordered
-list, the fastest first. Memory, which clients map, is the first, and every other tier's bytes pass through it. Shared
-tiers, which other nodes use, too, come after the local ones: no caller waits for writes to them, and they are read
-where a chain continues beyond the chunks of the node.
+The controller calls ``Movement``, or a part that it has under its own name. Movement knows tiers by their contracts, in
+an ordered list, the fastest first. Memory, which clients map, is the first, and every other tier's bytes pass through
+it. Shared tiers, which other nodes use, too, come after the local ones: no caller waits for writes to them, and they
+are read where a chain continues beyond the chunks of the node.
 
 - ``eviction``  picks the copies that leave a tier when it needs room; ``room``: a place in memory for a chunk
 - ``removal``   removes copies: given up, removed, quarantined

@@ -64,7 +64,8 @@ def cut_runs(runs: Sequence[ChainRun], start: int, stop: int | None = None) -> I
 
 
 class Lookups:
-    """Lookups of one tenant. They change nothing, but that a ticket holds the hits where one is asked for."""
+    """Lookups of one tenant. A lookup counts as a use of its hits: shared tiers may get or keep them for that. It holds
+    them only where a ticket is asked for."""
 
     def __init__(self, parts: Parts, tickets: Tickets) -> None:
         self._parts = parts
