@@ -156,18 +156,18 @@ _kept = _Kept()
 def _layout(spec: ModelSpec, kind: CacheKind, token_count: int, layer: int | None) -> ChunkLayout:
     if not 0 < token_count <= spec.chunk_tokens:
         raise InvalidRequest(f"a chunk of this model has 1..{spec.chunk_tokens} tokens, not {token_count}")
+    is_full = token_count == spec.chunk_tokens
     if kind is CacheKind.E:
         if layer is None or not 0 <= layer < spec.layer_count:
             raise InvalidRequest(f"hidden states of layer {layer}: the model has layers 0..{spec.layer_count - 1}")
-        full = token_count == spec.chunk_tokens
-        return _build(kind, token_count, full, item_size(spec.hidden_dtype), [(layer, 1, (spec.hidden_size,))])
+        return _build(kind, token_count, is_full, item_size(spec.hidden_dtype), [(layer, 1, (spec.hidden_size,))])
     if kind is CacheKind.OPAQUE is spec.kind:
-        full = token_count == spec.chunk_tokens
-        return _build(kind, token_count, full, item_size(spec.hidden_dtype), [(0, 1, (spec.hidden_size,))])
+        return _build(kind, token_count, is_full, item_size(spec.hidden_dtype), [(0, 1, (spec.hidden_size,))])
     if kind is not spec.kind:
         raise InvalidRequest(f"this model's cache is of kind {spec.kind}, not {kind}")
-    rows = [(index, *spec.kept(index)) for index in spec.slab_layers]
-    return _build(kind, token_count, token_count == spec.chunk_tokens, spec.item_size, rows)
+    return _build(
+        kind, token_count, is_full, spec.item_size, [(index, *spec.kept(index)) for index in spec.slab_layers]
+    )
 
 
 @lru_cache(maxsize=64)
