@@ -75,8 +75,8 @@ MUTANTS = [
     Mutant(
         "sources-beyond-their-region",
         FUSED,
-        "    if region.size < offset + run.stride * (count - 1) + layout.total_bytes:\n",
-        "    if False:\n",
+        "    if placed is None or placed[1].size < run.stride * (count - 1) + layout.total_bytes:\n",
+        "    if placed is None:\n",
         "what lies behind the sidecar's memory is read, or the process dies of it",
         ("tests/e2e/test_targets.py::test_a_chunk_that_its_region_does_not_hold_is_not_read",),
     ),

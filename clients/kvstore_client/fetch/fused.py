@@ -204,21 +204,18 @@ def _placed(run: MappedRun, layers: tuple[int, ...]) -> tuple[PlaneGeometry, Byt
 def _source_blocks(run: MappedRun, layers: tuple[int, ...], heads: range) -> list[Blocks] | None:
     """Return K, and V, of these chunks as blocks [heads, chunks, tokens, dim], one for each layer. None as
     ``copies_of`` says, and where they would reach beyond the memory."""
-    first, count, found = run.chunks[0], len(run.chunks), []
-    layout = first.layout
-    geometry = plane_geometry(layout, layers)
-    if geometry is None or first.home is None:
+    placed, first, count = _placed(run, layers), run.chunks[0], len(run.chunks)
+    layout, found = first.layout, []
+    if placed is None or placed[1].size < run.stride * (count - 1) + layout.total_bytes:
         return None
-    region, _, offset = first.home
-    if region.size < offset + run.stride * (count - 1) + layout.total_bytes:
-        return None
+    geometry, memory = placed
     size, tokens, head_count, layer_count = layout.item_size, layout.token_count, len(heads), len(layers)
     at = first.address + (geometry.begin + heads.start * geometry.strip_step) * size
     step = geometry.layer_step * size
     for dim in geometry.dims:
         addresses = range(at, at + layer_count * step, step) if step else [at] * layer_count
         steps = (geometry.strip_step * size, run.stride, dim * size, size)
-        found.append(Blocks(addresses, (head_count, count, tokens, dim), steps, region))
+        found.append(Blocks(addresses, (head_count, count, tokens, dim), steps, memory))
         at += tokens * dim * size
     return found
 
