@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvstore.errors import Unavailable
@@ -117,10 +117,3 @@ def _told(found: Result) -> dict[str, Any]:
 def least(cases: Mapping[str, Result], share: Callable[[Result], float] = lambda found: found.ratio) -> str:
     """Return the name of the case with the least ``share``."""
     return min(cases, key=lambda case: share(cases[case]))
-
-
-def slots_of(page_numbers: Iterable[int], page_tokens: int) -> Any:
-    """Return the slots of a prompt that lies in these pages, in this order."""
-    import numpy as np
-
-    return (np.fromiter(page_numbers, np.int64)[:, None] * page_tokens + np.arange(page_tokens)).reshape(-1)

@@ -45,18 +45,19 @@ def dense(spec: Any, count: int, device: str, fill: Callable[..., Any]) -> Form:
 def pages(spec: Any, count: int, device: str, fill: Callable[..., Any]) -> Form:
     """Return pages of 16 tokens in FlashAttention's layout, NHD, with the prompt's pages in random order."""
     import torch
+    from kvstore_kernels import slots_of
 
     page_count, layer = count // PAGE_TOKENS, spec.layers[0]
     shape = (2, page_count, PAGE_TOKENS, layer.kv_heads, layer.k_dim)
     every = [fill(shape, device) for _ in range(spec.layer_count)]
-    order = np.random.default_rng(7).permutation(page_count)
-    numbers = torch.from_numpy(order).to(device)
+    order = torch.from_numpy(np.random.default_rng(7).permutation(page_count))
+    numbers = order.to(device)
 
     def planes(number: int) -> tuple[Any, Any]:
         k, v = (half[numbers].flatten(0, 1).transpose(0, 1) for half in every[number])
         return k, v
 
-    return Form(Paged(every, card.slots_of(order, PAGE_TOKENS)), planes)
+    return Form(Paged(every, slots_of(order, PAGE_TOKENS, count)), planes)
 
 
 FORMS = {"pages": pages, "planes": dense}
