@@ -54,12 +54,13 @@ class StagedUpload:
         pool = self._pool
         remaining = sum(unit.byte_count for unit in units)
         batch: list[Staged] = []
+        batch_bytes = 0
         ahead_bytes = AHEAD_BYTES if at_once else remaining
         for unit in units:
             run = pool.take(unit.byte_count, remaining)
             if run is None:
                 self._copy_batch(batch)
-                batch = []
+                batch, batch_bytes = [], 0
                 self._fill(reservation_id)
                 run = pool.take(unit.byte_count, remaining)
             if run is None:
@@ -69,12 +70,13 @@ class StagedUpload:
                 )
             remaining -= unit.byte_count
             self._staged.append((unit, run))  # at once, so that it is given back whatever comes next
-            if sum(each.byte_count for each, _ in batch) >= ahead_bytes:
+            if batch_bytes >= ahead_bytes:
                 self._copy_batch(batch)
                 self._send_ahead(reservation_id, batch)
-                batch = []
+                batch, batch_bytes = [], 0
                 ahead_bytes *= 2
             batch.append((unit, run))
+            batch_bytes += unit.byte_count
         self._copy_batch(batch)
 
     def _copy_batch(self, batch: list[Staged]) -> None:
@@ -121,8 +123,9 @@ class StagedUpload:
         step = pb.FillStrips(reservation_id=reservation_id, fills=[unit.fill(run) for unit, run in batch], at_once=True)
         session = self._session
         self._told.append(session.begin(session.cache.Store, pb.StoreRequest(fill=step), self._timeout_s))
-        self._ahead += [run for _, run in batch]
-        del self._staged[-1 - len(batch) : -1]
+        ahead = self._ahead + [run for _, run in batch]
+        staged = self._staged[: -1 - len(batch)] + self._staged[-1:]
+        self._ahead, self._staged = ahead, staged  # together: a run in both would be given back twice
 
     def _fill(self, reservation_id: int) -> None:
         if self._staged:
