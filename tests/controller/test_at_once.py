@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from kvstore.controller.stores.publish import TURN_COUNT
 from kvstore.errors import InvalidRequest
 from kvstore.seams import WorkerThreads
 from kvstore.spec import StoreState
@@ -90,4 +93,25 @@ async def test_a_store_of_several_shards_is_published_by_its_commits() -> None:
         await service.controller.fill(session, result.reservation_id, fills, at_once=True)
     assert service.check(session, *PATH) == 0
     await service.controller.abort(session, result.reservation_id)
+    balanced(service, session)
+
+
+async def test_others_have_their_turn_while_many_chunks_are_published() -> None:
+    """All of them waited for the first one."""
+    count = 4 * TURN_COUNT
+    service, path = Service(chunks=count), tuple(range(1, count + 1))
+    session = service.controller.open_session()
+    result = await service.reserve(session, *path)
+    fills = service.stage(session, result, *path)
+    await service.controller.fill(session, result.reservation_id, fills[1:], at_once=True)
+    await soon(lambda: not service.controller.reservations.are_moving(session))
+    await service.controller.fill(session, result.reservation_id, fills[:1], at_once=True)
+    seen = [0]
+    while seen[-1] < count:
+        await asyncio.sleep(0)
+        seen.append(service.parts.counters.snapshot().get("store_committed_chunks", 0))
+        assert len(seen) < 1000
+    assert max(after - before for before, after in zip(seen, seen[1:], strict=False)) <= TURN_COUNT
+    done = await service.controller.commit(session, result.reservation_id, [])
+    assert done.committed_count == service.check(session, *path) == count
     balanced(service, session)
