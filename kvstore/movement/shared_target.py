@@ -99,12 +99,10 @@ class SharedTarget:
         nothing is promised on it before the chunk was read."""
         shared, key = self.shared, self._names.of(row).storage_key
         self._check_asked()
-        if key in shared.bad:
-            return UploadState.FREE
         state = await self._said(row, others)
         if state is not UploadState.THERE:
             return state
-        if is_proof:
+        if is_proof or key in shared.bad:  # another node may have put it right: a further write would disturb readers
             if not await self.is_whole(row):
                 return UploadState.FREE
             shared.see(row)

@@ -327,10 +327,18 @@ MUTANTS = [
     Mutant(
         "damaged-and-never-written-anew",
         SHARED_TARGET,
-        "        if key in shared.bad:\n",
-        "        if False:\n",
+        "        if is_proof or key in shared.bad:",
+        "        if is_proof:",
         "a damaged copy keeps its place for ever",
         (f"{FAILING}::test_what_fails_its_check_is_a_miss_and_is_written_anew_with_the_next_store",),
+    ),
+    Mutant(
+        "put-right-and-written-again",
+        SHARED_TARGET,
+        "            if not await self.is_whole(row):\n                return UploadState.FREE\n",
+        "            if key in shared.bad or not await self.is_whole(row):\n                return UploadState.FREE\n",
+        "each node that read a chunk while it went writes it anew, and takes it from those that read it by then",
+        ("tests/tiers/shared/test_gone.py::test_a_copy_that_failed_and_was_put_right_meanwhile_is_not_written_again",),
     ),
     Mutant(
         "cold-where-nobody-answered",

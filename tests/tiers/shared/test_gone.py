@@ -110,6 +110,33 @@ def test_a_copy_that_goes_while_it_is_verified_is_damaged_only_if_it_goes_again(
     world.run(scenario)
 
 
+@pytest.mark.parametrize("reason", ["gone", "checksum"])
+def test_a_copy_that_failed_and_was_put_right_meanwhile_is_not_written_again(world: World, reason: str) -> None:
+    """Of many nodes that read one chunk while it goes, the first to store it writes it. Each further write would take
+    the chunk from those that read it by then, which would write it, too."""
+
+    async def scenario() -> None:
+        node, other = world.one, world.other
+        await node.give(1)
+        opened = other.shared[0].open
+
+        async def lost(*_: Any) -> None:
+            raise DataLoss("it went", reason=reason)
+
+        async def opened_and_lost(name: Any, ahead: Sequence[Any] = ()) -> Any:
+            stored = await opened(name, ahead)
+            stored.read = lost
+            return stored
+
+        other.shared[0].open = opened_and_lost
+        assert (await other.fetch(1))[0] == 0
+        other.shared[0].open = opened
+        await other.give(1)
+        assert not other.shared[0].statistics().written_bytes
+
+    world.run(scenario)
+
+
 def test_what_another_node_sends_is_found_soon_after_it_was_not(world: World) -> None:
     """As by an engine that waits for the prompt that one of another node has computed: it looked too early."""
 
