@@ -43,7 +43,13 @@ class SharedSource:
         self._was_wrong = was_wrong
 
     async def open(self, ahead: Sequence[Bytes]) -> StoredChunk | None:
-        found = await self._shared.tier.open(self._chunk, ahead)
+        try:
+            found = await self._shared.tier.open(self._chunk, ahead)
+        except DataLoss as error:
+            if error.fields.get("reason") != "write id":
+                raise
+            # another node's write, and not damaged: a device that does not answer has the one that the catalog knows
+            raise DataLoss(error.message, reason="replaced") from error
         if found is None:
             self._forget()
         elif not self._names.fits(self._row, found.header):

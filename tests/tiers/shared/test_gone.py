@@ -77,6 +77,25 @@ def test_what_a_device_that_does_not_answer_has_is_not_called_evicted(
     world.run(scenario)
 
 
+def test_another_nodes_write_of_what_a_device_has_that_does_not_answer_is_no_damage(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both nodes stored the chunk, and the engine keeps the first write. The other node's own is on its device."""
+
+    async def scenario() -> None:
+        node, other = world.one, world.other
+        await other.keep(2)  # so that the nodes draw different write ids
+        await node.give(1)
+        await other.give(1)
+        other.forget_memory()
+        with monkeypatch.context() as still:
+            still.setattr(other.device.tier, "stalled_s", lambda: 60.0)
+            assert (await other.fetch(1))[1] is not MissReason.CORRUPT
+        assert await other.fetch(1) == (1, MissReason.NONE)
+
+    world.run(scenario)
+
+
 @pytest.mark.parametrize(("reason", "again", "told"), [
     ("gone", "dropped", None), ("replaced", "there", True), ("gone", "broken", False), ("checksum", "there", False),
 ])  # fmt: skip
