@@ -21,6 +21,9 @@ KEEP_S_MIN = 600.0
 """Seconds between the beginnings of two passes that keep all chunks, at least, as far as one does not take longer."""
 LOOK_S = 1.0
 """Seconds between two checks whether everything must be told anew, and between two batches of chunks that are kept."""
+TELL_PAUSES = 9
+"""A node that tells all of its chunks pauses for so many times as long as Redis took for the last ones: after a
+fail-over all nodes tell all, and their lookups wait for the same server."""
 NOWHERE = bytes(32)
 """The storage key of no chunk: that it is not here is told to see whether this node may tell what leaves it."""
 _log = logging.getLogger("kvstore.directory")
@@ -57,6 +60,8 @@ class Announcer:
         """True from the log line that something fails, until everything was told."""
         self._missed: bytes | None = None
         """A key whose node of a cluster did not answer; its answer shows that everything can be told again."""
+        self._told: Iterator[list[Event]] | None = None
+        """These have yet to be told, of all; None once all were."""
         self._kept: Iterator[list[Event]] | None = None
         """This pass has yet to keep these; None between passes."""
         self._keep_s = self._pass_s = float("inf")
@@ -91,12 +96,14 @@ class Announcer:
             await self._clock.sleep(BEAT_S if self._directory.is_reachable else LOOK_S)
 
     async def _tell(self) -> None:
+        """Tell what changes, and between two batches of that what there is to tell besides."""
         while True:
             if self._is_behind and self._is_heard:
-                await self._tell_all()
+                await self._begin()
+            pause_s = await self._tell_on()
             await self._keep()
             try:
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(pause_s):
                     news = await self._watcher.take(BATCH_COUNT_MAX)
             except TimeoutError:
                 continue
@@ -112,28 +119,36 @@ class Announcer:
         """True when Redis takes what is told, as far as we know; perhaps a node of a cluster does not. A request's
         question that failed is no reason to tell nothing: no beat would notice, and what left would stay told."""
         is_there = self._is_heard or self._directory.is_reachable
-        return self._has_begun and is_there and not self._directory.problem
+        return self._has_begun and is_there and (self._told is not None or not self._directory.problem)
 
-    async def _tell_all(self) -> None:
-        """Begin a new incarnation, and tell all chunks. Changes meanwhile follow as events."""
+    async def _begin(self) -> None:
+        """Begin a new incarnation, which all chunks are then told of. One task tells them and what changes: a change is
+        told after what it changes."""
         self._directory.renew()
-        self._is_behind = False
+        self._is_behind, self._told, self._keep_s = False, None, float("inf")
         try:
             await self._directory.beat()
             await self._directory.tell({NOWHERE: Tier.NONE})
         except KVStoreError as error:
             self._failed(error)
             return
-        self._has_begun = True
-        for events in self._controller.stored(BATCH_COUNT_MAX):
+        self._has_begun, self._told = True, self._controller.stored(BATCH_COUNT_MAX)
+
+    async def _tell_on(self) -> float:
+        """Tell the next chunks of all. Returns the seconds until the next ones are told, or something else is done."""
+        if self._told is None:
+            return LOOK_S
+        events, began_s = next(self._told, None), self._clock.monotonic()
+        if events is not None:
             await self._send(self._directory.tell, events)
-            if self._is_behind:
-                return
-        self._kept, self._period_s = None, KEEP_S_MIN
-        self._keep_s = self._clock.monotonic() + self._period_s
+            return min(TELL_PAUSES * (self._clock.monotonic() - began_s), LOOK_S)
+        self._told = self._kept = None
+        self._period_s = KEEP_S_MIN
+        self._keep_s = began_s + self._period_s
         self._directory.problem = ""
         if self._missed is None:
             self._is_troubled = False
+        return LOOK_S
 
     async def _keep(self) -> None:
         """Keep the next chunks, when it is time. One task keeps and tells: what left meanwhile is told afterwards."""
@@ -173,7 +188,7 @@ class Announcer:
 
     def _failed(self, error: KVStoreError) -> None:
         """Have everything told anew, once Redis takes it."""
-        self._is_behind, self._is_heard = True, False
+        self._is_behind, self._is_heard, self._told = True, False, None
         said = f"other nodes do not hear of this one (server.node = {self._directory.node}): {error.message}"
         self._directory.problem = "" if isinstance(error, Unavailable) else said
         self._warn("this node is not announced: other nodes do not hear what is here", error.message)

@@ -120,6 +120,14 @@ MUTANTS = [
         (f"{ANNOUNCING}::test_entries_of_a_living_node_stay_and_those_of_a_dead_one_go",),
     ),
     Mutant(
+        "all-is-told-without-a-pause",
+        "kvstore/server/announcing.py",
+        "            return min(TELL_PAUSES * (self._clock.monotonic() - began_s), LOOK_S)\n",
+        "            return 0.0\n",
+        "after a fail-over lookups of all nodes wait behind what all nodes tell",
+        (f"{ANNOUNCING}::test_what_changes_while_all_is_told_is_told_between",),
+    ),
+    Mutant(
         "what-leaves-after-a-failed-question-stays-told",
         "kvstore/server/announcing.py",
         "        is_there = self._is_heard or self._directory.is_reachable\n",

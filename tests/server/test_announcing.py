@@ -134,12 +134,51 @@ async def test_a_chunk_that_was_not_told_yet_is_none_that_redis_dropped(
     monkeypatch.setattr(announcing, "KEEP_S", 3600.0)
     a = Told(server.url, "a")
     await a.directory.beat()
-    await a.announcer._tell_all()
+    await a.announcer._begin()
+    while a.announcer._told is not None:
+        await a.announcer._tell_on()
     await a.service.store(a.session, 1)
     for _ in range(2):  # the only batch, and the pass's end
         a.announcer._keep_s = 0.0
         await a.announcer._keep()
     assert a.announcer._period_s == 2 * announcing.KEEP_S_MIN
+    await a.directory.close()
+
+
+async def test_what_changes_while_all_is_told_is_told_between(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a fail-over every node tells all that it has, with pauses: lookups wait for the same server."""
+    monkeypatch.setattr(announcing, "BATCH_COUNT_MAX", 1)
+    monkeypatch.setattr(announcing, "LOOK_S", 0.3)
+    a = Told(server.url, "a")
+    for number in range(1, 4):
+        await a.service.store(a.session, number)
+    tell, told, pauses = a.directory.tell, list[bytes](), list[float]()
+
+    async def slow(changes: Any) -> Any:
+        told.extend(changes)
+        if len(told) == 2:  # nowhere, and the first one
+            await a.service.store(a.session, 9)
+        await asyncio.sleep(0.01)
+        return await tell(changes)
+
+    tell_on = a.announcer._tell_on
+
+    async def told_on() -> float:
+        pauses.append(await tell_on())
+        return pauses[-1]
+
+    monkeypatch.setattr(a.directory, "tell", slow)
+    monkeypatch.setattr(a.announcer, "_tell_on", told_on)
+
+    async def are_told() -> bool:
+        return len(set(told)) == 5
+
+    async with a.announced():
+        await until(are_told)
+    assert told.index(a.key(9)) < len(told) - 1
+    assert all(0.01 * announcing.TELL_PAUSES <= each <= 0.3 for each in pauses[-3:])
     await a.directory.close()
 
 
