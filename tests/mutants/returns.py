@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
+PRIMARIES = "tests/tiers/redis/test_primaries.py"
 RENEWED = "tests/tiers/redis/test_renewed_certificates.py"
 
 MUTANTS = [
@@ -49,5 +50,21 @@ MUTANTS = [
         "        self._period_s = KEEP_S\n",
         "routers find nothing of what nodes have for longer than a Redis keeps what nobody uses",
         ("tests/server/test_announcing.py::test_entries_that_a_full_redis_drops_are_told_again_soon",),
+    ),
+    Mutant(
+        "a-line-stays-with-a-server-that-gives-nothing",
+        "kvstore/tiers/redis/line.py",
+        "        if isinstance(error, Unavailable) and MOVED not in error.fields:\n",
+        "        if False:\n",
+        "after a fail-over by name reads go to the old primary as long as it loads the new one's data",
+        (f"{PRIMARIES}::test_reads_leave_a_server_that_gives_nothing_any_more",),
+    ),
+    Mutant(
+        "questions-stay-with-a-replica-without-its-primary",
+        "kvstore/tiers/redis/replies.py",
+        '_REPLICAS_REFUSALS = frozenset({"READONLY", "MASTERDOWN"})\n',
+        '_REPLICAS_REFUSALS = frozenset({"READONLY"})\n',
+        "after a fail-over by name lookups ask the old primary as long as it does not reach the new one",
+        (f"{PRIMARIES}::test_reads_leave_a_server_that_gives_nothing_any_more",),
     ),
 ]

@@ -28,7 +28,7 @@ class Commands:
         except REDIS_ERRORS as raised:
             raise _as_ours(raised) from raised
         answers = [_as_ours(each) if isinstance(each, Exception) else each for each in found]
-        if any(isinstance(each, PermissionDenied) and each.fields.get(NO_WRITES) == REPLICA for each in answers):
+        if any(isinstance(each, KVStoreError) and REPLICA in each.fields for each in answers):
             await self._topology.reconnect()
         return answers
 

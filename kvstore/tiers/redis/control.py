@@ -35,7 +35,7 @@ from kvstore.tiers.pace import Waits
 from kvstore.tiers.redis.access import Server
 from kvstore.tiers.redis.cluster import NODE_FAILURES, KeyCommand
 from kvstore.tiers.redis.packed import run_packed
-from kvstore.tiers.redis.replies import NO_WRITES, REPLICA, refusal, unreachable
+from kvstore.tiers.redis.replies import REPLICA, refusal, unreachable
 from kvstore.tiers.redis.scripts import CLAIM, COMMIT, HEADER_BYTES_MAX, OPEN, THERE, TOUCH, Script
 from kvstore.tiers.redis.topology import Topology
 
@@ -45,7 +45,7 @@ BATCH_COUNT = 512
 """Keys of one background call."""
 _WHERE = "the server of tiers.redis.url"
 _CODES = {
-    OutOfMemoryError: "OOM", ReadOnlyError: REPLICA, NoPermissionError: "NOPERM", BusyLoadingError: "LOADING",
+    OutOfMemoryError: "OOM", ReadOnlyError: "READONLY", NoPermissionError: "NOPERM", BusyLoadingError: "LOADING",
     MasterDownError: "MASTERDOWN", ClusterDownError: "CLUSTERDOWN", TryAgainError: "TRYAGAIN", AskError: "ASK",
     ClusterCrossSlotError: "CROSSSLOT", SlotNotCoveredError: "CLUSTERDOWN",
 }  # fmt: skip
@@ -259,7 +259,7 @@ class Control:
             raise self.as_part(late) from error
         except Unavailable as error:
             self.as_part(error)
-            if error.fields.get(NO_WRITES) == REPLICA:
+            if REPLICA in error.fields:
                 await self._topology.reconnect()
             raise
 

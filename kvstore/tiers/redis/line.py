@@ -18,7 +18,7 @@ from kvstore.errors import DataLoss, KVStoreError, Unavailable
 from kvstore.seams import SystemClock
 from kvstore.seams.memory import Bytes
 from kvstore.tiers.redis.access import Server
-from kvstore.tiers.redis.replies import NO_WRITES, refusal, unreachable
+from kvstore.tiers.redis.replies import MOVED, NO_WRITES, refusal, unreachable
 
 CONNECT_S_MAX = 2.0
 SILENCE_S_MAX = 3.0
@@ -281,8 +281,11 @@ def _used(line: Line, until_s: float, work: Callable[[Line], Result]) -> Result:
     line.until_s, line.has_heard = until_s, False
     try:
         found = work(line)
-    except KVStoreError:
-        _keep(line)
+    except KVStoreError as error:
+        if isinstance(error, Unavailable) and MOVED not in error.fields:
+            line.close()  # it gives nothing now: its name may lead to another server
+        else:
+            _keep(line)
         raise
     except BaseException:
         line.close()

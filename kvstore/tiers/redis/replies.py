@@ -12,9 +12,11 @@ MOVED = "moved"
 """The field of an error which says that another node has the key by now. Its value is the server's reply."""
 NO_WRITES = "no_writes"
 """The field of an error which says that the server takes no writes, at least from this user; it may well be read."""
-REPLICA = "READONLY"
-"""The value of that field where the server is a replica: the name by which it was reached may lead to the primary."""
-_WRITE_REFUSALS = frozenset({"NOPERM", REPLICA, "MISCONF", "NOREPLICAS"})
+REPLICA = "replica"
+"""The field of an error which says that the server is a replica: the name by which it was reached may lead to the
+primary."""
+_WRITE_REFUSALS = frozenset({"NOPERM", "READONLY", "MISCONF", "NOREPLICAS"})
+_REPLICAS_REFUSALS = frozenset({"READONLY", "MASTERDOWN"})
 _IN_SCRIPT = re.compile(
     "(?:-|: )(NOPERM|READONLY|MISCONF|NOREPLICAS|OOM|WRONGTYPE) |ACL failure in script|user executing the script can't"
 )
@@ -86,7 +88,8 @@ def refusal(text: str, where: str) -> KVStoreError:
     remedy = _REMEDIES.get(code, f"it says {text[:200]}: kvstore needs Redis 6.2 or Valkey, see {URL}")
     if code == "NOPERM" and (denied := _DENIED.search(text)):
         remedy = remedy.replace("lacks a right", f"lacks the right {denied[1].upper()}")
-    fields = {NO_WRITES: code} if code in _WRITE_REFUSALS else {}
+    fields: dict[str, object] = {NO_WRITES: code} if code in _WRITE_REFUSALS else {}
+    fields |= {REPLICA: True} if code in _REPLICAS_REFUSALS else {}
     return Unavailable(f"tiers.redis: {where}: {remedy}", **fields)
 
 

@@ -57,6 +57,28 @@ async def test_a_name_that_leads_to_another_primary_is_followed() -> None:
         await directory.close()
 
 
+async def test_reads_leave_a_server_that_gives_nothing_any_more() -> None:
+    """The old primary keeps its connections, and is without the data of the new one, as while it loads these."""
+    ports = [free_port() for _ in range(2)]
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(RedisServer(port=each)) for each in ports)
+        name = stack.enter_context(Proxy(("127.0.0.1", ports[0])))
+        async with redis_tier("redis://{}:{}".format(*name.address)) as tier, redis_tier(second.url) as other:
+            what = await put(tier, chunk(1))
+            await put(other, what)
+            opened = await tier.open(what.name)
+            assert opened is not None
+            await asyncio.gather(*(opened.check(range(2)) for _ in range(8)))
+            name.lead_to(("127.0.0.1", ports[1]))
+            first.client().config_set("replica-serve-stale-data", "no")
+            first.client().execute_command("REPLICAOF", "127.0.0.1", free_port())
+            for call in (lambda: opened.check(range(2)), lambda: got(tier, what)):
+                for _ in range(3):  # a kept line each of movers, and those of questions, meet the old one once
+                    with suppress(Unavailable):
+                        await call()
+                await call()
+
+
 # ---------------------------------------------------------------- Sentinel
 
 
