@@ -340,7 +340,7 @@ MUTANTS = [
     Mutant(
         "a-dead-line-fails-its-next-user",
         "kvstore/tiers/redis/line.py",
-        "            if not line.is_dead or line.has_heard:\n",
+        "            if REPLICA not in error.fields and (not line.is_dead or line.has_heard):\n",
         "            if True:\n",
         "a server that closes what is idle makes healthy reads fail, and three of them open the breaker",
         (f"{LINES}::test_a_kept_line_that_the_server_closed_unnoticed_costs_nothing",),

@@ -57,7 +57,7 @@ MUTANTS = [
         "        if isinstance(error, Unavailable) and MOVED not in error.fields:\n",
         "        if False:\n",
         "after a fail-over by name reads go to the old primary as long as it loads the new one's data",
-        (f"{PRIMARIES}::test_reads_leave_a_server_that_gives_nothing_any_more",),
+        ("tests/tiers/redis/test_lines.py::test_a_line_to_a_server_that_gives_nothing_now_is_not_kept",),
     ),
     Mutant(
         "questions-stay-with-a-replica-without-its-primary",
@@ -66,5 +66,13 @@ MUTANTS = [
         '_REPLICAS_REFUSALS = frozenset({"READONLY"})\n',
         "after a fail-over by name lookups ask the old primary as long as it does not reach the new one",
         (f"{PRIMARIES}::test_reads_leave_a_server_that_gives_nothing_any_more",),
+    ),
+    Mutant(
+        "movers-meet-a-replica-one-by-one",
+        "kvstore/tiers/redis/line.py",
+        "            if REPLICA not in error.fields and (not line.is_dead or line.has_heard):\n",
+        "            if not line.is_dead or line.has_heard:\n",
+        "after a fail-over by name each mover's line costs a chunk, and ten seconds in which none is written",
+        (f"{PRIMARIES}::test_a_name_that_leads_to_another_primary_is_followed",),
     ),
 ]

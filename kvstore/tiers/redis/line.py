@@ -18,7 +18,7 @@ from kvstore.errors import DataLoss, KVStoreError, Unavailable
 from kvstore.seams import SystemClock
 from kvstore.seams.memory import Bytes
 from kvstore.tiers.redis.access import Server
-from kvstore.tiers.redis.replies import MOVED, NO_WRITES, refusal, unreachable
+from kvstore.tiers.redis.replies import MOVED, NO_WRITES, REPLICA, refusal, unreachable
 
 CONNECT_S_MAX = 2.0
 SILENCE_S_MAX = 3.0
@@ -253,15 +253,15 @@ _kept = _Kept()
 
 def on_line(server: Server, until_s: float, work: Callable[[Line], Result]) -> Result:
     """Do work on this thread's line to a server, or on a new line where the last was left in doubt. Do it once more, on
-    a new line, where the kept line turns out to be dead before the server sends a byte; so ``work`` must be repeatable.
-    Raises as ``Line``."""
+    a new line, where the kept line turns out to be dead before the server sends a byte, or leads to a replica by now;
+    so ``work`` must be repeatable. Raises as ``Line``."""
     _close_stale()
     line = _kept.lines.pop(server, None)
     if line is not None and line.is_idle:
         try:
             return _used(line, until_s, work)
-        except Unavailable:
-            if not line.is_dead or line.has_heard:
+        except Unavailable as error:
+            if REPLICA not in error.fields and (not line.is_dead or line.has_heard):
                 raise
     elif line is not None:
         line.close()

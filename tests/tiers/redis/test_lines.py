@@ -20,6 +20,7 @@ from kvstore.tiers.redis import control, line, reads
 from kvstore.tiers.redis import tier as tier_module
 from kvstore.tiers.redis.access import Access, Server
 from kvstore.tiers.redis.names import fields_of
+from kvstore.tiers.redis.replies import refusal
 from tests.contracts.chunks import chunk
 from tests.fakes.proxy import Proxy
 from tests.fakes.redis_server import RedisServer
@@ -152,6 +153,19 @@ def test_what_a_server_says_unasked_is_no_reply(tmp_path: Path) -> None:
         assert was_said.wait(10)
         assert line.on_line(server, until_s, lambda one: one.ask(b"GET", b"2")) == b"two"
         thread.join()
+
+
+def test_a_line_to_a_server_that_gives_nothing_now_is_not_kept(server: RedisServer) -> None:
+    """By another one its name may lead to another server, as after a fail-over: the old primary loads its data anew."""
+    there, until_s = Server(Access(), path=server.path), SystemClock().monotonic() + 20.0
+
+    def loads(one: line.Line) -> bytes:
+        one.ask(b"PING")
+        raise refusal("LOADING Redis is loading the dataset in memory", server.path)
+
+    with pytest.raises(Unavailable, match="loading"):
+        line.on_line(there, until_s, loads)
+    assert there not in line._kept.lines
 
 
 def test_a_line_that_nobody_uses_is_not_kept_for_ever(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
