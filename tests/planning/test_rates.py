@@ -54,6 +54,16 @@ def test_a_rate_says_how_sure_it_is() -> None:
     assert BusyTimes().rate is None
 
 
+@pytest.mark.parametrize(
+    "measured", [[(16 << 30, 1.0), (512, 30.0)], [(1, 1.0), (1 << 20, 1.0), (1 << 34, 1.0 + 1e-12)]], ids=["once", "flat"]
+)
+def test_what_is_measured_is_a_rate_that_may_be_told(measured: list[tuple[int, float]]) -> None:
+    """A rate beyond all bounds is none to whoever it is told, and the assumed one would stand for the slowest tier."""
+    rate = times(*measured).rate
+    assert rate is not None
+    assert rate.is_sound, rate
+
+
 @pytest.mark.parametrize("factor", [10.0, 0.1])
 def test_two_surprises_of_one_kind_make_a_rate_of_their_own(factor: float) -> None:
     steady = times(*[(MIB, 0.1)] * 10)

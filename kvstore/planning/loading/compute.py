@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from kvstore.planning.loading.least_squares import caution_of, confidence_of, least_squares
+from kvstore.planning.loading.least_squares import CAUTION_MAX, caution_of, confidence_of, least_squares
 
 WINDOW = 32
 """Number of prefills from which the slow coefficients are fitted."""
@@ -24,7 +24,6 @@ TOKENS_MAX = 1 << 30
 READING_TOKENS = 300
 """Largest pass, in tokens, that may take no longer than a pass of one token, because reading the weights dominates. An
 H100 computes 295 tokens in that time (990 Tflop/s, 3.35 TB/s, two bytes a weight); most devices compute fewer."""
-CAUTION_MAX = 1e6
 
 
 @dataclass(frozen=True)

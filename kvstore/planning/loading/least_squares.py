@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 
 SINGULAR = 1e-9
+CAUTION_MAX = 1e6
+"""A larger caution tells no more. Who gets a rate over the wire takes one for no rate at all."""
 
 
 def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> tuple[float, ...] | None:
@@ -48,7 +50,7 @@ def caution_of(ratios: Sequence[float]) -> float:
     few of them prove little: 1.5 after one, 1.05 after ten."""
     ordered = sorted(ratios)
     high = ordered[math.ceil(0.9 * len(ordered)) - 1]
-    return max(high, 1.0 + 0.5 / len(ordered))
+    return min(max(high, 1.0 + 0.5 / len(ordered)), CAUTION_MAX)
 
 
 def confidence_of(sample_count: int, caution: float) -> float:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from kvstore.planning.loading.least_squares import caution_of, confidence_of, least_squares
+from kvstore.planning.loading.least_squares import CAUTION_MAX, caution_of, confidence_of, least_squares
 from kvstore.spec import Tier
 
 WINDOW = 16
@@ -18,7 +18,6 @@ SIZES_DIFFER = 4.0
 BUSY_S_MIN, BUSY_S_MAX = 1e-9, 3600.0
 """Bounds of a plausible read: a clock resolves nothing shorter, and no tier takes longer."""
 BYTES_MAX = 1 << 50
-CAUTION_MAX = 1e6
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class BusyTimes:
         latency_s, byte_s, least = 0.0, sum(seconds) / sum(sizes), int(min(sizes) / SIZES_DIFFER)
         if len(sizes) > 2 and max(sizes) >= SIZES_DIFFER * min(sizes):
             found = least_squares([(1.0, float(size)) for size in sizes], seconds)
-            if found is not None and found[1] > 0:
+            if found is not None and found[1] >= 1 / BYTES_MAX:
                 (latency_s, byte_s), least = found, 0
         bare = TierRate(latency_s, byte_s, 1.0, len(sizes), least)
         ratios = [each.busy_s / bare.seconds(each.byte_count) for each in self.times]
