@@ -8,6 +8,7 @@ from time import sleep
 from typing import Any
 
 import pytest
+import torch
 from kvstore_client import Client, Exactness, LayerStream, Recompute, connect
 from kvstore_client.engines.transformers import TransformersRunner
 from kvstore_client.fetch.target import DenseTarget
@@ -15,8 +16,8 @@ from kvstore_client.lookup import calls
 from kvstore_client.planes.shared_memory.session import MappedSession
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.errors import DataLoss, InvalidRequest
-from tests.e2e.prefills import FULL, FUSED, MODEL, RECEIVER, SENDER, STEP, in_full, keep, same
+from kvstore.errors import DataLoss, Exhausted, InvalidRequest
+from tests.e2e.prefills import FULL, FUSED, MODEL, RECEIVER, SENDER, STEP, in_full, keep, keep_alone, same
 from tests.e2e.test_partial_prefill import SIBLINGS
 from tests.recompute.models import prompt, sibling_of
 from tests.server.raw import eventually
@@ -102,6 +103,35 @@ def test_a_kill_that_nobody_has_noticed_yet_changes_nothing(
         found = ask()
         same(found, expected)
         assert found.exactness is Exactness.DERIVED
+
+
+def test_more_documents_than_a_session_has_streams_take_turns(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two that are open at once each lets the next one in. Where none of the prompt's own is open nobody waits."""
+    documents = [prompt(20, 430 + number) for number in range(4)]
+    for document in documents:
+        keep_alone(client, RECEIVER, document, 1)
+    tokens = torch.cat((prompt(3, 440), *documents, prompt(4, 441)))
+    segments, started = [(start, start + 20) for start in range(3, 83, 20)], list[Any]()
+    begin, refused, most = client.start_fetch_segment, list[int](), 2
+
+    def begun(*given: Any, **options: Any) -> Any:
+        if sum(not each.is_done for each in started) >= most:
+            refused.append(len(started))
+            raise Exhausted("this session has 2 streams open")
+        started.append(begin(*given, **options))
+        return started[-1]
+
+    monkeypatch.setattr(client, "start_fetch_segment", begun)
+    client.faults.arm("fetch.copy.middle", partial(sleep, 0.01))
+    for setting in (Recompute.cacheblend(1, 0.2), Recompute(1, 1, 0.2)):  # the latter fetches E of each by itself
+        found = client.partial_prefill(RECEIVER, tokens, segments=segments, recompute=setting)
+        assert (found.plan.reused_token_count, found.plan.reason) == (80, "")
+    assert refused
+    most = 0
+    found = client.partial_prefill(RECEIVER, tokens, segments=segments, recompute=setting)
+    client.faults.arm("fetch.copy.middle", lambda: None)
+    in_full(found, tokens)
+    assert "2 streams open" in found.plan.reason
 
 
 def test_no_sidecar_is_a_plain_prefill_that_says_so(own_sidecar: Sidecar) -> None:

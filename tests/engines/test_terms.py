@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,24 @@ def test_after_its_deadline_a_prompt_is_computed_without_a_look_at_the_cache(cli
         assert (report.reused_token_count, report.plan.why) == (0, OVERDUE)
         assert not report.is_in_time
         assert torch.equal(ids_out, first)
+
+
+def test_a_deadline_that_passes_while_documents_are_looked_up_has_passed(client: Client, tmp_path: Path) -> None:
+    model = cached(client, seed=25)
+    for receipt in model.remember([ONE, TWO], preamble=PREAMBLE):
+        receipt.wait(10.0)
+    profiled(tmp_path, model.spec)
+    client.gate.is_due = lambda _: False  # type: ignore[method-assign]  # a checked request is answered in full
+    look_up = client.lookup
+
+    def late(*given: Any, **options: Any) -> Any:
+        time.sleep(0.06)
+        return look_up(*given, **options)
+
+    client.lookup = late  # type: ignore[method-assign]
+    _, report = answer(model, IDS, quality=0.4, preamble=PREAMBLE, deadline_ms=50)
+    assert (report.plan.why, report.mended.runs, report.is_in_time) == (OVERDUE, (), False)
+    assert report.plan.deadline_s < 0.0
 
 
 def test_the_deadline_and_the_class_travel_to_the_sidecar_which_plans_what_does_not_show(

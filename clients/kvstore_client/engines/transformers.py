@@ -218,6 +218,7 @@ class CachedModel:
     ) -> tuple[Report, Any]:  # fmt: skip
         """Generate over documents that were stored. What is computed behind them is not kept."""
         runner = whose.runner or TransformersRunner(self.model, spec=whose.spec)
+        documents = documents._replace(terms=documents.terms.after(self._clock.monotonic() - started_s))
         report, cache = mended(self.client, runner, tokens, documents, preamble)
         if not report.reused_token_count:  # where something came, the service is slow, and worth it
             self._pause.took(report.lookup_s)

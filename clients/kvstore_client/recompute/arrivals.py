@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 from typing import Any
 
 import torch
 
-from kvstore.errors import DataLoss, DeadlineExceeded
+from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted
 from kvstore.planning import Plan, PlannedRun, StoredCache, StoredE
 from kvstore.planning.loading import BusyTime
 from kvstore.spec import Exactness, ModelSpec
@@ -78,6 +80,10 @@ class Arrivals:
         every = (transfer for source in self._sources for transfer in source.transfers)
         return list({id(each): each for each in every}.values())
 
+    def _every(self) -> list[Transfer]:
+        """Return the transfers that were begun for this prompt and are kept, each once."""
+        return list(dict.fromkeys([*self._in_flight(), *self._ahead.values(), *self._transfers.values()]))
+
     def measured(self) -> list[BusyTime]:
         """Return bytes and seconds of each transfer that came whole from the sidecar's memory."""
         return [each.measured for each in self._transfers.values() if each.measured is not None]
@@ -85,7 +91,7 @@ class Arrivals:
     def close(self) -> bool:
         """Stop the transfers in flight, and hold nothing. Returns True when nothing writes to their targets any more.
         Where plans are carried out a sidecar that stands still is not waited for. Idempotent."""
-        every = dict.fromkeys([*self._in_flight(), *self._ahead.values(), *self._transfers.values()])
+        every = self._every()
         for transfer in every:
             transfer.stop()
         clock = self._client.planner.clock
@@ -159,10 +165,22 @@ class Arrivals:
             alone = segment_prompt(whole, range(cache.token_start, cache.token_stop), Exactness.EXACT)
             what |= {"extras": alone.extras, "preamble": self._request.preamble}
             begin = partial(client.start_fetch_segment, spec, alone.tokens, **what)
-        transfer = answer_in_time(client, self._request, self.held, begin, Transfer.stop)
+        transfer = answer_in_time(client, self._request, self.held, partial(self._begun, begin), Transfer.stop)
         if transfer is None:
             raise DeadlineExceeded("the sidecar did not say in time what it has")
         return transfer
+
+    def _begun(self, begin: Callable[[], Transfer]) -> Transfer:
+        """Begin a transfer. Where the session may have no more of them, wait until one of this prompt's has ended: a
+        prompt may have more documents than a session has streams. Raises Exhausted where it has none under way, or
+        none ends in time."""
+        while True:
+            under_way = [each.ending for each in self._every() if not each.is_done]
+            try:
+                return begin()
+            except Exhausted:
+                if not wait(under_way, self._timeout_s, FIRST_COMPLETED).done:
+                    raise
 
     def _spec(self, cache: StoredCache) -> ModelSpec:
         return cache.sender or self._request.runner.spec

@@ -113,6 +113,7 @@ class _Prompt:
         try:
             facts = ask(client, request, arrivals.held, in_memory=in_memory)
             self._call = self._call or arrivals.held.call
+            request = replace(request, terms=request.terms.after(clock.monotonic() - self._began_s))
             found = weighed(client, request, facts, arrivals.held)
             while unknown := found.facts.unknown(found.plan):
                 facts = replace(facts, hidden=(*facts.hidden, *(arrivals.fetch_e(*each) for each in unknown)))
