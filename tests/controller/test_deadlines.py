@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 
 from kvstore.controller import Fill, ReserveRequest, Session, StoreResult
+from kvstore.controller.fetches import Lookups
+from kvstore.controller.prefills import PartialPrefills, PrefillRequest
 from kvstore.controller.stores import fill
 from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.planning import Terms
+from kvstore.planning.loading import Way
 from kvstore.seams.scheduler import run_for
 from kvstore.spec import StoreState
 from tests.controller.service import Service
@@ -261,6 +265,29 @@ def test_a_value_that_is_being_read_is_waited_for_as_long_as_the_caller_hears_th
         assert await service.get() == 2
 
     service.run(scenario)
+
+
+async def test_a_prompt_is_planned_by_what_its_lookup_left_of_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service()
+    session, controller = service.controller.open_session(), service.controller
+    await service.store(session, 1, 2)
+    prefills, look_up = PartialPrefills(service.parts, controller.lookups, controller.tickets), Lookups.lookup_wide
+
+    async def late(*given: Any) -> Any:
+        service.clock.advance(0.3)
+        return await look_up(*given)
+
+    monkeypatch.setattr(Lookups, "lookup_wide", late)
+    for deadline_s, left_s in ((0.5, 0.2), (0.25, -0.05)):
+        request = PrefillRequest(
+            service.query(1, 2), 50, 49, ways=frozenset({Way.LOAD}), mode="on", terms=Terms(deadline_s=deadline_s)
+        )
+        planned = await prefills.begin(request, controller.deadline(None))
+        assert planned.plan is not None
+        assert planned.plan.deadline_s == pytest.approx(left_s)
+        assert planned.plan.chosen.way is (Way.LOAD if left_s > 0 else Way.PREFILL)
+        assert bool(planned.found.ticket) is (left_s > 0)
+        prefills.drop(planned)
 
 
 def test_a_store_that_finds_no_room_hears_of_it_before_it_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def test_after_its_deadline_a_prompt_is_computed_without_a_look_at_the_cache(cli
         assert torch.equal(ids_out, first)
 
 
-def test_a_deadline_that_passes_while_documents_are_looked_up_has_passed(client: Client, tmp_path: Path) -> None:
+def test_a_deadline_that_passes_during_a_lookup_has_passed(client: Client, tmp_path: Path) -> None:
     model = cached(client, seed=25)
     for receipt in model.remember([ONE, TWO], preamble=PREAMBLE):
         receipt.wait(10.0)
@@ -164,6 +164,17 @@ def test_a_deadline_that_passes_while_documents_are_looked_up_has_passed(client:
     _, report = answer(model, IDS, quality=0.4, preamble=PREAMBLE, deadline_ms=50)
     assert (report.plan.why, report.mended.runs, report.is_in_time) == (OVERDUE, (), False)
     assert report.plan.deadline_s < 0.0
+    client.lookup, peek = look_up, client.peek  # type: ignore[method-assign]
+
+    def late_in_memory(*given: Any, **options: Any) -> Any:
+        time.sleep(0.06)
+        return peek(*given, **options)
+
+    client.peek = late_in_memory  # type: ignore[method-assign]
+    ids = prompt(COUNT, 25)
+    answer(model, ids)[1].wait_stored(10.0)
+    _, report = answer(model, ids, deadline_ms=50)
+    assert (report.plan.why, report.reused_token_count) == (OVERDUE, 0)
 
 
 def test_the_deadline_and_the_class_travel_to_the_sidecar_which_plans_what_does_not_show(

@@ -62,7 +62,8 @@ class PromptPlan:
         if self._mode == "on" and any(each.reason is MissReason.UNAVAILABLE for each in self._match.chunks[:1]):
             self.token_count, self.reason = 0, MissReason.UNAVAILABLE  # do not ask a sidecar again that did not answer
             return
-        self.plan = planner.plan(spec, self._match, len(tokens), most_tokens, step_tokens, terms=terms)
+        left = terms.after(planner.clock.monotonic() - self._made_s)
+        self.plan = planner.plan(spec, self._match, len(tokens), most_tokens, step_tokens, terms=left)
         self._untold = self.plan
         if self._mode == "on" and self._match:
             self.token_count = self.plan.chosen.load_stop

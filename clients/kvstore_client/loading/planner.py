@@ -239,7 +239,7 @@ class Planner:
     ) -> LoadFacts:  # fmt: skip
         """Return the facts that ``plan`` uses, for callers that change some of them. ``others``: see
         ``prompt_facts``."""
-        stored = stored_places(match.chunks, match.prefix_token_count)
+        stored, began_s = stored_places(match.chunks, match.prefix_token_count), self.clock.monotonic()
         asked = {*others, *(tier for _, tier in stored)}
         with self._lock:
             own = self._prefills.get((spec, step_tokens))
@@ -249,6 +249,7 @@ class Planner:
             told = self._engines.get((fingerprint(spec, spec.kind), step_tokens)) if own is None else None
             compute = own.rate if own is not None else told or ComputeRate()
             link, tiers = self._link.rate or ASSUMED[Tier.DRAM], dict(self._tiers)
+        terms = terms.after(self.clock.monotonic() - began_s)  # the sidecar may have taken long to tell its rates
         return prompt_facts(
             spec, stored, token_count=token_count, reusable_tokens=reusable_tokens, compute=compute, link=link,
             tiers=tiers, step_tokens=step_tokens, ways=ways, terms=terms, others=others,

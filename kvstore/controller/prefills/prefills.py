@@ -83,6 +83,7 @@ class PartialPrefills:
         found = await self._lookups.lookup_wide(request.query, request.readers, deadline)
         try:
             pauses = self._parts.long_work.begin()
+            request = replace(request, terms=request.terms.after(self._parts.clock.monotonic() - began_s))
             plan = None if request.mode == "off" else plan_loading(self._facts(request, spec, found))
             await pauses.between()  # the ticket holds the found chunks meanwhile
             first, count, found = self._cut(request, spec, found, plan)
