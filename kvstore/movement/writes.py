@@ -247,8 +247,8 @@ class Writes:
         try:
             await self._write_held(row, placement, residency)
             self.parked.has_taken(row)
-            if self.reason and not self.is_draining:
-                self._refusals.taken()
+            if not self.is_draining:
+                self._refusals.taken(placement.byte_count)
                 self.reason = ""
         except DataLoss:
             if self._memory.holds(row, placement):  # else the chunk left memory meanwhile, and was perhaps stored anew
@@ -276,9 +276,8 @@ class Writes:
         reason is one for which the tier lacks other chunks, too."""
         self._counters.add_of(self.target.name, "refused_chunks")
         self._try_again(row, reason)
-        is_news = reason != self.reason or not self._refusals.is_told
-        if is_told and is_news and not self.is_draining:
-            self._refusals.refused(reason)
+        if is_told and not self.is_draining:
+            self._refusals.refused(reason, self._memory.placement(row).byte_count if row in self._memory else 0)
             self.reason = reason
 
     def _try_again(self, row: int, reason: str) -> None:
@@ -293,7 +292,8 @@ class Writes:
             else:
                 await self._queue_again(self.parked.take_all(), any_of=True)
         elif self.reason and not (self.parked or len(self._queue) or self.is_draining):
-            self.reason = ""  # what it refused is nowhere any more, or came to be there otherwise
+            self._refusals.ended()  # what it refused is nowhere any more, or came to be there otherwise
+            self.reason = ""
         if self._lacks_some and not len(self._queue) and not (self.parked and self.parked.is_away):
             self._lacks_some = False
             await self._queue_again(range(len(self._catalog.table.digests)), any_of=False)

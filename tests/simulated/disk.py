@@ -89,7 +89,7 @@ class SimulatedDisk:
     def __init__(self, seed: int, *, capacity_bytes: int | None = None) -> None:
         self.steps = 0
         self.stop_after: int | None = None
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._chance = random.Random(seed)
         self._names = Names()
         self._opened: dict[int, _Opened] = {}
@@ -302,6 +302,6 @@ class SimulatedDisk:
         more_bytes = end - opened.file.taken_bytes
         if more_bytes <= 0:
             return
-        if self._capacity_bytes is not None and self._taken_bytes() + more_bytes > self._capacity_bytes:
+        if self.capacity_bytes is not None and self._taken_bytes() + more_bytes > self.capacity_bytes:
             raise os_error(errno.ENOSPC, opened.path)
         opened.file.taken_bytes = end

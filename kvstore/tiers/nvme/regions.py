@@ -25,7 +25,7 @@ from kvstore.tiers.contract import HelpingCopies, Residency
 from kvstore.tiers.nvme.files import Files
 from kvstore.tiers.nvme.io import DeviceIO
 from kvstore.tiers.nvme.slots import FLAGS_SHIFT, SEALED, RegionFile, region_of, remedy_of, slot_of
-from kvstore.units import PAGE_BYTES, format_bytes
+from kvstore.units import PAGE_BYTES
 
 _NAME = re.compile(r"region-(\d{5,7})-([1-9]\d{3,12})\.kvs")
 REGION_COUNT_MAX = 1 << 24
@@ -76,7 +76,8 @@ class Regions:
         self._numbers: set[int] = set()
         """Numbers of files that are there, or were: a record of ``newest`` about one file must not be applied to
         another."""
-        self._is_short = False
+        self._short_bytes = 0
+        """What all files would take with the largest for which the file system had no room; 0: it has room."""
 
     @property
     def file_bytes(self) -> int:
@@ -164,8 +165,7 @@ class Regions:
     def create(self, slot_bytes: int) -> RegionFile:
         """Make a new file for slots of one size: file and directory are synced before the first slot is used. Blocking.
         The first file of a size has fewer slots than usual where the file system has less room; later ones, which would
-        become many, do not. Raises Exhausted when the capacity or the device has no room for one slot; OSError.
-        """
+        become many, do not. Raises Exhausted when capacity or device have no room for one slot; OSError."""
         used = sum(each.slot_count for each in self.by_number.values() if each.slot_bytes == slot_bytes)
         count = max(FIRST_SLOT_COUNT, FIRST_REGION_BYTES // slot_bytes, used)
         count = min(count, max(1, (self._region_bytes - PAGE_BYTES) // slot_bytes))
@@ -185,11 +185,10 @@ class Regions:
     def _no_room(self, byte_count: int) -> Exhausted:
         """Return the error of a file system without room for a new file. It is logged once, until there is room again:
         where the tier evicts instead, no reply has the error."""
-        reason = f"the file system of {self._directory} has no room for {format_bytes(byte_count)} more: free some, or "
-        reason += "lower tiers.nvme.capacity_bytes"
-        if not self._is_short:
-            self._is_short = True
-            _log.warning("the device is full before the tier is", extra={"reason": reason})
+        reason = f"the file system of {self._directory} is full: free some room, or lower tiers.nvme.capacity_bytes"
+        if not self._short_bytes:
+            _log.warning("the device is full before the tier is", extra={"reason": reason, "lacking_bytes": byte_count})
+        self._short_bytes = max(self._short_bytes, self.file_bytes + byte_count)
         return Exhausted(reason)
 
     def _make(self, slot_bytes: int, count: int) -> RegionFile:
@@ -213,7 +212,9 @@ class Regions:
         self._faults.reach("nvme.region.synced")
         self.by_number = {**self.by_number, number: region}  # a new table: the event loop may be iterating the old one
         self._numbers.add(number)
-        self._is_short = False
+        if 0 < self._short_bytes <= self.file_bytes:  # a smaller file, or one in the place of another, shows no room
+            self._short_bytes = 0
+            _log.info("the device has room for the tier again")
         return region
 
     def _abandon(self, region: RegionFile) -> None:
