@@ -21,11 +21,11 @@ _numbers = iter(range(1, 1000))
 class Stored:
     """A model of its own with one context on the device. ``digests``: of its chunks, in hex."""
 
-    def __init__(self, client: Client, count: int, tail: int = 0) -> None:
+    def __init__(self, client: Client, count: int, tail: int = 0, **spec: Any) -> None:
         self.client = client
         self.number = next(_numbers)
         self.name = f"model-{self.number}"
-        self.spec = small_spec(model_id=self.name, weights_digest=f"{self.number:064x}")
+        self.spec = small_spec(model_id=self.name, weights_digest=f"{self.number:064x}", **spec)
         self.tokens = tokens_of(count * STEP + tail, self.number)
         self.store()
         self.digests = [each.hex() for each in chain_digests(self.tokens, STEP)][:count]

@@ -194,12 +194,17 @@ class Operators:
     async def _prefetched(self, session: Session, query: ChainQuery, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         tally = Tally(len(query.digests))
         model = self._parts.catalog.model(query.fingerprint)
-        size = model.seen(None, query.exactness, query.provenance).known_bytes(model.spec.chunk_tokens)
+        space = model.seen(None, query.exactness, query.provenance)
+        size = space.known_bytes(model.spec.chunk_tokens)
+        row = space.index.get(query.digests[-1]) if query.digests else None
+        last = space.known_bytes(self._table.token_counts[row]) if row is not None else size  # a partial chunk is known
         if dry_run:
             there, stored, absent = await self._found(query)
             room = self._parts.arena.capacity_bytes // max(1, size)  # 0: too large a chunk, and nothing is stored
             brought = max(0, min(stored, room) - there)
-            _count(tally, size, {IN_MEMORY: there, BROUGHT: brought, NO_ROOM: stored - there - brought})
+            is_last_there = row is not None and self._parts.movement.are_in_memory([row])
+            fate = IN_MEMORY if is_last_there else BROUGHT if there + brought == stored else NO_ROOM
+            counts = {IN_MEMORY: there, BROUGHT: brought, NO_ROOM: stored - there - brought}
         else:
             clock = self._parts.clock
             deadline = Deadline.of(clock, None, BATCH_S_MAX)
@@ -215,11 +220,16 @@ class Operators:
             if result.reason is MissReason.OVERLOADED:  # more of it is stored than memory has room for
                 _, found, absent = await self._found(query)
                 stored = max(stored, found)
-            _count(tally, size, {IN_MEMORY: len(result.chunks) - len(coming), BROUGHT: landed})
-            _count(tally, size, {NO_ROOM: stored - result.hit_count, Transit.FAILED: len(coming) - landed})
+            fate = NO_ROOM
+            if result.chunks and result.hit_count == stored:
+                load = result.chunks[-1].loading
+                fate = IN_MEMORY if load is None else BROUGHT if load.has_landed else Transit.FAILED
+            counts = {IN_MEMORY: len(result.chunks) - len(coming), BROUGHT: landed}
+            counts |= {NO_ROOM: stored - result.hit_count, Transit.FAILED: len(coming) - landed}
             if landed < len(coming):
                 tally.problem = "a tier did not give all: see the service's log"
-        _count(tally, size, {absent: len(query.digests) - stored})
+        counts[absent] = len(query.digests) - stored
+        _count(tally, counts, size, last, fate if stored == len(query.digests) else absent)
         tally.done_count = tally.total_count
         yield ChangeNews(tally, is_last=True)
 
@@ -269,8 +279,8 @@ def _reported(changes: AsyncGenerator[ChangeNews]) -> AsyncGenerator[ChangeNews]
     return with_heartbeats(changes, ChangeNews(Tally(0)))
 
 
-def _count(tally: Tally, size: int, outcomes: Mapping[str, int]) -> None:
-    """Count the outcomes for a chain, whose chunks count ``size`` bytes each."""
-    for what, count in outcomes.items():
+def _count(tally: Tally, counts: Mapping[str, int], size: int, last: int, fate_of_last: str) -> None:
+    """Count the outcomes for a chain, whose chunks count ``size`` bytes each, and the last one ``last``."""
+    for what, count in counts.items():
         if count:
-            tally.add(what, count * size, count)
+            tally.add(what, count * size - (size - last if what == fate_of_last else 0), count)

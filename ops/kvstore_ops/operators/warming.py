@@ -76,9 +76,10 @@ def _brought(there: Operator, here: Operator, count: int, *, dry_run: bool) -> I
 
 
 def _size_of(spec: ModelSpec, token_count: int) -> tuple[int, int]:
-    """Return the chunks and bytes of so many tokens."""
-    chunk_count = -(-token_count // spec.chunk_tokens)
-    return chunk_count, chunk_count * layout_of(spec, spec.kind, spec.chunk_tokens).total_bytes
+    """Return the chunks and bytes of so many tokens; the last chunk may be a partial one."""
+    whole_count, rest = divmod(token_count, spec.chunk_tokens)
+    byte_count = whole_count * layout_of(spec, spec.kind, spec.chunk_tokens).total_bytes
+    return whole_count + bool(rest), byte_count + (layout_of(spec, spec.kind, rest).total_bytes if rest else 0)
 
 
 def _has_room(here: Operator, byte_count: int) -> bool:
