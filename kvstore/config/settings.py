@@ -172,8 +172,8 @@ class PolicySettings:
     demotion_wait_s: Duration = 1.0
     """Longest wait of a store until the device has taken the chunks that it evicts from memory."""
     scrub_bytes_per_s: Size = 16 * MIB
-    """Rate at which copies are read again in the background, to find damage, but no more than 50 chunks a second; 0:
-    never."""
+    """Rate at which copies are read again in the background, to find damage, but no more than 50 chunks a second, and
+    none twice in ten minutes; 0: never."""
     warm_up_bytes: Size = 0
     """Bytes that a node with a young memory brings of each model that an engine registers, once: what another node that
     shares its Redis and has this setting fetches most ([cluster.md](cluster.md)). It needs `tiers.redis.url`. 0:

@@ -19,6 +19,9 @@ from kvstore.spec import MissReason
 from kvstore.telemetry import Counters
 
 IDLE_S = 1.0
+ROUND_S_MIN = 600.0
+"""Seconds from the start of one round that reads something to that of the next, at least: where little is stored the
+same few chunks would be read all the time."""
 CHECK_S_MIN = 0.02
 """Seconds from one check of a round to the next, at least: each takes the loop 0.3 ms, however small its chunk."""
 ROWS_AT_ONCE = 4096
@@ -179,18 +182,23 @@ class Checks:
     async def _go_round(self) -> None:
         while True:
             await self._clock.sleep(IDLE_S)
-            await self.round()
+            began_s = self._clock.monotonic()
+            if await self.round():
+                await self._clock.sleep(max(0.0, began_s + ROUND_S_MIN - self._clock.monotonic()))
 
-    async def round(self) -> None:
-        """Check every copy once."""
+    async def round(self) -> int:
+        """Check every copy once, and return how many there were."""
+        count = 0
         for copies in list(self._table.copies):
             row = 0
             while row < len(self._table.digests):
                 if row in copies and self._can_be_read(row):
+                    count += 1
                     await self._paced(copies, row)
                 elif row % ROWS_AT_ONCE == 0:
                     await self._clock.sleep(0)
                 row += 1
+        return count
 
     def _can_be_read(self, row: int) -> bool:
         """True when the layout of a chunk is known. A recovered chunk has none before its model is registered; nor has
