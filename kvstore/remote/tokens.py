@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,7 +78,9 @@ class AccessTokens:
     and where a token is another tenant's, too."""
 
     def __init__(self, files: Sequence[TokenFile]) -> None:
-        self._known: list[tuple[Token, str]] = []
+        self._files = files
+        self._of: Mapping[str, list[Token]] = {}
+        """Each tenant's tokens."""
         self._empty: set[str] = set()
         """The tenants whose files had no token when they were last read."""
         for each in files:
@@ -86,8 +89,7 @@ class AccessTokens:
     def read_again(self, file: TokenFile) -> None:
         """Know the tokens that a tenant's file has by now, and no others of this tenant. Raises as the constructor:
         those before stay. A file that has none is being written, perhaps: it counts when it is read again and still has
-        none."""
-        others = [each for each in self._known if each[1] != file.tenant]
+        none. Where a token was another tenant's, that one's file is read again, too: it may have another one by now."""
         was_empty = file.tenant in self._empty
         self._empty.discard(file.tenant)
         tokens = read_tokens(file.path, file.setting)
@@ -95,13 +97,28 @@ class AccessTokens:
             self._empty.add(file.tenant)
             if not was_empty:
                 raise InvalidRequest(f"{file.setting} = {file.path}: it has no token; write one per line")
-        for token in tokens:
-            for other, owner in others:
-                if hmac.compare_digest(token.digest, other.digest):
-                    raise InvalidRequest(
-                        f"{file.setting}: one of its tokens is tenant {owner}'s, too: give each its own"
-                    )
-        self._known = [*others, *((token, file.tenant) for token in tokens)]
+        of = {**self._of, file.tenant: tokens}
+        if owner := _owner(of, file.tenant):
+            of = self._in_all_files(file.tenant, tokens)
+            if of[file.tenant] is not tokens:
+                raise InvalidRequest(f"{file.setting}: one of its tokens is tenant {owner}'s, too: give each its own")
+        self._of = of
+
+    def _in_all_files(self, tenant: str, tokens: list[Token]) -> dict[str, list[Token]]:
+        """Return the tokens that every tenant's file has by now; those before for a tenant whose file cannot be read,
+        or has a token of another one. ``tokens``: what the tenant's own file has."""
+        fresh = {tenant: tokens}
+        for each in self._files:
+            if each.tenant in self._of and each.tenant != tenant:
+                with suppress(InvalidRequest):
+                    fresh[each.tenant] = read_tokens(each.path, each.setting) or self._of[each.tenant]
+        while True:
+            of = {tenant: [], **self._of, **fresh}
+            shared = [each for each in fresh if _owner(of, each)]
+            if not shared:
+                return of
+            for name in shared:
+                del fresh[name]
 
     def tenant(self, authorization: str | bytes | None) -> str:
         """Return the token's tenant. Raises Unauthenticated."""
@@ -118,11 +135,18 @@ class AccessTokens:
             raise Unauthenticated("this address needs a token: connect(address, token=...)")
         given = hashlib.sha256(authorization.removeprefix(SCHEME).encode()).digest()
         found, is_admin = "", False
-        for token, tenant in self._known:
-            if hmac.compare_digest(token.digest, given):
-                found, is_admin = tenant, token.is_admin
+        for tenant, tokens in self._of.items():
+            for token in tokens:
+                if hmac.compare_digest(token.digest, given):
+                    found, is_admin = tenant, token.is_admin
         if not found:
             raise Unauthenticated(
                 "the token is not one of this server's: see remote.token_file, or its tenant's, there"
             )
         return found, is_admin
+
+
+def _owner(of: Mapping[str, list[Token]], tenant: str) -> str:
+    """Return another tenant that has one of this one's tokens; empty: none has."""
+    own = {token.digest for token in of[tenant]}
+    return next((who for who, theirs in of.items() if who != tenant and any(each.digest in own for each in theirs)), "")

@@ -39,8 +39,8 @@ MUTANTS = [
     Mutant(
         "a-token-that-was-removed-is-known",
         "kvstore/remote/tokens.py",
-        "        self._known = [*others,",
-        "        self._known = [*self._known,",
+        "        of = {**self._of, file.tenant: tokens}\n",
+        "        of = {**self._of, file.tenant: [*self._of.get(file.tenant, ()), *tokens]}\n",
         "a token that leaked opens the door until the next restart",
         (f"{T_RENEWAL}::test_tokens_come_and_go_with_their_file",),
     ),

@@ -99,8 +99,8 @@ MUTANTS = [
     Mutant(
         "the-right-of-another-token",
         TOKENS,
-        "                found, is_admin = tenant, token.is_admin\n",
-        "                found, is_admin = tenant, any(known.is_admin for known, _ in self._known)\n",
+        "                    found, is_admin = tenant, token.is_admin\n",
+        "                    found, is_admin = tenant, any(known.is_admin for known in tokens)\n",
         "one operator's token gives every engine the right",
         (f"{T_OPERATORS}::test_every_method_of_the_admin_service_asks_for_the_right",),
     ),
@@ -244,10 +244,18 @@ MUTANTS = [
     Mutant(
         "token-of-two-tenants",
         TOKENS,
-        "                if hmac.compare_digest(token.digest, other.digest):\n",
-        "                if False:\n",
+        "        if owner := _owner(of, file.tenant):\n",
+        "        if False:\n",
         "a token of one tenant opens another's door",
         (f"{T_TENANTS}::test_a_start_that_would_mix_tenants_is_refused",),
+    ),
+    Mutant(
+        "token-that-a-second-tenant-adds",
+        TOKENS,
+        "            if not shared:\n",
+        "            if True:\n",
+        "a tenant writes another's token into its file, and the other's engines use its chunks",
+        (f"{T_PROCESS}::test_tenants_may_swap_their_tokens",),
     ),
     Mutant(
         "calls-without-a-token",

@@ -140,6 +140,32 @@ def test_the_last_token_of_a_tenant_can_be_taken_back(tmp_path: Path) -> None:
         AccessTokens([kept, file])
 
 
+def test_tenants_may_swap_their_tokens(tmp_path: Path) -> None:
+    """Their files change one after the other, and each is read by itself: what all of them have in the end counts."""
+    texts = {who: f"the-token-of-tenant-{who}" for who in "abcd"}
+    files = {who: TokenFile(who, Path(write_private(tmp_path / who, text)), "t") for who, text in texts.items()}
+    known = AccessTokens(list(files.values()))
+
+    def owners() -> str:
+        return "".join(known.tenant(f"Bearer {text}") for text in texts.values())
+
+    files["a"].path.write_text(texts["b"])
+    with pytest.raises(InvalidRequest, match="one of its tokens is tenant b's"):
+        known.read_again(files["a"])
+    assert owners() == "abcd", "two cannot have it"
+    files["b"].path.write_text(texts["a"])
+    files["c"].path.write_text(texts["d"])
+    for who in "bacd":
+        with suppress(InvalidRequest):
+            known.read_again(files[who])
+    assert owners() == "bacd", "c asks for what d keeps, and that holds up nobody else"
+    files["a"].path.write_text(texts["c"])
+    files["c"].path.write_text(texts["b"])
+    for who in "ac":
+        known.read_again(files[who])
+    assert owners() == "bcad"
+
+
 @pytest.mark.parametrize("given", ["the-first-of-the-tokens", "the-last-of-the-tokens", "none-of-them-all"])
 def test_every_token_is_compared_in_constant_time_whatever_was_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
