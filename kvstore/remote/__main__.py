@@ -43,8 +43,19 @@ def main() -> int:
 
 async def _serve(orders: dict[str, Any]) -> None:
     files = [TokenFile(each["name"], Path(each["token_file"]), each["setting"]) for each in orders["tenants"]]
+    pems = [orders[name] for name in ("certificate_file", "key_file", "client_ca_file")]
+    loop = asyncio.get_running_loop()
+
+    def renew_tokens(file: TokenFile) -> None:
+        tokens.read_again(file)
+        loop.call_soon_threadsafe(door.end_gone)
+
+    renewed = [  # made before the files are read: what changes meanwhile is read again
+        *(RenewedFiles(each.setting, [each.path], partial(renew_tokens, each)) for each in files),
+        RenewedFiles("certificates", map(Path, filter(None, pems)), lambda: certificates.read_again()),
+    ]
     tokens = AccessTokens(files)
-    certificates = Certificates(*(orders[name] for name in ("certificate_file", "key_file", "client_ca_file")))
+    certificates = Certificates(*pems)
     nodes = {each["name"]: Node(each["name"], Path(each["socket_directory"])) for each in orders["tenants"]}
     door = Door(
         tokens, nodes, message_bytes=orders["message_bytes"], stream_count_max=orders["stream_count_max"],
@@ -56,16 +67,6 @@ async def _serve(orders: dict[str, Any]) -> None:
     except Unavailable:
         certificates.check()  # gRPC says the same of these as of an address that is taken
         raise
-    loop = asyncio.get_running_loop()
-
-    def renew_tokens(file: TokenFile) -> None:
-        tokens.read_again(file)
-        loop.call_soon_threadsafe(door.end_gone)
-
-    renewed = [
-        *(RenewedFiles(each.setting, [each.path], partial(renew_tokens, each)) for each in files),
-        RenewedFiles("certificates", certificates.files, certificates.read_again),
-    ]
     await door.server.start()
     _say({"port": port})
     start_thread(_obey_the_sidecar, "stdin")

@@ -23,7 +23,7 @@ class Certificates:
         self._client_ca_file = client_ca_file
         self._fresh: Any = None
         """The files' content that handshakes do not have yet; None: they have the newest."""
-        self.files: Sequence[Path] = [
+        self._files: Sequence[Path] = [
             Path(each).expanduser() for each in (certificate_file, key_file, client_ca_file) if each
         ]
         self.credentials: Any = None
@@ -45,7 +45,7 @@ class Certificates:
         if not self._certificate_file:
             return
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        certificate, key, *authority = self.files
+        certificate, key, *authority = self._files
         try:
             context.load_cert_chain(certificate, key, password=lambda: "")  # without one OpenSSL would ask the terminal
         except (OSError, ValueError) as error:

@@ -22,7 +22,7 @@ class RenewedFiles:
 
     def __init__(self, what: str, files: Iterable[Path], read: Callable[[], None]) -> None:
         self._what = what
-        self._files = tuple(files)
+        self._files = tuple(each.expanduser() for each in files)
         self._read = read
         self._stamps: list[Stamp | None] | None = self._look()
         self._reason = ""

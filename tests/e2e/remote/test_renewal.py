@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
 from kvstore_client import TLS, connect
 from kvstore_ops.sidecar import TOKEN, Sidecar
 
+from kvstore.config.remote import RemoteSettings
 from kvstore.errors import Unauthenticated, Unavailable
+from kvstore.remote import __main__ as plane
+from kvstore.remote.door import Door
 from kvstore.remote.renewal import LOOK_INTERVAL_S, RenewedFiles
 from kvstore.spec import Durability
 from kvstore.v1 import cache_pb2 as pb
@@ -18,6 +25,7 @@ from tests.e2e.remote.certificates import make_certificates, needs_openssl, show
 from tests.e2e.remote.peers import SPEC, Peer, left, status
 from tests.e2e.remote.silent import SilentPeer
 from tests.e2e.test_failures import large_cache, large_spec, until
+from tests.security.tenancy import write_private
 from tests.specs import random_cache, tokens_of
 
 OTHER = "another-token-of-this-sidecar"
@@ -158,3 +166,36 @@ def test_files_that_could_not_be_read_are_read_again_although_they_do_not_change
         renewed.renew()
     assert len(tries) == 3
     assert caplog.text.count("changed files are not used") == 1
+
+
+@needs_openssl
+async def test_what_changes_while_a_start_reads_the_files_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_certificates(tmp_path)
+    doors: list[Door] = []
+    names = {"certificate_file": "server.pem", "key_file": "server.key", "client_ca_file": "ca.pem"}
+    places = {name: str(tmp_path / file) for name, file in names.items()}
+    files = [write_private(tmp_path / "tokens", TOKEN), places["certificate_file"]]
+
+    async def look(renewed: Sequence[RenewedFiles], _: object) -> None:
+        for each in renewed:
+            each.renew()
+        await doors[0].server.stop(None)
+
+    def changed(read: Callable[..., object], file: str, *given: object) -> object:
+        done = read(*given)
+        Path(file).write_text(Path(file).read_text() + "\n")
+        return done
+
+    for read, file in zip(("AccessTokens", "Certificates"), files, strict=True):
+        monkeypatch.setattr(plane, read, partial(changed, getattr(plane, read), file))
+    monkeypatch.setattr(plane, "keep_renewing", look)
+    monkeypatch.setattr(plane, "Door", lambda *given, **named: doors.append(Door(*given, **named)) or doors[0])
+    monkeypatch.setattr(plane, "start_thread", lambda *_: None)
+    tenant = {"name": "default", "token_file": files[0], "setting": "tokens", "socket_directory": str(tmp_path)}
+    remote = {**asdict(RemoteSettings()), **places, "address": "127.0.0.1:0", "tenants": [tenant]}
+    with caplog.at_level(logging.INFO):
+        await plane._serve(remote)
+    said = [each.__dict__["what"] for each in caplog.records if each.message == "changed files are in use"]
+    assert said == ["tokens", "certificates"]
