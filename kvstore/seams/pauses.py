@@ -11,11 +11,14 @@ STEP_S = 0.002
 
 
 class LongWork:
-    """The long work of one tenant: of all its pieces that pause, one goes on per round of the event loop."""
+    """The long work of one tenant: of all its pieces that pause, one goes on per round of the event loop. The more of
+    them pause, the shorter is the first step of one that begins: many may begin in one round. Short work ends within
+    it, and waits for none of them."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.gate = asyncio.Lock()
+        self.paused_count = 0
 
     def begin(self) -> Pauses:
         return Pauses(self)
@@ -27,12 +30,20 @@ class Pauses:
 
     def __init__(self, work: LongWork) -> None:
         self._work = work
+        self._step_s = STEP_S / (1 + work.paused_count)
         self._since_s = work.clock.monotonic()
 
     async def between(self) -> None:
         """Let others run if this work has used up its step. State that was read before may have changed afterwards."""
-        clock = self._work.clock
-        if clock.monotonic() - self._since_s >= STEP_S:
+        if self._work.clock.monotonic() - self._since_s >= self._step_s:
+            await self.turn()
+
+    async def turn(self) -> None:
+        """Let others run, and wait until it is this work's turn to go on."""
+        self._work.paused_count += 1
+        try:
             async with self._work.gate:
-                await clock.sleep(0)
-            self._since_s = clock.monotonic()
+                await self._work.clock.sleep(0)
+        finally:
+            self._work.paused_count -= 1
+        self._step_s, self._since_s = STEP_S, self._work.clock.monotonic()

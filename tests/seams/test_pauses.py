@@ -43,3 +43,23 @@ async def test_of_many_pieces_one_goes_on_per_round() -> None:
     assert gone_on <= 5
     await asyncio.gather(*tasks)
     assert gone_on == 20
+
+
+async def test_pieces_that_begin_in_one_round_do_not_each_take_a_whole_step_of_it() -> None:
+    """40 releases of 16,384 ids at once kept others waiting for 40 steps."""
+    clock, short_ones = ManualClock(), 0
+    work = LongWork(clock)
+
+    async def piece(item_count: int) -> None:
+        nonlocal short_ones
+        pauses = work.begin()
+        for _ in range(item_count):
+            clock.advance(STEP_S / 64)
+            await pauses.between()
+        short_ones += item_count == 1
+
+    tasks = [asyncio.get_running_loop().create_task(piece(1 if number % 2 else 640)) for number in range(20)]
+    await asyncio.sleep(0)
+    assert short_ones == 10, "short ones wait for nobody"
+    assert clock.monotonic() < 4 * STEP_S
+    await asyncio.gather(*tasks)

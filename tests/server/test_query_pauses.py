@@ -3,12 +3,15 @@ served."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvstore.server.services import CacheService
+from kvstore.server import render
+from kvstore.server.services import LONG_BYTES, CacheService
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import METADATA_SESSION
 from tests.controller.service import Service
@@ -48,3 +51,28 @@ async def test_many_segments_are_parsed_with_pauses(
     reply = await service.Lookup(pb.LookupRequest(query=query, segments=[query] * CHAINS), context)
     assert len(reply.segments) == CHAINS
     assert len(taken) - 2 * without >= 2 * CHAINS, "parsed, and looked up"
+
+
+async def test_of_many_long_lookups_one_is_parsed_per_round_and_short_ones_wait_for_none(
+    asked: tuple[CacheService, Any, pb.ChainQuery], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """40 lookups of 131,072 digests that came at once kept every other call waiting for a third of a second."""
+    service, context, query = asked
+    parsed: list[int] = []
+
+    def parse(message: pb.ChainQuery, *more: Any) -> Any:
+        parsed.append(len(message.digests))
+        return parse_query(message, *more)
+
+    parse_query = render.parse_query
+    monkeypatch.setattr(render, "parse_query", parse)
+    long = pb.ChainQuery(fingerprint=query.fingerprint, digests=os.urandom(LONG_BYTES))
+    sent = [long] * 20 + [query]
+    tasks = [asyncio.ensure_future(service.Lookup(pb.LookupRequest(query=each), context)) for each in sent]
+    await asyncio.sleep(0)
+    assert parsed == [len(query.digests)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert len(parsed) <= 1 + 5
+    await asyncio.gather(*tasks)
+    assert len(parsed) == len(sent)
