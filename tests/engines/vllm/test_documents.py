@@ -266,11 +266,12 @@ def test_a_prompt_that_vllm_computes_sooner_is_not_mended(
     engine.close()
 
 
-def test_one_slow_mend_ends_no_others(sidecar: Sidecar, theirs: Any, spec: ModelSpec) -> None:
-    """The first one of a process pays for what the others find ready."""
+@pytest.mark.parametrize("slow", [[Mended(64, 51, 38, 3.0)], 2 * [Mended(6400, 5100, 3800, 9000.0)]])
+def test_one_slow_mend_ends_no_others(sidecar: Sidecar, theirs: Any, spec: ModelSpec, slow: list[Mended]) -> None:
+    """The first one of a process pays for what the others find ready. Those of long prompts end none of short ones."""
     engine = Engine(sidecar.address, spec, model=LlamaForCausalLM(theirs), recompute=SOME, clock=ManualClock())
     remember(engine, ONE, TWO)
-    timed(engine, 1000.0, Mended(64, 51, 38, 3.0))
+    timed(engine, 1000.0, *slow)
     assert matched(engine.scheduler, asked("a"), 0) == (60, False)
     engine.scheduler.received(ended(Step(), Mended(64, 51, 38, 0.03)))
     assert matched(engine.scheduler, asked("b"), 0) == (60, False)

@@ -18,6 +18,8 @@ what the others find ready, as a session."""
 SEEN_S_MAX = 60.0
 """Seconds for which a mend is remembered: where none is worth it, some are made again once that is over, because
 nothing else shows that mends have become faster."""
+SHORTER_MAX = 4
+"""A mend shows nothing of prompts more than so many times shorter: what they cost is measured with their own."""
 
 
 class _Seen(NamedTuple):
@@ -46,17 +48,19 @@ class MendWorth:
         """Return how many tokens of a prompt a mend may compute; 0: none is worth it. ``by_vllm``: how many vLLM would,
         the last ones. Behind a mend vLLM computes the last block, too. Any thread may ask."""
         vllm_s = self._planner.computing_s(token_count - by_vllm, token_count)
-        costs = self._costs()
+        costs = self._costs(token_count)
         if not vllm_s or len(costs) < SEEN_MIN:
             return WORTH_MAX * by_vllm
         last_s = self._planner.computing_s((token_count - 1) // self._block_tokens * self._block_tokens, token_count)
         spent_s = max(0.0, statistics.median_low(costs)) + last_s
         return WORTH_MAX * by_vllm * max(0.0, 1.0 - spent_s / vllm_s)
 
-    def _costs(self) -> list[float]:
-        """Return the seconds that each mend took beside those of its tokens, by what is known of vLLM's speed now."""
-        since_s = self._clock.monotonic() - SEEN_S_MAX
-        return [self._cost(each.mended) for each in tuple(self._seen) if each.at_s >= since_s]
+    def _costs(self, token_count: int) -> list[float]:
+        """Return the seconds that each mend took beside those of its tokens, by what is known of vLLM's speed now: of
+        those that show what a mend of a prompt of ``token_count`` costs."""
+        since_s, most = self._clock.monotonic() - SEEN_S_MAX, SHORTER_MAX * token_count
+        seen = [each.mended for each in tuple(self._seen) if each.at_s >= since_s]
+        return [self._cost(each) for each in seen if each.token_count <= most]
 
     def _cost(self, mended: Mended) -> float:
         token_s = self._planner.computing_s(0, mended.token_count) / mended.token_count
