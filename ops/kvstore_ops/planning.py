@@ -30,7 +30,6 @@ from kvstore.planning.profile import Origin
 from kvstore.spec import ModelSpec, Tier
 from kvstore.units import format_bytes, parse_bytes
 from kvstore.v1alpha import admin_pb2
-from kvstore.wire.plans import compute_from_message
 from kvstore_ops.operators.harmless import cell, plain
 from kvstore_ops.options import AddressOption, JsonOption, TenantOption, TlsOption, of_option
 from kvstore_ops.tier_words import tier_words
@@ -105,12 +104,9 @@ def documents(client: Client, spec: ModelSpec, origin: Origin) -> str:
 
 def told_compute(engines: Iterable[admin_pb2.EngineRate], spec: ModelSpec, step_tokens: int) -> ComputeRate:
     """Return the compute rate that an engine reported to the sidecar for this model; an unknown rate when none did."""
-    name = fingerprint(spec, spec.kind)
-    for each in engines:
-        rate = compute_from_message(each.rate)
-        if (each.fingerprint, each.step_tokens) == (name, step_tokens) and rate.is_sound:
-            return rate
-    return ComputeRate()
+    from kvstore_client.loading.planner import told_engines
+
+    return told_engines(engines).get((fingerprint(spec, spec.kind), step_tokens)) or ComputeRate()
 
 
 def supposed(facts: LoadFacts, spec: ModelSpec, prefill_tokens_per_s: float, rates: Sequence[str]) -> LoadFacts:

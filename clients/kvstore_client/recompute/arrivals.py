@@ -77,8 +77,7 @@ class Arrivals:
 
     def _in_flight(self) -> list[Transfer]:
         """Return the transfers of all runs, each once; those of E, too, until their run took it."""
-        every = (transfer for source in self._sources for transfer in source.transfers)
-        return list({id(each): each for each in every}.values())
+        return list(dict.fromkeys(transfer for source in self._sources for transfer in source.transfers))
 
     def _every(self) -> list[Transfer]:
         """Return the transfers that were begun for this prompt and are kept, each once."""
