@@ -188,7 +188,7 @@ class Client:
 
         Shapes: ``kv`` per layer (K, V), each [kv_heads, tokens, head_dim] in the spec's dtype, or E, [tokens,
         hidden_size], where the spec keeps that, or all in ``Paged``; ``hidden`` {layer: [tokens, hidden_size]}.
-        ``durability``: the level that the receipt's ``wait`` waits for, None: the highest; a named one comes sooner.
+        ``durability``: the level that the receipt's ``wait`` waits for, None: LOCAL; one that is named may come sooner.
         ``exactness`` None: exact, and refused for a cache known to be derived. Raises: InvalidRequest."""
         return stores.keep(self._context, Prompt.of(spec, tokens, extras, exactness), kv, hidden, durability)
 

@@ -179,6 +179,14 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "all-that-waited-published-in-one-turn",
+        PUBLISH,
+        "[reservation.published : reservation.published + TURN_COUNT]",
+        "[reservation.published :]",
+        "the last chunk of one store to land holds up everybody's calls",
+        ("tests/controller/test_at_once.py::test_others_have_their_turn_while_many_chunks_are_published",),
+    ),
+    Mutant(
         "shards-published-one-by-one",
         "kvstore/controller/stores/fill.py",
         "        if at_once and reservation.shard_count > 1:\n",

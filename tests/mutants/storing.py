@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 CONTROLLER = "kvstore/controller/controller.py"
 COMMIT = "kvstore/controller/stores/commit.py"
 PUBLISH = "kvstore/controller/stores/publish.py"
+UPLOAD = "clients/kvstore_client/planes/shared_memory/store.py"
 FILL = "kvstore/controller/stores/fill.py"
 MOVER = "kvstore/controller/stores/mover.py"
 RESERVATION = "kvstore/controller/stores/reservation.py"
@@ -21,8 +22,25 @@ T_JOBS = "tests/seams/test_jobs.py"
 T_LIMITS = "tests/wire/test_limits.py"
 T_CALLS = "tests/controller/test_deadlines.py"
 T_CONTROLLER = "tests/controller/test_controller.py"
+T_AT_ONCE = "tests/e2e/test_at_once.py"
 
 MUTANTS = [
+    Mutant(
+        "run-of-two-lists",
+        UPLOAD,
+        "        self._ahead, self._staged = ahead, staged  # ",
+        "        self._ahead = ahead\n        self._staged = staged  # ",
+        "who is interrupted gives a run back twice, and two stores write there",
+        (f"{T_AT_ONCE}::test_wherever_a_caller_is_interrupted_each_run_is_given_back_once",),
+    ),
+    Mutant(
+        "calls-sent-ahead-unheard",
+        UPLOAD,
+        "            self._session.answer(self._told.pop())\n",
+        "            self._told.pop()\n",
+        "a commit overtakes chunks that were sent ahead, and a refusal of them is not told",
+        (f"{T_AT_ONCE}::test_a_store_of_which_a_call_was_refused_keeps_nothing_more_and_says_why",),
+    ),
     Mutant(
         "claimed-means-filled",
         PUBLISH,

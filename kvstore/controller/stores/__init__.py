@@ -1,7 +1,8 @@
 """Writing: a chain's chunks, from a reservation to their commit.
 
 A chunk has one writer; other stores of it wait for its end. A chunk becomes visible when every strip was moved and
-checksummed, its writers committed, and its parent is visible. A move that a mover refused, lost or failed at leaves its
+checksummed, its parent is visible, and its writers committed; a single writer may ask for it before the commit
+(``at_once``), and an abort leaves such chunks as they are. A move that a mover refused, lost or failed at leaves its
 strips unfilled. A move that has begun is finished even if its caller is gone: until then the memory is in use.
 
 - ``reservation``  a store in flight: its chunks, and their filled strips
