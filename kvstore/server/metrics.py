@@ -41,7 +41,7 @@ _TIER_GAUGES = {
     "file_bytes": "Bytes of the tier's files",
     "allocated_bytes": "Bytes of slots that hold a chunk",
     "free_bytes": "Bytes of slots that are free",
-    "quarantined_bytes": "Bytes of slots out of use because a check failed",
+    "quarantined_bytes": "Bytes of slots out of use: a check failed, or no key here opens them",
     "chunk_count": "Chunks in the tier; none of shared tiers, whose engines do not count them",
     "state_seconds": "Seconds for which the tier has been in its state: up, read-only or failing",
 }

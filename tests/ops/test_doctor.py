@@ -214,9 +214,10 @@ def test_tiers_that_are_not_well() -> None:
         admin_pb2.TierReport(stats=admin_pb2.TierStats(name="c", state="up"), problem="access denied"),
         admin_pb2.TierReport(stats=admin_pb2.TierStats(name="d", state="up"), stalled_seconds=60),
         admin_pb2.TierReport(stats=admin_pb2.TierStats(name="e", state="up"), is_draining=True),
+        admin_pb2.TierReport(stats=admin_pb2.TierStats(name="f", state="up", quarantined_bytes=4096)),
     ]
     found = list(look_at_tiers(admin_pb2.TiersResponse(tiers=tiers, absent=["the s3 tier is off"])))
-    healths = [Health.GOOD, Health.BAD, Health.BAD, Health.BAD, Health.WEAK, Health.BAD]
+    healths = [Health.GOOD, Health.BAD, Health.BAD, Health.BAD, Health.WEAK, Health.WEAK, Health.BAD]
     assert [each.health for each in found] == healths
     assert all(is_said(each, each.health) for each in found[1:])
 

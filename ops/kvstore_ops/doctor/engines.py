@@ -206,6 +206,14 @@ def look_at_tiers(found: admin_pb2.TiersResponse) -> Iterator[Finding]:
         elif stats.state != "up" or tier.stalled_seconds > ANSWER_S_MAX:
             said = f"{stats.state}; silent for {tier.stalled_seconds:.0f} s"
             yield Finding(what, Health.BAD, said, why, remedy)
+        elif stats.quarantined_bytes:
+            yield Finding(
+                what, Health.WEAK, f"up, {format_bytes(stats.quarantined_bytes)} of it quarantined",
+                "copies there failed a check, could not be read, or are sealed with a key that is not here: they are "
+                "misses that take room",
+                "see the service's log since its start: it names what is missing, as a key of envelope_key_file, or "
+                "what is damaged",
+            )  # fmt: skip
         else:
             yield Finding(what, Health.GOOD, f"up, {tier.backlog_chunk_count:,} chunks wait for it")
     for reason in found.absent:
