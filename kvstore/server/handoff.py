@@ -170,7 +170,8 @@ class Handoff:
         try:
             question = decode_question(packet)
             if isinstance(question, LookedUp | Redeemed):
-                self._note(question)
+                if not (session.is_operator and isinstance(question, LookedUp)):
+                    self._note(question)
                 return
             answer, descriptors = self._answer(session, connection, question)
         except (NoPacket, Unread):

@@ -72,6 +72,8 @@ def test_a_service_that_is_well_has_every_byte_come_back_through_each_tier(
             )
             left = run("models", "--socket", socket, "--json").json
             assert not [each for each in left if each["model_id"] == "kvstore-doctor"]
+            known = run("status", "--socket", socket, "--json").json["models"]
+            assert not any(each["served"]["token_count"] for each in known)  # no engine was saved anything
             server.kill()
             done = run("doctor", "--socket", socket, "--json")
             assert done.code == 11

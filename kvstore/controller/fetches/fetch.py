@@ -105,7 +105,7 @@ class Fetches:
         lease = self._parts.leases.grant(session, tuple(row for chain in chains for row in chain), byte_count)
         device_count = sum(chunk.on_device is not None for chunk in chunks)
         self._account(spaces, chains, loadings, byte_count, device_count)
-        if not query.is_ahead:
+        if not (query.is_ahead or session.is_operator):
             self._note(spaces[0], chains[0])
         if query.on_device:
             self._movement.bring_to_device(chains[0])  # hidden states go to the client's own memory

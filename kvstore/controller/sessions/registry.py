@@ -33,7 +33,7 @@ class Sessions:
         """Open a session. Raises Exhausted past limits.session_count_max; an operator's, some later."""
         if len(self) >= self._limits.session_count_max + (OPERATOR_SESSION_COUNT if is_operator else 0):
             raise Exhausted(f"{len(self)} sessions are open: raise limits.session_count_max")
-        session = Session(next(self._ids), self._random.bytes(SECRET_BYTES))
+        session = Session(next(self._ids), self._random.bytes(SECRET_BYTES), is_operator=is_operator)
         self._by_secret[session.secret] = session
         return session
 

@@ -13,13 +13,15 @@ from kvstore.errors import InvalidRequest
 
 @dataclass(eq=False)
 class Session:
-    """One client process. The ids of its staging, leases and reservations mean nothing in another session."""
+    """One client process. The ids of its staging, leases and reservations mean nothing in another session.
+    ``is_operator``: an operator's command, whose fetches save no engine anything."""
 
     session_id: int
     secret: bytes = field(repr=False)
     stagings: dict[int, Staging] = field(default_factory=dict)
     stream_count: int = 0
     is_open: bool = True
+    is_operator: bool = False
     watchers: set[Watcher] = field(default_factory=set)
     _waits: list[Callable[[], object]] = field(default_factory=list, repr=False)
 

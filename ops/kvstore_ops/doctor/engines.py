@@ -211,8 +211,8 @@ def look_at_tiers(found: admin_pb2.TiersResponse) -> Iterator[Finding]:
                 what, Health.WEAK, f"up, {format_bytes(stats.quarantined_bytes)} of it quarantined",
                 "copies there failed a check, could not be read, or are sealed with a key that is not here: they are "
                 "misses that take room",
-                "see the service's log since its start: it names what is missing, as a key of envelope_key_file, or "
-                "what is damaged",
+                "see the service's log since its start: it names what is damaged, or what is missing, as a key of "
+                "tenants.NAME.envelope_key_file",
             )  # fmt: skip
         else:
             yield Finding(what, Health.GOOD, f"up, {tier.backlog_chunk_count:,} chunks wait for it")
