@@ -72,8 +72,11 @@ def test_a_service_that_is_well_has_every_byte_come_back_through_each_tier(
             )
             left = run("models", "--socket", socket, "--json").json
             assert not [each for each in left if each["model_id"] == "kvstore-doctor"]
-            known = run("status", "--socket", socket, "--json").json["models"]
-            assert not any(each["served"]["token_count"] for each in known)  # no engine was saved anything
+            status = run("status", "--socket", socket, "--json").json
+            assert not any(each["served"]["token_count"] for each in status["models"])  # no engine was saved anything
+            measured = [each for each in status["rates"] if each["sample_count"]]
+            assert {each["tier"] for each in measured} == {"nvme", "redis"}
+            assert all(each["least_bytes"] > 128 << 10 for each in measured)  # what was read tells more than a latency
             server.kill()
             done = run("doctor", "--socket", socket, "--json")
             assert done.code == 11

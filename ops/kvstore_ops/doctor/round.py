@@ -17,7 +17,9 @@ from kvstore.v1alpha import admin_pb2
 from kvstore_ops.doctor.finding import Finding, Health
 from kvstore_ops.operators.calls import Operator
 
-CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 64 << 10, 64 << 20
+CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 1 << 20, 64 << 20
+"""The service learns its tiers' rates from what is read: by a chunk of some KiB a tier whose first byte takes 20 ms
+would look as if it moved 3 MB/s, until an engine reads from it."""
 TOKEN_BYTES = 1024
 """Of the doctor's model: 2 layers, K and V, 2 heads of 64 numbers of 2 bytes."""
 SETTLE_S_MAX, HELD_S_MAX = 15.0, 5.0
