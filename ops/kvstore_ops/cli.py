@@ -205,7 +205,9 @@ def _benchmarks() -> list[str]:
 def bench(
     name: Annotated[str, typer.Argument(help="A benchmark, or 'all'; 'list' names them.")],
     quick: Annotated[bool, typer.Option("--quick", help="Same definitions, fewer bytes: within 45 s.")] = False,
-    tiny: Annotated[bool, typer.Option("--tiny", help="A few seconds: proves that it runs.")] = False,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="A few seconds: proves that it runs; its figures say nothing.")
+    ] = False,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Also write the results here, with commit and machine.")
     ] = None,

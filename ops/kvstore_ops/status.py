@@ -18,8 +18,8 @@ def render(stats: admin_pb2.StatsResponse) -> Group:
     """Draw the statistics: contents, sessions, tiers, models and counters."""
     arena, sessions = stats.arena, stats.sessions
     whose = "" if stats.tenant == "default" else f", tenant {stats.tenant}"
-    title = f"kvstore {stats.version}{whose}, pid {stats.server_pid}, up {stats.uptime_seconds:.0f} s"
-    held = Table("memory", "", title=title)
+    title = f"kvstore {stats.version}{whose}, pid {stats.server_pid}, up {age_of(stats.uptime_seconds)}"
+    held = Table("memory", "")
     held.add_row("used", f"{format_bytes(arena.used_bytes)} of {format_bytes(arena.capacity_bytes)}")
     held.add_row("pre-faulted", format_bytes(arena.prefaulted_bytes))
     held.add_row("chunks", str(arena.chunk_count))
@@ -37,7 +37,7 @@ def render(stats: admin_pb2.StatsResponse) -> Group:
     for name, value in sorted(stats.counters.items()):
         if value:
             done.add_row(name, format_bytes(value) if name.endswith("_bytes") else f"{value:,}")
-    tables: list[Table | Text] = [held, *map(_tier, stats.tiers), models, done]
+    tables: list[Table | Text] = [Text(title, "italic"), held, *map(_tier, stats.tiers), models, done]
     if stats.rates:
         tables.insert(-2, _rates(stats.rates))
     if stats.engines:

@@ -102,6 +102,12 @@ def test_every_number_of_a_model_is_whole_on_a_terminal_of_any_width(width: int)
     assert max(map(len, text.splitlines())) <= width
 
 
+def test_the_first_line_of_the_status_is_one_line_and_tells_days_in_days() -> None:
+    stats = admin_pb2.StatsResponse(version="0.2.0", tenant="red", server_pid=1234567, uptime_seconds=9 * 86_400)
+    first = printed(status.render(stats), 80).splitlines()[0].rstrip()
+    assert first == "kvstore 0.2.0, tenant red, pid 1234567, up 9 d"
+
+
 def test_nobody_counts_the_chunks_of_a_shared_tier() -> None:
     counts = {"state": "up", "chunk_count": 1234567, "allocated_bytes": 5 << 30, "capacity_bytes": 8 << 30}
     shared = admin_pb2.TierStats(name="redis", is_shared=True, **counts)

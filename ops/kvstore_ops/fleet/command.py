@@ -32,14 +32,14 @@ ENGINES_MAX = 1024
 def fleet(
     trace: Annotated[Path, typer.Argument(help="JSON lines with timestamp (ms), input_length and hash_ids.")],
     requests: Annotated[int | None, typer.Option(help="Only the first so many.", min=1)] = None,
-    engines: Annotated[int, typer.Option(help="In all.", min=1, max=ENGINES_MAX)] = 8,
-    nodes: Annotated[int, typer.Option(help="That the engines share evenly.", min=1, max=ENGINES_MAX)] = 2,
-    prefill_tokens_per_s: Annotated[float, typer.Option(help="Of one engine, at a prompt's beginning.")] = 8000.0,
+    engines: Annotated[int, typer.Option(help="Engines on all nodes together.", min=1, max=ENGINES_MAX)] = 8,
+    nodes: Annotated[int, typer.Option(help="Nodes; each has as many engines.", min=1, max=ENGINES_MAX)] = 2,
+    prefill_tokens_per_s: Annotated[float, typer.Option(help="Speed of one engine at a prompt's beginning.")] = 8000.0,
     rate: Annotated[
         list[str] | None, typer.Option(help="memory=, nvme= or shared=BYTES, a second; may be repeated.")
     ] = None,
-    memory: Annotated[str, typer.Option(help="Of a node's sidecar.")] = "64 GiB",
-    nvme: Annotated[str, typer.Option(help="Of a node's sidecar.")] = "1024 GiB",
+    memory: Annotated[str, typer.Option(help="Memory of each node's sidecar.")] = "64 GiB",
+    nvme: Annotated[str, typer.Option(help="Device room of each node's sidecar.")] = "1024 GiB",
     token_bytes: Annotated[int, typer.Option(help="A token's cache in all layers.", min=1)] = 131072,
     block_tokens: Annotated[int, typer.Option(help="Tokens of each of hash_ids.", min=1)] = 512,
     as_json: JsonOption = False,
