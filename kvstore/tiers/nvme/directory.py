@@ -218,7 +218,7 @@ class Directory:
                 return None if columns is None else Snapshot(columns, key_ids=key_ids)
             unread = tuple((int(region), int(slot)) for region, slot in said["unread"])
             return Snapshot(columns, frozenset(map(int, said["regions"])), unread, key_ids)
-        except (OSError, KeyError, TypeError, ValueError, DataLoss):
+        except (OSError, KeyError, TypeError, ValueError, OverflowError, DataLoss):
             return None
 
     def _read_index(self, clean: str, ring: EnvelopeRing) -> IndexColumns | None:

@@ -139,8 +139,8 @@ class Regions:
                 self._files.close(descriptor)
                 return None
             number, slot_bytes, slot_count = said or (number, slot_bytes, there)
-            if slot_bytes % PAGE_BYTES:
-                raise ValueError("no file of ours has slots of such a size")
+            if slot_bytes % PAGE_BYTES or number >= REGION_COUNT_MAX:
+                raise ValueError("no file of ours has slots of such a size, or such a number")
             if number in self.by_number:
                 raise ValueError("another file is the same region")
             region = RegionFile(number, path, descriptor, slot_bytes, min(slot_count, there))
