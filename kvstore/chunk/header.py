@@ -202,8 +202,10 @@ def parse_header(data: bytes | Bytes, layout: ChunkLayout | None = None) -> Chun
     if xxhash.xxh3_128_digest(whole) != checksum:
         _bad("checksum does not match")
     codes = kind < len(_KINDS) and provenance < 2 and exactness < 2 and encoding < len(ENCODINGS)
-    if not codes or envelope or tag_bytes or zero or token_count > TOKEN_COUNT_MAX:
-        _bad("unknown kind, encoding or envelope, or more tokens than a chunk has")
+    if not codes or envelope or tag_bytes or zero:
+        _bad("unknown kind, encoding or envelope")
+    if token_count > TOKEN_COUNT_MAX:
+        _bad("more tokens than a chunk can have")
     table = np.frombuffer(bytes(whole[FIXED_HEADER_BYTES:table_end]), _ENTRY)
     found = ChunkHeader(
         kind=_KINDS[kind], e_layer=e_layer, provenance=_PROVENANCES[provenance], exactness=_EXACTNESSES[exactness],

@@ -31,7 +31,7 @@ class Token(NamedTuple):
 def read_tokens(path: Path, setting: str) -> list[Token]:
     """Return a file's tokens; there may be none. Raises InvalidRequest naming the setting, and never a token, for a
     file that cannot be read, that others may read or write, or that has a malformed line."""
-    data = read_private(path.expanduser(), setting, FILE_BYTES_MAX + 1, "one token per line")
+    data = read_private(path, setting, FILE_BYTES_MAX + 1, "one token per line")
     if len(data) > FILE_BYTES_MAX:
         raise InvalidRequest(f"{setting} = {path}: it has more than {FILE_BYTES_MAX} bytes")
     try:

@@ -30,7 +30,7 @@ def read_keys(tenants: Mapping[str, TenantSettings]) -> dict[str, TenantKeys]:
     for name, tenant in tenants.items():
         if tenant.secret_file:
             setting = f"tenants.{name}.secret_file"
-            keys[name] = TenantKeys.derived(name, _read(Path(tenant.secret_file).expanduser(), setting))
+            keys[name] = TenantKeys.derived(name, _read(Path(tenant.secret_file), setting))
     owners: dict[bytes, str] = {}
     for name, own in keys.items():
         other = owners.setdefault(own.secret, name)
@@ -52,7 +52,7 @@ def read_envelope_keys(keys: TenantKeys, tenant: TenantSettings | None) -> list[
     own = [] if keys == TenantKeys() else [EnvelopeKey.following(keys)]
     if tenant is None or not tenant.envelope_key_file:
         return own
-    path, setting = Path(tenant.envelope_key_file).expanduser(), f"tenants.{keys.tenant}.envelope_key_file"
+    path, setting = Path(tenant.envelope_key_file), f"tenants.{keys.tenant}.envelope_key_file"
     data = read_private(path, setting, KEY_FILE_BYTES_MAX + 1, "one key per line")
     if len(data) > KEY_FILE_BYTES_MAX:
         raise wrong_setting(setting, path, f"it has more than {KEY_FILE_BYTES_MAX} bytes: write one key per line")
@@ -91,11 +91,10 @@ def read_private(path: Path, setting: str, byte_count_max: int, what: str) -> by
     Raises InvalidRequest naming the setting, and never the file's content.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise wrong_setting(
-            setting, path, f"it cannot be read ({error.strerror}): write it, for this user alone"
-        ) from error
+        descriptor = os.open(path.expanduser(), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError, RuntimeError) as error:  # ValueError: a zero byte; RuntimeError: ~ of an unknown user
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise wrong_setting(setting, path, f"it cannot be read ({reason}): write it, for this user alone") from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):

@@ -56,6 +56,14 @@ MUTANTS = [
         (f"{T_CHUNK}::test_each_field_that_contradicts_the_layout_is_refused",),
     ),
     Mutant(
+        "header-of-any-token-count",
+        HEADER,
+        "    if token_count > TOKEN_COUNT_MAX:\n",
+        "    if False:\n",
+        "one forged header ends every start that reads headers",
+        ("tests/tiers/nvme/test_forged.py::test_a_chunk_of_more_tokens_than_there_can_be",),
+    ),
+    Mutant(
         "header-of-another-kind",
         HEADER,
         "header.kind is layout.kind",

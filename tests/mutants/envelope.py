@@ -387,4 +387,20 @@ MUTANTS = [
         "a snapshot that somebody altered is believed",
         (f"{T_CHUNK}::test_a_sealed_file_opens_with_its_key_and_unaltered",),
     ),
+    Mutant(
+        "region-of-any-number",
+        "kvstore/tiers/nvme/regions.py",
+        "if slot_bytes % PAGE_BYTES or number >= REGION_COUNT_MAX:\n",
+        "if slot_bytes % PAGE_BYTES:\n",
+        "a forged region is taken for another one: what is stored there and acknowledged is lost",
+        ("tests/tiers/nvme/test_forged.py::test_a_region_of_a_number_that_no_residency_holds",),
+    ),
+    Mutant(
+        "id-of-any-length",
+        "kvstore/tiers/nvme/directory.py",
+        "    return said if said is None or len(said) in (0, ID_BYTES) else None\n",
+        "    return said\n",
+        "the record of plain copies is one that no later start can read: the device stays off",
+        (f"{T_NVME}::test_an_id_of_another_length_is_a_damaged_one",),
+    ),
 ]

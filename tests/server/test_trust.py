@@ -51,6 +51,14 @@ def test_what_is_no_key_file_is_refused_and_named(tmp_path: Path, text: str, wor
     assert ONE not in caught.value.message
 
 
+@pytest.mark.parametrize("path", ["~of-nobody-here/keys", "a\0b", "/nowhere/keys"])
+def test_a_file_that_cannot_be_opened_is_named(path: str) -> None:
+    """Also where its name is none: a start says which setting it is, and a reload changes nothing."""
+    with pytest.raises(InvalidRequest, match="cannot be read") as caught:
+        read_envelope_keys(KEYS, settings(path))
+    assert "tenants.a.envelope_key_file" in caught.value.message
+
+
 def test_others_may_not_read_it(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(ONE)

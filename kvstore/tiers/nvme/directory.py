@@ -37,6 +37,7 @@ _SPACE = struct.Struct("<32sBB2x")
 _PROVENANCES = (Provenance.IN_CONTEXT, Provenance.STANDALONE)
 _EXACTNESSES = (Exactness.EXACT, Exactness.DERIVED)
 FILE_BYTES_MAX = 1 << 40
+ID_BYTES = 16
 _CLEAN_BYTES = 16
 _log = logging.getLogger("kvstore.nvme")
 
@@ -248,10 +249,12 @@ class Directory:
 
 
 def _id_in(found: dict[str, Any]) -> bytes | None:
+    """Return the id of a directory, empty where it has none; None: what says so is damaged."""
     try:
-        return bytes.fromhex(found.get("id", "")) if found else None
+        said = bytes.fromhex(found.get("id", "")) if found else None
     except (TypeError, ValueError):
         return None
+    return said if said is None or len(said) in (0, ID_BYTES) else None
 
 
 def _pack(columns: IndexColumns) -> bytes:

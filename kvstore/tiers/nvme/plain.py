@@ -28,11 +28,12 @@ from kvstore.errors import Unavailable
 from kvstore.seams import Disk, SystemRandom
 from kvstore.seams.disk import read_whole, replace_whole
 from kvstore.tiers.contract import IndexColumns
+from kvstore.tiers.nvme.directory import ID_BYTES
 from kvstore.tiers.nvme.regions import Regions
 from kvstore.tiers.nvme.slots import PLACE_MASK, SEALED
 
 RECORD_BYTES_MAX = 1 << 40
-_DIGEST_BYTES = _ID_BYTES = 16
+_DIGEST_BYTES = 16
 _ANY = 0
 _WHOLE_FILE = 0xFFFFFFFF
 _random = SystemRandom()
@@ -77,25 +78,25 @@ class PlainCopies:
             data = read_whole(self._disk, self._record, RECORD_BYTES_MAX)
         except FileNotFoundError:
             self._known = None
-            self._directory_id = (directory_id or _random.bytes(_ID_BYTES)) if self.is_demanding else b""
+            self._directory_id = (directory_id or _random.bytes(ID_BYTES)) if self.is_demanding else b""
             return self._directory_id
         if not self.is_demanding:
             self._disk.remove(self._record)
             self._disk.sync_directory(self._record.parent)
             return b""
         digest, rest = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-        if xxhash.xxh3_128_digest(rest) != digest or len(rest) < _ID_BYTES or len(rest) % 16:
+        if xxhash.xxh3_128_digest(rest) != digest or len(rest) < ID_BYTES or len(rest) % 16:
             raise Unavailable(
                 f"{self._record} is damaged: put back the one you have a copy of, or remove it, and all copies without "
                 "an envelope that lie on the device now are believed"
             )
-        self._directory_id = rest[:_ID_BYTES]
+        self._directory_id = rest[:ID_BYTES]
         if directory_id not in (None, self._directory_id):
             raise Unavailable(
                 f"{self._record} is of another directory than the one that is there: mount its device, or remove the "
                 "record, and all copies without an envelope that lie on the device now are believed"
             )
-        self._known = np.frombuffer(rest, np.uint64, offset=_ID_BYTES).reshape(-1, 2)
+        self._known = np.frombuffer(rest, np.uint64, offset=ID_BYTES).reshape(-1, 2)
         return self._directory_id
 
     def believes(self, residencies: NDArray[np.int64], marks: NDArray[np.uint64]) -> NDArray[np.bool_]:

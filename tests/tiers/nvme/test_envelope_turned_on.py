@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 
 import numpy as np
 import pytest
@@ -248,6 +249,24 @@ def test_a_directory_whose_format_is_damaged_has_the_id_that_the_record_says() -
             await service.restart(kill=True, meanwhile=lambda: service.disk.write_file(HOME / "format", b"garbage"))
             assert await service.fetch(*PATH) == (2, MissReason.NONE)
             await service.restart()
+            assert await service.fetch(*PATH) == (2, MissReason.NONE)
+
+    service.run(scenario)
+
+
+def test_an_id_of_another_length_is_a_damaged_one() -> None:
+    """The record would be one that no later start can read."""
+    service = DeviceService()
+
+    async def scenario() -> None:
+        await service.keep(*PATH)
+        await service.stop()
+        said = json.loads(service.disk.read_file(HOME / "format"))
+        service.disk.write_file(HOME / "format", json.dumps({**said, "id": "00"}).encode())
+        service.trust = trust("mac")
+        await service.start()
+        for kill in (True, False):
+            await service.restart(kill=kill)
             assert await service.fetch(*PATH) == (2, MissReason.NONE)
 
     service.run(scenario)
