@@ -64,6 +64,14 @@ MUTANTS = [
         ("tests/tiers/nvme/test_forged.py::test_a_chunk_of_more_tokens_than_there_can_be",),
     ),
     Mutant(
+        "region-of-any-number",
+        "kvstore/tiers/nvme/regions.py",
+        "if slot_bytes % PAGE_BYTES or number >= REGION_COUNT_MAX:\n",
+        "if slot_bytes % PAGE_BYTES:\n",
+        "a forged region is taken for another one: what is stored there and acknowledged is lost",
+        ("tests/tiers/nvme/test_forged.py::test_a_region_of_a_number_that_no_residency_holds",),
+    ),
+    Mutant(
         "header-of-another-kind",
         HEADER,
         "header.kind is layout.kind",

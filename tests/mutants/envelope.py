@@ -388,14 +388,6 @@ MUTANTS = [
         (f"{T_CHUNK}::test_a_sealed_file_opens_with_its_key_and_unaltered",),
     ),
     Mutant(
-        "region-of-any-number",
-        "kvstore/tiers/nvme/regions.py",
-        "if slot_bytes % PAGE_BYTES or number >= REGION_COUNT_MAX:\n",
-        "if slot_bytes % PAGE_BYTES:\n",
-        "a forged region is taken for another one: what is stored there and acknowledged is lost",
-        ("tests/tiers/nvme/test_forged.py::test_a_region_of_a_number_that_no_residency_holds",),
-    ),
-    Mutant(
         "id-of-any-length",
         "kvstore/tiers/nvme/directory.py",
         "    return said if said is None or len(said) in (0, ID_BYTES) else None\n",
