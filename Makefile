@@ -9,7 +9,7 @@ SGLANG := .venv-sglang
 SGLANG_STAMP := $(SGLANG)/.installed
 # Test files run side by side in so many processes, each file's tests in order in one of them; tests/conftest.py
 # says which files come first, so that no long one is left for the end.
-PROCESSES ?= 3
+PROCESSES ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # Where this is set, every process of every test would compile all modules anew.
@@ -51,7 +51,7 @@ model: $(STAMP) ## A small pretrained model, for the demo, profiles and benchmar
 demo: $(STAMP) ## A repeated prompt, cold and warm, in front of a real model
 	$(BIN)/kvstore demo
 
-test: $(STAMP) ## All tests, in PROCESSES=3 processes
+test: $(STAMP) ## All tests, in PROCESSES=4 processes
 	$(PYTEST)
 
 test-full: $(STAMP) ## All tests at full scale: 10,000 corruptions, 10,000 requests of engines that are killed

@@ -69,12 +69,13 @@ def owners_by(server: RedisServer) -> set[int]:
 
 async def taken_over(replica: RedisServer, others: Sequence[RedisServer]) -> None:
     """Have a replica take its node's place, and return once all agree. Where it does not know its node's newest epoch
-    yet, the others refuse it the slots, and it is a replica again: then it asks once more, as an operator would."""
+    yet, the others refuse it the slots, and it is a replica again: then it asks once more, as an operator would. Until
+    they have told it so, it may as well take a newer epoch."""
     owners = {each.port for each in (*others, replica)}
     async with asyncio.timeout(CLUSTER_S):
         while not all(owners_by(each) == owners for each in (*others, replica)):
-            if replica.client().execute_command("ROLE")[0] == b"slave":
-                replica.client().execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
+            is_replica = replica.client().execute_command("ROLE")[0] == b"slave"
+            replica.client().execute_command("CLUSTER", *(("FAILOVER", "TAKEOVER") if is_replica else ("BUMPEPOCH",)))
             await asyncio.sleep(0.5)
 
 
