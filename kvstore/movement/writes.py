@@ -291,7 +291,7 @@ class Writes:
                 await self._queue_again(self.parked.probes(), any_of=True, count_max=1)
             else:
                 await self._queue_again(self.parked.take_all(), any_of=True)
-        elif self.reason and not (self.parked or len(self._queue) or self.is_draining):
+        elif not (self.parked or len(self._queue) or self.is_draining):
             self._refusals.ended()  # what it refused is nowhere any more, or came to be there otherwise
             self.reason = ""
         if self._lacks_some and not len(self._queue) and not (self.parked and self.parked.is_away):

@@ -85,3 +85,25 @@ def test_small_chunks_that_are_taken_do_not_end_what_the_log_says_of_large_ones(
 
     with caplog.at_level(logging.INFO):
         service.run(scenario)
+
+
+def test_a_large_chunk_that_leaves_after_a_small_one_was_taken_ends_what_the_log_says(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Else the same reason would not be logged again for as long as only small chunks are stored."""
+    service = DeviceService(arena_chunks=256, capacity_bytes=64 * KIB)
+
+    async def scenario() -> None:
+        large = service.of(small_spec(model_id="large", layers=(LayerSpec(kv_heads=2, k_dim=64, v_dim=64),) * 8))
+        await large.store(large.session, 1)
+        await asyncio.sleep(1.0)
+        await service.keep(1)
+        for row in [row for row in service.mapped.rows() if row not in service.device]:
+            service.drop(row)
+        await asyncio.sleep(3 * RETRY_S)
+        await service.keep(2)
+        told = [each.message for each in caplog.records if "takes" in each.message]
+        assert told == ["a tier takes no chunks for now", "the tier takes chunks again"]
+
+    with caplog.at_level(logging.INFO):
+        service.run(scenario)
