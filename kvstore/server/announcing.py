@@ -62,6 +62,8 @@ class Announcer:
         """A key whose node of a cluster did not answer; its answer shows that everything can be told again."""
         self._told: Iterator[list[Event]] | None = None
         """These have yet to be told, of all; None once all were."""
+        self._tell_s = 0.0
+        """The time at which the next of them are told."""
         self._kept: Iterator[list[Event]] | None = None
         """This pass has yet to keep these; None between passes."""
         self._keep_s = self._pass_s = float("inf")
@@ -135,13 +137,17 @@ class Announcer:
         self._has_begun, self._told = True, self._controller.stored(BATCH_COUNT_MAX)
 
     async def _tell_on(self) -> float:
-        """Tell the next chunks of all. Returns the seconds until the next ones are told, or something else is done."""
-        if self._told is None:
-            return LOOK_S
-        events, began_s = next(self._told, None), self._clock.monotonic()
+        """Tell the next chunks of all, when it is time. Returns the seconds until the next ones are told, or something
+        else is done."""
+        began_s = self._clock.monotonic()
+        if self._told is None or began_s < self._tell_s:
+            return LOOK_S if self._told is None else self._tell_s - began_s
+        events = next(self._told, None)
         if events is not None:
             await self._send(self._directory.tell, events)
-            return min(TELL_PAUSES * (self._clock.monotonic() - began_s), LOOK_S)
+            pause_s = min(TELL_PAUSES * (self._clock.monotonic() - began_s), LOOK_S)
+            self._tell_s = self._clock.monotonic() + pause_s
+            return pause_s
         self._told = self._kept = None
         self._period_s = KEEP_S_MIN
         self._keep_s = began_s + self._period_s

@@ -122,8 +122,8 @@ MUTANTS = [
     Mutant(
         "all-is-told-without-a-pause",
         "kvstore/server/announcing.py",
-        "            return min(TELL_PAUSES * (self._clock.monotonic() - began_s), LOOK_S)\n",
-        "            return 0.0\n",
+        "            pause_s = min(TELL_PAUSES * (self._clock.monotonic() - began_s), LOOK_S)\n",
+        "            pause_s = 0.0\n",
         "after a fail-over lookups of all nodes wait behind what all nodes tell",
         (f"{ANNOUNCING}::test_what_changes_while_all_is_told_is_told_between",),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -154,23 +155,17 @@ async def test_what_changes_while_all_is_told_is_told_between(
     a = Told(server.url, "a")
     for number in range(1, 4):
         await a.service.store(a.session, number)
-    tell, told, pauses = a.directory.tell, list[bytes](), list[float]()
+    tell, told, at_s = a.directory.tell, list[bytes](), dict[bytes, float]()
 
     async def slow(changes: Any) -> Any:
         told.extend(changes)
+        at_s.update(dict.fromkeys(changes, SystemClock().monotonic()))
         if len(told) == 2:  # nowhere, and the first one
             await a.service.store(a.session, 9)
         await asyncio.sleep(0.01)
         return await tell(changes)
 
-    tell_on = a.announcer._tell_on
-
-    async def told_on() -> float:
-        pauses.append(await tell_on())
-        return pauses[-1]
-
     monkeypatch.setattr(a.directory, "tell", slow)
-    monkeypatch.setattr(a.announcer, "_tell_on", told_on)
 
     async def are_told() -> bool:
         return len(set(told)) == 5
@@ -178,7 +173,8 @@ async def test_what_changes_while_all_is_told_is_told_between(
     async with a.announced():
         await until(are_told)
     assert told.index(a.key(9)) < len(told) - 1
-    assert all(0.01 * announcing.TELL_PAUSES <= each <= 0.3 for each in pauses[-3:])
+    times = [at_s[a.key(number)] for number in range(1, 4)]
+    assert all(after - one >= 0.01 * announcing.TELL_PAUSES for one, after in pairwise(times)), "no change ends a pause"
     await a.directory.close()
 
 
