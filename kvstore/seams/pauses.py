@@ -12,16 +12,31 @@ STEP_S = 0.002
 
 class LongWork:
     """The long work of one tenant: of all its pieces that pause, one goes on per round of the event loop. The more of
-    them pause, the shorter is the first step of one that begins: many may begin in one round. Short work ends within
-    it, and waits for none of them."""
+    them paused in a round, the shorter is the first step of one that begins then: many may begin in one round. Short
+    work ends within it, and waits for none of them, however many wait for their turn."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.gate = asyncio.Lock()
-        self.paused_count = 0
+        self._paused_count = 0
+        """Pauses of this round of the event loop."""
 
     def begin(self) -> Pauses:
         return Pauses(self)
+
+    @property
+    def first_step_s(self) -> float:
+        """The longest first step of work that begins now."""
+        return STEP_S / (1 + self._paused_count)
+
+    def paused(self) -> None:
+        """Count a pause, until the next round of the event loop."""
+        if not self._paused_count:
+            asyncio.get_running_loop().call_soon(self._begin_round)
+        self._paused_count += 1
+
+    def _begin_round(self) -> None:
+        self._paused_count = 0
 
 
 class Pauses:
@@ -30,7 +45,7 @@ class Pauses:
 
     def __init__(self, work: LongWork) -> None:
         self._work = work
-        self._step_s = STEP_S / (1 + work.paused_count)
+        self._step_s = work.first_step_s
         self._since_s = work.clock.monotonic()
 
     async def between(self) -> None:
@@ -40,10 +55,7 @@ class Pauses:
 
     async def turn(self) -> None:
         """Let others run, and wait until it is this work's turn to go on."""
-        self._work.paused_count += 1
-        try:
-            async with self._work.gate:
-                await self._work.clock.sleep(0)
-        finally:
-            self._work.paused_count -= 1
+        self._work.paused()
+        async with self._work.gate:
+            await self._work.clock.sleep(0)
         self._step_s, self._since_s = STEP_S, self._work.clock.monotonic()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from kvstore.seams import LongWork
 from kvstore.seams.pauses import STEP_S
 from tests.simulated import ManualClock
@@ -62,4 +64,26 @@ async def test_pieces_that_begin_in_one_round_do_not_each_take_a_whole_step_of_i
     await asyncio.sleep(0)
     assert short_ones == 10, "short ones wait for nobody"
     assert clock.monotonic() < 4 * STEP_S
+    await asyncio.gather(*tasks)
+
+
+async def test_short_work_waits_for_none_of_many_that_wait_for_their_turn() -> None:
+    """40 clients store long chains all the time: a lookup of a short one is answered in between."""
+    clock = ManualClock()
+    work = LongWork(clock)
+
+    async def piece() -> None:
+        pauses = work.begin()
+        for _ in range(128):
+            clock.advance(STEP_S / 16)
+            await pauses.between()
+
+    tasks = [asyncio.get_running_loop().create_task(piece()) for _ in range(40)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    pauses, began_s = work.begin(), clock.monotonic()
+    for _ in range(4):
+        clock.advance(STEP_S / 16)
+        await pauses.between()
+    assert clock.monotonic() - began_s == pytest.approx(STEP_S / 4)
     await asyncio.gather(*tasks)
