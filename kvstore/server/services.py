@@ -160,12 +160,12 @@ class CacheService:
             await self._controller.abort(session, request.abort.reservation_id, deadline)
             return pb.StoreResponse(reservation_id=request.abort.reservation_id)
         if step == "settle":
+            await self._turn(request.settle.query)
             remaining_s = context.time_remaining()
             wait_s = min(
                 request.settle.timeout_seconds, SETTLE_S_MAX if remaining_s is None else remaining_s, SETTLE_S_MAX
             )
             wanted = render.parse_level(request.settle.durability)
-            await self._turn(request.settle.query)
             query = render.parse_query(request.settle.query)
             settled = await self._controller.settle(query, max(0.0, wait_s), wanted)
             return render.render_settled(settled)

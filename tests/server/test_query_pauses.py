@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from kvstore.server import render
+from kvstore.server.render import wire_number
 from kvstore.server.services import LONG_BYTES, CacheService
+from kvstore.spec import Durability
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import METADATA_SESSION
 from tests.controller.service import Service
@@ -76,3 +78,24 @@ async def test_of_many_long_lookups_one_is_parsed_per_round_and_short_ones_wait_
     assert len(parsed) <= 1 + 5
     await asyncio.gather(*tasks)
     assert len(parsed) == len(sent)
+
+
+async def test_what_a_long_query_waits_for_its_turn_is_not_waited_twice(
+    asked: tuple[CacheService, Any, pb.ChainQuery], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A settle waits as long as its caller does, and no longer."""
+    service, context, query = asked
+    order: list[str] = []
+
+    async def turn(message: pb.ChainQuery) -> None:
+        order.extend(["turn"] if message.digests else [])
+
+    def time_remaining() -> float:
+        order.append("time")
+        return 10.0
+
+    monkeypatch.setattr(service, "_turn", turn)
+    context.time_remaining = time_remaining
+    settle = pb.Settle(query=query, durability=wire_number(Durability.LOCAL))
+    await service.Store(pb.StoreRequest(settle=settle), context)
+    assert order == ["time", "turn", "time"]
