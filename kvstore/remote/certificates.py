@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,6 @@ class Certificates:
         self._client_ca_file = client_ca_file
         self._fresh: Any = None
         """The files' content that handshakes do not have yet; None: they have the newest."""
-        self._files: Sequence[Path] = [
-            Path(each).expanduser() for each in (certificate_file, key_file, client_ca_file) if each
-        ]
         self.credentials: Any = None
         """TLS credentials for gRPC; None without a certificate file. The listener does not keep them alive."""
         if certificate_file:
@@ -45,7 +41,8 @@ class Certificates:
         if not self._certificate_file:
             return
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        certificate, key, *authority = self._files
+        names = (self._certificate_file, self._key_file, self._client_ca_file)
+        certificate, key, *authority = [Path(each).expanduser() for each in names if each]
         try:
             context.load_cert_chain(certificate, key, password=lambda: "")  # without one OpenSSL would ask the terminal
         except (OSError, ValueError) as error:
@@ -78,8 +75,9 @@ class Certificates:
 def _read(name: str, setting: str) -> bytes:
     try:
         data = Path(name).expanduser().read_bytes()
-    except OSError as error:
-        raise InvalidRequest(f"{setting} = {name}: cannot be read: {error.strerror}") from error
+    except (OSError, ValueError, RuntimeError) as error:  # ValueError: a zero byte; RuntimeError: ~ of an unknown user
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InvalidRequest(f"{setting} = {name}: cannot be read: {reason}") from error
     if b"-----BEGIN" not in data:
         raise InvalidRequest(f"{setting} = {name}: it is not PEM")
     return data

@@ -22,7 +22,7 @@ class RenewedFiles:
 
     def __init__(self, what: str, files: Iterable[Path], read: Callable[[], None]) -> None:
         self._what = what
-        self._files = tuple(each.expanduser() for each in files)
+        self._files = tuple(files)
         self._read = read
         self._stamps: list[Stamp | None] | None = self._look()
         self._reason = ""
@@ -51,8 +51,8 @@ class RenewedFiles:
 def _stamp(file: Path) -> Stamp | None:
     """Return what tells a replaced or changed file from the one before; None for one that is not there."""
     try:
-        found = file.stat()
-    except OSError:
+        found = file.expanduser().stat()
+    except (OSError, ValueError, RuntimeError):  # also a name that is none: who reads it says so
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
 

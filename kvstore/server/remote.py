@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from kvstore.config import Settings
@@ -118,7 +117,7 @@ def _orders(settings: Settings, tenants: Mapping[str, Settings]) -> dict[str, An
     remote = settings.remote
     served = [
         {
-            "name": name, "setting": _token_setting(settings, name), "token_file": _expanded(own.remote.token_file),
+            "name": name, "setting": _token_setting(settings, name), "token_file": own.remote.token_file,
             "socket_directory": str(own.server.socket_directory),
         }
         for name, own in tenants.items() if own.remote.token_file
@@ -136,7 +135,3 @@ def _orders(settings: Settings, tenants: Mapping[str, Settings]) -> dict[str, An
 def _token_setting(settings: Settings, name: str) -> str:
     own = settings.tenants.get(name)
     return f"tenants.{name}.token_file" if own is not None and own.token_file else "remote.token_file"
-
-
-def _expanded(name: str) -> str:
-    return str(Path(name).expanduser())

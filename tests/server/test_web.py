@@ -330,6 +330,8 @@ def test_a_token_file_that_holds_none_stops_the_start(tmp_path: Path, text: str)
     path.chmod(0o644)
     with pytest.raises(InvalidRequest, match="chmod 600"):
         read_page_tokens(str(path))
+    with pytest.raises(InvalidRequest, match=r"server\.metrics_token_file = ~of-nobody-here/a: it cannot be read"):
+        read_page_tokens("~of-nobody-here/a")
 
 
 # ---------------------------------------------------------------- the last hour

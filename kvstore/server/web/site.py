@@ -184,7 +184,7 @@ def read_page_tokens(name: str) -> tuple[bytes, ...]:
     token."""
     if not name:
         return ()
-    path = Path(name).expanduser()
+    path = Path(name)
     data = read_private(path, TOKEN_SETTING, FILE_BYTES_MAX + 1, "one token per line")
     if len(data) > FILE_BYTES_MAX:  # the last token would be cut, and a cut token would let others in
         raise InvalidRequest(

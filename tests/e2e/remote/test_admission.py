@@ -80,6 +80,7 @@ def test_what_is_no_address_is_said(address: str) -> None:
         ({"ADDRESS": "192.0.2.7:9500"}, "TLS"),
         ({"ADDRESS": "127.0.0.1:0"}, "remote.token_file"),
         ({"ADDRESS": "127.0.0.1:0", "TOKEN_FILE": "/nonexistent"}, "remote.token_file"),
+        ({"ADDRESS": "127.0.0.1:0", "TOKEN_FILE": "~of-nobody-here/a"}, "remote.token_file.*cannot be read"),
         ({"ADDRESS": "127.0.0.1:0", "TOKEN_FILE": "short"}, "at least 16"),
         ({"ADDRESS": "127.0.0.1:0", "TOKEN_FILE": "empty"}, "no token"),
         ({"ADDRESS": "127.0.0.1:0", "TOKEN_FILE": "shown"}, "chmod 600"),

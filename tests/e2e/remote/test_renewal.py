@@ -14,8 +14,9 @@ from kvstore_client import TLS, connect
 from kvstore_ops.sidecar import TOKEN, Sidecar
 
 from kvstore.config.remote import RemoteSettings
-from kvstore.errors import Unauthenticated, Unavailable
+from kvstore.errors import InvalidRequest, Unauthenticated, Unavailable
 from kvstore.remote import __main__ as plane
+from kvstore.remote.certificates import Certificates
 from kvstore.remote.door import Door
 from kvstore.remote.renewal import LOOK_INTERVAL_S, RenewedFiles
 from kvstore.spec import Durability
@@ -147,6 +148,15 @@ def test_files_are_read_again_when_they_change_and_only_then(tmp_path: Path) -> 
     file.unlink()
     renewed.renew()
     assert read[2:] == [False]
+
+
+def test_a_name_that_is_none_is_of_a_file_that_is_not_there() -> None:
+    """Who reads the file says which setting it is."""
+    read: list[None] = []
+    RenewedFiles("things", [Path("~of-nobody-here/a"), Path("a\0b")], lambda: read.append(None)).renew()
+    assert not read
+    with pytest.raises(InvalidRequest, match=r"remote\.certificate_file = ~of-nobody-here/a: cannot be read"):
+        Certificates("~of-nobody-here/a", "b", "")
 
 
 def test_files_that_could_not_be_read_are_read_again_although_they_do_not_change(
