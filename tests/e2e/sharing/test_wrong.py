@@ -9,7 +9,9 @@ import pytest
 from kvstore_client import Client, connect
 
 from kvstore.errors import DataLoss
-from kvstore.spec import Durability, MissReason, Tier
+from kvstore.keys import chain_digests, fingerprint, storage_keys
+from kvstore.seams import TenantKeys
+from kvstore.spec import Durability, Exactness, MissReason, Provenance, Tier
 from tests.e2e.shared_tiers import KINDS, Shared
 from tests.e2e.sharing.scenes import (
     COUNT,
@@ -21,7 +23,6 @@ from tests.e2e.sharing.scenes import (
     cache,
     flood,
     get,
-    give,
     given,
     places,
     quiet,
@@ -43,8 +44,8 @@ def test_what_comes_back_wrong_is_a_miss(one: Client, two: Client, shared: Share
 
 
 def test_what_is_damaged_is_a_shorter_prefix_until_it_is_stored_again(one: Client, two: Client, shared: Shared) -> None:
-    seed = next(SEEDS)
-    spoil(given_in_steps(one, shared, seed)["redis"][2])
+    seed, there = given_at(one, shared)
+    spoil(there["redis"][2])
     assert get(two, seed) == (2 * STEP, MissReason.CORRUPT)
     assert two.store(SPEC, tokens(seed), cache(seed)).wait(10.0) is Durability.LOCAL
     quiet(two)
@@ -53,15 +54,15 @@ def test_what_is_damaged_is_a_shorter_prefix_until_it_is_stored_again(one: Clien
     assert get(two, seed) == WHOLE
 
 
-def given_in_steps(client: Client, shared: Shared, seed: int) -> dict[str, list[Path]]:
-    """Where each chunk of a new context lies, by the tiers' names."""
-    found: dict[str, list[Path]] = {name: [] for name in KINDS}
-    for count in range(STEP, COUNT + 1, STEP):
-        before = {name: set(shared.objects(name)) for name in KINDS}
-        give(client, seed, count)
-        for name in KINDS:
-            found[name] += set(shared.objects(name)) - before[name]
-    return found
+def given_at(client: Client, shared: Shared) -> tuple[int, dict[str, list[Path]]]:
+    """The seed of a new context that the node and the shared tiers have, and where each of its chunks lies, by the
+    tiers' names. By the chunks' own names: the other node may be writing chunks of an earlier test there."""
+    seed = given(client)
+    keys = storage_keys(
+        TenantKeys().secret, fingerprint(SPEC, SPEC.kind), Provenance.IN_CONTEXT, Exactness.EXACT,
+        chain_digests(tokens(seed), STEP),
+    )  # fmt: skip
+    return seed, {name: [shared.directory / name / key.hex() for key in keys] for name in KINDS}
 
 
 def spoil(path: Path) -> None:
@@ -78,13 +79,13 @@ def test_a_hint_that_turns_out_wrong_midway_is_a_shorter_prefix(
     nodes: Nodes, one: Client, shared: Shared, plane: str
 ) -> None:
     with connect(nodes.two.address if plane == "remote" else nodes.two.socket_address) as client:
-        seed, layered = next(SEEDS), next(SEEDS)
-        lost = [given_in_steps(one, shared, each) for each in (seed, layered)]
-        for each in (seed, layered):
+        contexts = [given_at(one, shared) for _ in range(2)]
+        for each, _ in contexts:
             assert places(client, each) == [Tier.REDIS] * 4
-        for each in lost:
+        for _, there in contexts:
             for name in KINDS:
-                each[name][2].unlink()
+                there[name][2].unlink()
+        seed, layered = (each for each, _ in contexts)
         assert get(client, seed) == (2 * STEP, MissReason.EVICTED)
         assert get(client, seed) == (2 * STEP, MissReason.COLD)
         stream = client.fetch_layers(SPEC, tokens(layered))
