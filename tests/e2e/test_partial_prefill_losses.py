@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from time import sleep
@@ -112,21 +113,22 @@ def test_more_documents_than_a_session_has_streams_take_turns(client: Client, mo
         keep_alone(client, RECEIVER, document, 1)
     tokens = torch.cat((prompt(3, 440), *documents, prompt(4, 441)))
     segments, started = [(start, start + 20) for start in range(3, 83, 20)], list[Any]()
-    begin, refused, most = client.start_fetch_segment, list[int](), 2
+    begin, refused, most = client.start_fetch_segment, threading.Event(), 2
 
     def begun(*given: Any, **options: Any) -> Any:
         if sum(not each.is_done for each in started) >= most:
-            refused.append(len(started))
+            refused.set()
             raise Exhausted("this session has 2 streams open")
         started.append(begin(*given, **options))
         return started[-1]
 
     monkeypatch.setattr(client, "start_fetch_segment", begun)
-    client.faults.arm("fetch.copy.middle", partial(sleep, 0.01))
+    client.faults.arm("fetch.copy.middle", lambda: refused.wait(10.0))
     for setting in (Recompute.cacheblend(1, 0.2), Recompute(1, 1, 0.2)):  # the latter fetches E of each by itself
+        refused.clear()
         found = client.partial_prefill(RECEIVER, tokens, segments=segments, recompute=setting)
         assert (found.plan.reused_token_count, found.plan.reason) == (80, "")
-    assert refused
+        assert refused.is_set()
     most = 0
     found = client.partial_prefill(RECEIVER, tokens, segments=segments, recompute=setting)
     client.faults.arm("fetch.copy.middle", lambda: None)
