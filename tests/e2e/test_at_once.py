@@ -67,10 +67,10 @@ def test_the_device_has_the_first_chunk_while_the_client_still_copies(monkeypatc
         assert len(seen) > 2
         fetched = client.fetch(SPEC, tokens_of(COUNT, 1), verify=True)
         assert same(fetched, random_cache(SPEC, COUNT, 1), COUNT)
-        for processors, level in ((3, None), (3, Durability.MEMORY), (2, Durability.LOCAL)):
+        for seed, (processors, level) in enumerate(((3, None), (3, Durability.MEMORY), (2, Durability.LOCAL)), 2):
             seen.clear()
             monkeypatch.setattr(os, "cpu_count", lambda count=processors: count)
-            stored(client, 2 + processors + bool(level), level).wait(10.0)
+            stored(client, seed, level).wait(10.0)
             assert len(seen) == 1, "the caller has the processors to himself"
 
 
