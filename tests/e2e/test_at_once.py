@@ -147,7 +147,7 @@ class Pool:
         self.runs: list[StagingRun] = []
 
     def take(self, byte_count: int, expected_bytes: int) -> StagingRun:
-        self.runs.append(StagingRun(1, len(self.runs), byte_count, None))  # type: ignore[arg-type]
+        self.runs.append(StagingRun(1, len(self.runs), byte_count, None))  # type: ignore[arg-type]  # nothing is copied there
         return self.runs[-1]
 
 
@@ -159,7 +159,7 @@ def upload_of(chunk_count: int) -> tuple[StagedUpload, Pool, list[Unit]]:
     )
     session: Any = SimpleNamespace(staging=pool, cache=SimpleNamespace(Store=None), begin=lambda *_: None)
     upload = StagedUpload(session, source, Copier(), 1.0)
-    upload._copy_batch = lambda batch: None  # type: ignore[method-assign]
+    upload._copy_batch = lambda batch: None  # type: ignore[method-assign]  # no bytes
     return upload, pool, units_of(source, [StoreState.WANTED] * chunk_count)
 
 
@@ -199,7 +199,7 @@ def test_a_long_store_is_staged_in_a_time_that_grows_as_it_does(monkeypatch: pyt
 
     def counted(unit: Unit) -> int:
         asked[0] += 1
-        return int(size.fget(unit))  # type: ignore[attr-defined]
+        return int(size.fget(unit))  # type: ignore[attr-defined]  # to mypy it is an int
 
     monkeypatch.setattr(Unit, "byte_count", property(counted))
     upload.put(1, units, at_once=at_once)

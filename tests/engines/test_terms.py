@@ -89,12 +89,18 @@ def test_terms_that_mean_nothing_are_refused_before_anything_is_computed(client:
         model.generate(prompt(COUNT, 20), max_new_tokens=1, **wrong)
 
 
-def test_quality_chooses_the_setting_by_which_documents_are_mended(client: Client, tmp_path: Path) -> None:
-    model = cached(client, seed=21)
+def mending(client: Client, seed: int, profiles: Path) -> CachedModel:
+    """A model that knows both documents, and settings to mend them by. It checks no request."""
+    model = cached(client, seed=seed)
     for receipt in model.remember([ONE, TWO], preamble=PREAMBLE):
         receipt.wait(10.0)
-    profiled(tmp_path, model.spec)
+    profiled(profiles, model.spec)
     client.gate.is_due = lambda _: False  # type: ignore[method-assign]  # a checked request is answered in full
+    return model
+
+
+def test_quality_chooses_the_setting_by_which_documents_are_mended(client: Client, tmp_path: Path) -> None:
+    model = mending(client, 21, tmp_path)
     told: list[PlanOutcome] = []
     client.planner.planned = lambda _spec, _step, outcome: told.append(outcome)  # type: ignore[method-assign]  # replaced
     for quality, setting in ((0.4, CHEAP), (0.9, DEAR)):
@@ -149,28 +155,24 @@ def test_after_its_deadline_a_prompt_is_computed_without_a_look_at_the_cache(cli
 
 
 def test_a_deadline_that_passes_during_a_lookup_has_passed(client: Client, tmp_path: Path) -> None:
-    model = cached(client, seed=25)
-    for receipt in model.remember([ONE, TWO], preamble=PREAMBLE):
-        receipt.wait(10.0)
-    profiled(tmp_path, model.spec)
-    client.gate.is_due = lambda _: False  # type: ignore[method-assign]  # a checked request is answered in full
+    model = mending(client, 25, tmp_path)
     look_up = client.lookup
 
     def late(*given: Any, **options: Any) -> Any:
         time.sleep(0.06)
         return look_up(*given, **options)
 
-    client.lookup = late  # type: ignore[method-assign]
+    client.lookup = late  # type: ignore[method-assign]  # replaced
     _, report = answer(model, IDS, quality=0.4, preamble=PREAMBLE, deadline_ms=50)
     assert (report.plan.why, report.mended.runs, report.is_in_time) == (OVERDUE, (), False)
     assert report.plan.deadline_s < 0.0
-    client.lookup, peek = look_up, client.peek  # type: ignore[method-assign]
+    client.lookup, peek = look_up, client.peek  # type: ignore[method-assign]  # put back
 
     def late_in_memory(*given: Any, **options: Any) -> Any:
         time.sleep(0.06)
         return peek(*given, **options)
 
-    client.peek = late_in_memory  # type: ignore[method-assign]
+    client.peek = late_in_memory  # type: ignore[method-assign]  # replaced
     ids = prompt(COUNT, 25)
     answer(model, ids)[1].wait_stored(10.0)
     _, report = answer(model, ids, deadline_ms=50)
