@@ -157,8 +157,10 @@ def test_a_transfer_that_is_dropped_waits_for_no_writer(stored: Sidecar) -> None
     with connect(stored.address) as client, connect(stored.address) as judge:
         with client.start_store(SPEC, fresh()) as writer:
             transfer = client.start_fetch(writer.ticket)
-            eventually(lambda: judge.stats().sessions.stream_count == 1)
-            del transfer
+            bringing = transfer._bringing
+            eventually(lambda: bringing.stream is not None)  # before that its thread looks itself
+            assert judge.stats().sessions.stream_count == 1
+            del transfer, bringing
             gc.collect()
             eventually(lambda: judge.stats().sessions.stream_count == 0)
             eventually(lambda: not any(each.name == "kvstore-transfer" for each in threading.enumerate()))
