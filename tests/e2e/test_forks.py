@@ -26,7 +26,9 @@ from kvstore_client import connect
 from tests.e2e.test_given_back import SPEC, TOKENS
 client = connect(sys.argv[1])
 client.fetch(SPEC, TOKENS)
-client._context.connection._lock.acquire()  # as by a thread that connects just now
+holder = threading.Thread(target=client._context.connection._lock.acquire)  # as of a thread that connects just now
+holder.start()
+holder.join()
 child = os.fork()
 if child == 0:
     faulthandler.dump_traceback_later(8.0, exit=True)  # a child that hangs is not waited for

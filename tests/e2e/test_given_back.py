@@ -169,6 +169,7 @@ def test_a_transfer_that_is_dropped_waits_for_no_writer(stored: Sidecar) -> None
 def test_a_client_that_is_dropped_ends_its_session(stored: Sidecar) -> None:
     """Not before what it gave is dropped, too."""
     with connect(stored.address) as judge:
+        list(judge.fetch_layers(SPEC, TOKENS))  # starts the threads that a process keeps
         sessions = judge.stats().sessions.session_count
         threads = threading.active_count()
         streams = [connect(stored.address).fetch_layers(SPEC, TOKENS) for _ in range(TIMES)]
