@@ -22,8 +22,8 @@ SAID = {
     "events.md": ["STORED watched 256 DRAM", "1 blocks known"],
     "bytes.md": ["LOCAL", "[True, False]", "True"],
     "cluster.md": [
+        "0 NONE",
         "SHARED",
-        "True",
         "no tier of this level is configured: set tiers.s3.bucket",
         "1024",
         "131072",
