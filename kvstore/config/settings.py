@@ -132,7 +132,7 @@ class NvmeSettings:
 @dataclass(frozen=True, kw_only=True)
 class HbmSettings:
     """A pool of a GPU's memory, with copies of chunks that are in memory, too: for engines on that GPU, which copy them
-    there without a transfer from the host ([operations.md](operations.md#a-pool-on-a-gpu))."""
+    there without a transfer from the host ([gpu.md](gpu.md#the-pool))."""
 
     capacity_bytes: Size = 0
     """Bytes of the GPU's memory that the sidecar takes at its start, at most `arena.capacity_bytes`; 0: no pool."""
