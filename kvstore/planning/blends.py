@@ -102,23 +102,21 @@ def _blend_of(facts: Facts, plan: Plan) -> Blend | None:
 def _loaded(facts: Facts, plan: Plan) -> Iterator[HeldRun]:
     """Yield the bytes that a plan's transfers move: each cache is brought once, as far as it is stored."""
     by_cache = {run.cache: run for run in plan.runs}
+    holdings = {each.sender: each for each in (facts.own, *facts.senders)}
+    documents = {
+        (holding.sender, each.token_start): each.places for holding in holdings.values() for each in holding.segments
+    }
     for cache, run in by_cache.items():
         spec = cache.sender or facts.receiver
         token_bytes = token_bytes_of(spec, run.layers)
         if run.hidden_layer is not None:
             token_bytes += spec.hidden_size * item_size(spec.hidden_dtype)
-        places = _places(facts, cache) or ((run.token_count, Tier.DRAM),)
-        yield from (HeldRun(count, tier, token_bytes) for count, tier in places)
-
-
-def _places(facts: Facts, cache: StoredCache) -> Places:
-    holding = facts.own
-    if cache.sender is not None:
-        holding = next(each for each in facts.senders if each.sender == cache.sender)
-    if not cache.is_standalone:
-        return holding.places if cache.sender is not None else _first(holding.places, cache.token_stop)
-    at = cache.token_start, cache.token_stop
-    return next((each.places for each in holding.segments if (each.token_start, each.token_stop) == at), ())
+        places = holdings[cache.sender].places
+        if cache.is_standalone:
+            places = documents[cache.sender, cache.token_start]
+        elif cache.sender is None:
+            places = _first(places, cache.token_stop)
+        yield from (HeldRun(count, tier, token_bytes) for count, tier in places or ((run.token_count, Tier.DRAM),))
 
 
 def _first(places: Places, token_count: int) -> Places:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 from kvstore.planning.loading import LoadPlan
@@ -90,8 +91,12 @@ class Facts:
         computes_all = self.setting is not None and self.setting.computes_all(self.receiver.layer_count)
         return not self.is_unavailable and not computes_all
 
+    @cached_property
+    def _extents(self) -> dict[tuple[StoredCache, int], StoredE]:
+        return {(each.cache, each.layer): each for each in self.hidden}
+
     def hidden_of(self, cache: StoredCache, layer: int) -> StoredE | None:
-        return next((each for each in self.hidden if (each.cache, each.layer) == (cache, layer)), None)
+        return self._extents.get((cache, layer))
 
     def unknown(self, plan: Plan) -> tuple[tuple[StoredCache, int], ...]:
         """Return the (cache, layer) of each E that a plan needs and that these facts say nothing about."""

@@ -24,13 +24,6 @@ class OfferedRun:
     def is_exact(self) -> bool:
         return is_exact(self.cache)
 
-    def outside(self, taken: OfferedRun) -> tuple[OfferedRun, ...]:
-        """Return the parts of this run that lie outside another: none, one or two runs."""
-        if taken.stop <= self.start or taken.start >= self.stop:
-            return (self,)
-        rest = replace(self, stop=taken.start), replace(self, start=taken.stop)
-        return tuple(run for run in rest if run.start < run.stop)
-
 
 @dataclass(frozen=True)
 class Offer:
@@ -46,11 +39,22 @@ class Offer:
         return sum(run.stop - run.start for run in self.runs)
 
     def around(self, other: Offer) -> Offer:
-        """Return the offer with only those tokens that the other offer has not."""
-        runs = self.runs
-        for taken in other.runs:
-            runs = tuple(rest for run in runs for rest in run.outside(taken))
-        return replace(self, runs=runs)
+        """Return the offer with only those tokens that the other offer has not. The runs of both are ascending."""
+        runs: list[OfferedRun] = []
+        others = iter(other.runs)
+        taken = next(others, None)
+        for run in self.runs:
+            start = run.start
+            while taken is not None and taken.start < run.stop:
+                if start < taken.start:
+                    runs.append(replace(run, start=start, stop=taken.start))
+                start = max(start, taken.stop)
+                if taken.stop > run.stop:  # it may reach into the next run, too
+                    break
+                taken = next(others, None)
+            if start < run.stop:
+                runs.append(replace(run, start=start))
+        return replace(self, runs=tuple(runs))
 
 
 @dataclass(frozen=True)

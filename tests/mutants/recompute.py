@@ -61,8 +61,8 @@ MUTANTS = [
     Mutant(
         "planned-twice",
         OFFERS,
-        "            runs = tuple(rest for run in runs for rest in run.outside(taken))\n",
-        "            runs = tuple(run for run in runs if run.outside(taken))\n",
+        "                start = max(start, taken.stop)\n",
+        "",
         "two caches land on the same rows",
         (f"{T_DECISION}::test_no_token_is_reused_twice_and_none_whose_logits_are_wanted",),
     ),

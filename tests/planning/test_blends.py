@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from kvstore.planning import Facts, Holding, Pair, Permit, Recompute, StoredSegment, decide
+from kvstore.planning import Facts, Holding, Pair, Permit, Recompute, StoredE, StoredSegment, decide
 from kvstore.planning.blends import blend_offers, exact_part, tiers_of
 from kvstore.planning.loading import ComputeRate, LoadPlan, TierFacts, TierRate, Way, plan_loading
 from kvstore.planning.loading.facts import LoadFacts, prompt_facts
@@ -193,3 +194,30 @@ def test_more_is_reused_first() -> None:
         facts, tiers, _ = scene(seed)
         counts = [each.blend.token_count for each in blend_offers(facts, tiers)]
         assert all(more >= less for more, less in pairwise(counts))
+
+
+def many_documents(count: int) -> Facts:
+    """A prompt of so many documents, of which the model and a sibling have all. E of each is known."""
+    cuts = [range(UNIT * number + 5, UNIT * number + 5 + UNIT - 2) for number in range(count)]
+    segments = tuple(StoredSegment(cut.start, cut.stop, len(cut), places=((len(cut), Tier.NVME),)) for cut in cuts)
+    length = UNIT * count + 10
+    senders = (Holding(SIBLING, UNIT * count, places=((UNIT * count, Tier.DRAM),)),)
+    facts = Facts(SPEC, length, length - 1, Holding(None, 2, segments), senders, Recompute(1, 2, 0.1))
+    return replace(facts, hidden=tuple(StoredE(*each, UNIT) for each in decide(facts).hidden))
+
+
+def test_twice_the_documents_cost_twice_the_work() -> None:
+    """Counted in calls, not in time."""
+    tiers = {Tier.NVME: TierFacts(TierRate(0.0, 1e-9, 1.0, 9))}
+
+    def calls(facts: Facts) -> int:
+        seen: list[str] = []
+        sys.setprofile(lambda _, kind, __: seen.append(kind) if kind == "call" else None)
+        try:
+            assert decide(facts).reused_token_count
+            assert blend_offers(facts, tiers)
+        finally:
+            sys.setprofile(None)
+        return len(seen)
+
+    assert calls(many_documents(400)) < 5 * calls(many_documents(100))

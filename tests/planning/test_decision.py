@@ -287,6 +287,15 @@ def test_e_that_ends_early_cuts_its_runs_and_the_next_best_follows_where_there_i
     assert none.reason == ""
 
 
+def test_a_document_goes_before_both_runs_of_a_sibling_that_it_meets() -> None:
+    """The sibling's prefix ends within the document, of which it has the rest, too."""
+    document = StoredSegment(10, 20, 10, stood_at=1)
+    facts = Facts(KEPT, 40, 39, Holding(None, 8, (document,)), (Holding(SENDERS[0], 15, (document,)),), BLEND)
+    assert [(run.token_start, run.token_stop, run.sender) for run in decide(facts).runs] == [
+        (0, 8, None), (8, 10, SENDERS[0]), (10, 20, None)
+    ]  # fmt: skip
+
+
 def test_facts_and_plans_are_values() -> None:
     facts = Facts(KEPT, 40, 39, OWN)
     for value, name in ((facts, "setting"), (decide(facts), "runs"), (decide(facts).runs[0], "layers")):
