@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 
+from kvstore.errors import Unavailable
 from kvstore.seams import Clock, FaultPoints, Workers, WorkerThreads
+from kvstore.seams.scheduler import start_thread
 from kvstore.spec import ModelSpec
 from kvstore_client.connection import Connection, Miss
-from kvstore_client.copying import Copier, is_drained
+from kvstore_client.copying import Copier, commits_beside
 from kvstore_client.planes.place import Place
 from kvstore_client.planes.session import ClientSession
 
@@ -37,12 +40,23 @@ class Context:
         return replace(self, copier=Copier(), committer=_committer())
 
     def close(self) -> None:
-        """Finish pending commits, for at most the timeout of a call, and end the session."""
-        if not is_drained(self.committer, self.timeout_s):
-            self.connection.close()  # what still waits for the sidecar ends now
+        """Finish pending commits, for at most the timeout of a call, and end the session. Another thread waits for
+        them without a bound: a signal handler may close a client whose lock its own thread has."""
+        try:
+            closing = start_thread(self._finish, "kvstore-closing")
+        except Unavailable:
+            self._finish()
+            self.connection.close()
+            return
+        closing.join(self.timeout_s)
+        self.connection.close()  # what still waits for the sidecar ends now
+        closing.join(self.timeout_s)
+
+    def _finish(self) -> None:
+        """Finish pending commits, and end the threads."""
+        wait(commits_beside(self.committer))
         self.committer.close()
         self.copier.close()
-        self.connection.close()
 
     @property
     def counters(self) -> Counter[str]:

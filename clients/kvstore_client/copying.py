@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -237,12 +237,9 @@ class _OwnThread:
         return None
 
 
-def is_drained(workers: Workers, timeout_s: float) -> bool:
-    """Wait until a single worker thread has done its work so far, and the commits on other threads have ended. Returns
-    False when that takes longer than ``timeout_s``, or the worker cannot be asked."""
-    last = begun(workers, int)
-    every: list[Future[Any]] = [last, *_waiting.get(workers, set()).copy()]
-    return not wait(every, timeout_s).not_done and failure_of(last) is None
+def commits_beside(workers: Workers) -> set[Future[Committed]]:
+    """Return the commits that run on threads of their own now."""
+    return _waiting.get(workers, set()).copy()
 
 
 def _do_some(function: Callable[[Work], None], left: deque[Work], undone: list[None]) -> None:

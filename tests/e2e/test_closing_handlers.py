@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from kvstore_client import Client, connect
@@ -78,6 +78,23 @@ def test_it_may_close_a_client_that_has_a_lock(local_sidecar: Sidecar) -> None:
             assert reasons == [MissReason.UNAVAILABLE]
 
 
+@pytest.mark.parametrize("what", ["staging", "threads"])
+def test_a_close_ends_where_other_threads_wait_for_a_lock_of_its_own(local_sidecar: Sidecar, what: str) -> None:
+    tokens = tokens_of(2 * SPEC.chunk_tokens, 7)
+    with connect(local_sidecar.address, timeout_s=0.2) as client:
+        go, committer = threading.Event(), cast(Any, client._context.committer)
+        committer.submit(go.wait, 60.0)
+        client.store(SPEC, tokens, random_cache(SPEC, len(tokens)))
+        locks = {"staging": cast(Any, client.connect_now().staging)._lock, "threads": committer._pool._shutdown_lock}
+
+        def close() -> None:
+            with locks[what]:
+                go.set()
+                client.close()
+
+        assert is_ended(close, 5.0)
+
+
 def test_what_connects_is_closed_with_its_client(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     """The handler runs when the session is there, before the connection has it."""
     with connect(sidecar.address) as client:
@@ -97,9 +114,9 @@ def test_what_connects_is_closed_with_its_client(sidecar: Sidecar, monkeypatch: 
         assert not sessions[0].is_usable
 
 
-def is_ended(work: Callable[[], None]) -> bool:
+def is_ended(work: Callable[[], None], timeout_s: float = 30.0) -> bool:
     """Do work on a thread that does not keep the process. True when it has come to its end."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(30.0)
+    thread.join(timeout_s)
     return not thread.is_alive()

@@ -88,8 +88,8 @@ MUTANTS = [
     Mutant(
         "close-waits-for-every-commit",
         CONTEXT,
-        "            self.connection.close()  # what still waits for the sidecar ends now\n",
-        "            pass\n",
+        "        self.connection.close()  # what still waits for the sidecar ends now\n",
+        "        pass\n",
         "an engine that stops waits for each of its stores in turn",
         (f"{T_BACK}::test_a_client_is_closed_in_time_whatever_it_has_to_commit[local]",),
     ),

@@ -121,7 +121,7 @@ SITES = {
 }
 MOVES_NO_BYTES = {
     ("kvstore/spec/weights.py", "digested"): "raises what a job raised; a digest of less is no digest",
-    ("clients/kvstore_client/copying.py", "is_drained"): "a question; refused, it is answered with no",
+    ("clients/kvstore_client/context.py", "Context.close"): "without it the caller waits by itself",
     ("kvstore/server/web/listener.py", "Web.start"): "the page: where no thread can be had the start says so",
     ("kvstore/telemetry/spans.py", "Spans.close"): "spans: what was not sent is lost",
     (
