@@ -160,6 +160,43 @@ assert client.stats().sessions.ticket_count == 1
 call.close()
 """
 
+IN_A_FETCH = """
+import faulthandler, os, sys
+from kvstore_client import connect
+from kvstore.errors import Unavailable
+from tests.e2e.test_given_back import CACHE, COUNT, SPEC, TOKENS, tokens_of
+client = connect(sys.argv[1], timeout_s=1.0)
+writer = client.start_store(SPEC, tokens_of(COUNT, 5000), shards=2)
+transfer, new, begun = client.start_fetch(writer.ticket), *(client.fetch_layers(SPEC, TOKENS) for _ in range(2))
+begun_layers = iter(begun)
+next(begun_layers)
+client.planner._lock.acquire()  # as by a thread that learns a rate just now
+child = os.fork()
+if child == 0:
+    faulthandler.dump_traceback_later(8.0, exit=True)
+    client.planner.given_up()
+    for ask in (transfer.wait, lambda: transfer.wait_layer(0), lambda: list(new), lambda: list(begun_layers)):
+        try:
+            ask()
+        except Unavailable as error:
+            assert "fork" in error.message, error
+        else:
+            raise AssertionError(f"{ask} goes on without its thread")
+    assert transfer.is_done
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+client.planner._lock.release()
+assert status == 0, status
+assert [layer for layer, _ in new] == [0, 1]
+assert [layer for layer, _ in begun_layers] == [1]
+for shard in (writer, client.join_store(writer.ticket, 1)):
+    for layer, (k, v) in enumerate(CACHE):
+        heads = range(1) if shard is writer else range(1, k.shape[0])
+        shard.put_layer(layer, (k[heads.start : heads.stop], v[heads.start : heads.stop]), heads=heads)
+    shard.commit()
+transfer.wait(20.0)
+"""
+
 
 def run(code: str, *arguments: str) -> None:
     done = CLIENTS.run([sys.executable, "-c", code, *arguments], timeout=60)
@@ -197,6 +234,12 @@ def test_a_child_that_leaves_a_prefill_leaves_it_to_its_parent(sidecar: Sidecar)
     with connect(sidecar.address) as client:
         client.store(SPEC, TOKENS, CACHE).wait(20.0)
     run(IN_A_PREFILL, sidecar.address)
+
+
+def test_a_child_is_told_that_a_fetch_is_its_parents(sidecar: Sidecar) -> None:
+    with connect(sidecar.address) as client:
+        client.store(SPEC, TOKENS, CACHE).wait(20.0)
+    run(IN_A_FETCH, sidecar.address)
 
 
 def test_a_session_ends_with_its_process_whatever_forks_live_on(local_sidecar: Sidecar) -> None:

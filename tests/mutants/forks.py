@@ -17,6 +17,7 @@ USES = "tests/e2e/test_given_back.py::test_a_fork_that_uses_what_is_its_parents_
 KEEPS = "tests/e2e/test_forks.py::test_a_child_destroys_no_call_of_its_parents"
 CONNECTS = "tests/e2e/test_failures.py::test_a_forked_child_connects_by_itself[local]"
 CLOSES = "tests/e2e/test_forks.py::test_a_child_that_closes_everything_closes_nothing_of_its_parents[local]"
+FETCHES = "tests/e2e/test_forks.py::test_a_child_is_told_that_a_fetch_is_its_parents[local]"
 LOCKED = "tests/e2e/test_forks.py::test_a_child_does_not_wait_for_a_lock_that_its_parent_holds"
 T_ASYNC = "tests/e2e/test_async.py"
 
@@ -118,6 +119,30 @@ MUTANTS = [
         "        return False\n",
         "a forked child waits for ever for what its parent stores",
         (CLOSES,),
+    ),
+    Mutant(
+        "transfer-of-the-parent",
+        "clients/kvstore_client/fetch/transfer.py",
+        "        in_children(self._end_in_child)\n",
+        "",
+        "a forked child waits for ever for what its parent fetches",
+        (FETCHES,),
+    ),
+    Mutant(
+        "layers-of-the-parent",
+        "clients/kvstore_client/fetch/stream.py",
+        "        if self._pid != os.getpid():\n",
+        "        if False:\n",
+        "a forked child reads memory that it does not have, and ends",
+        (FETCHES,),
+    ),
+    Mutant(
+        "rates-of-the-parent",
+        "clients/kvstore_client/loading/planner.py",
+        "        in_children(self._renew_lock)\n",
+        "",
+        "a forked child waits for a lock that a thread of its parent held",
+        (FETCHES,),
     ),
     Mutant(
         "documents-of-the-parent",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future
 
-from kvstore.errors import DataLoss
+from kvstore.errors import DataLoss, Unavailable
 from kvstore.spec import Tier
 from kvstore_client.arrays import Layer, Tensor
 from kvstore_client.context import Context
@@ -13,12 +14,15 @@ from kvstore_client.copying import wait_all
 from kvstore_client.fetch.fetched import after, before
 from kvstore_client.planes.prefix import Landing, Prefix, Target
 
+OF_THE_PARENT = "this fetch is of the process that this one is a fork of: begin one here"
+
 
 class LayerStream:
     """Yields (layer, (K, V)), or (layer, E) where a spec keeps E, in order while later layers are still being copied.
 
     ``token_count`` is known before the first layer; 0 is a miss, and nothing is yielded. Raises: DataLoss when a chunk
-    was lost under the copy, DeadlineExceeded when a copy hangs: discard what came, recompute.
+    was lost under the copy, DeadlineExceeded when a copy hangs: discard what came, recompute. Unavailable in a forked
+    child: it has neither the memory nor the threads of a fetch that its parent began.
 
     ``hidden``: E of the requested hidden layers, [token_count, hidden_size], once the iteration has ended.
     ``exactness``: the exactness to store it with.
@@ -28,6 +32,7 @@ class LayerStream:
 
     def __init__(self, prefix: Prefix, target: Target | None, context: Context) -> None:
         """``target`` None: a miss."""
+        self._pid = os.getpid()
         self._prefix = prefix
         self._target = target
         self._context = context
@@ -44,6 +49,7 @@ class LayerStream:
         if target is None:
             self.close()
             return
+        self._check_process()
         self.began_s = context.clock.monotonic()
         layers = prefix.wanted.layers
         bad: set[int] = set()
@@ -53,6 +59,7 @@ class LayerStream:
         try:
             checked: set[Future[None]] = set()
             for position, layer in enumerate(layers):
+                self._check_process()
                 # One check is enough for layers that were copied together, if nothing of them was still to come.
                 copies = landing.layers[position]
                 if not position or not landing.has_landed(position) or not checked.issuperset(copies):
@@ -65,6 +72,10 @@ class LayerStream:
         finally:
             landing.stop(self._context.timeout_s)
             self.close()
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise Unavailable(OF_THE_PARENT)
 
     def _await_layer(self, landing: Landing, position: int, bad: set[int]) -> None:
         while not landing.has_landed(position) and landing.advance():

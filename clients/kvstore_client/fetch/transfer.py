@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from kvstore.errors import DataLoss, DeadlineExceeded, Internal, InvalidRequest, KVStoreError, Unavailable
 from kvstore.planning.loading import BusyTime
 from kvstore.seams.scheduler import start_thread
 from kvstore.spec import Exactness, MissReason, Tier
 from kvstore_client.arrays import Layer, Tensor
-from kvstore_client.fetch.stream import LayerStream
+from kvstore_client.fetch.stream import OF_THE_PARENT, LayerStream
+from kvstore_client.forks import in_children
 from kvstore_client.tracing import within_trace
 
 Result = TypeVar("Result")
@@ -49,6 +50,13 @@ class Transfer:
         self.reason = reason
         self._bringing = Bringing(token_count, layers, hidden_layers)
         self._thread: threading.Thread | None = None
+        in_children(self._end_in_child)
+
+    def _end_in_child(self) -> None:
+        """Fail in a forked child, whose parent goes on: the child has not the thread that brings the layers."""
+        if not self._bringing.is_over:
+            self._bringing = Bringing(self.token_count, self._bringing.layers, self._bringing.hidden)
+            self._bringing.run(_left_to_the_parent)
 
     def start(self, open_stream: Callable[[], LayerStream]) -> None:
         """Bring the layers in order, on a thread of its own. Raises Unavailable where no thread can be had."""
@@ -177,6 +185,8 @@ class Bringing:
         self.layers: dict[int, Future[Layer]] = {layer: Future() for layer in self._to_come}
         self.hidden: dict[int, Future[Tensor]] = {layer: Future() for layer in hidden_layers}
         self.ended: Future[None] = Future()
+        self.is_over = False
+        """True when no thread holds a lock of these futures any more."""
         self.is_cancelled = False
         self.stream: LayerStream | None = None
 
@@ -197,6 +207,7 @@ class Bringing:
             self._fail(Internal(f"the transfer failed: {error!r}"))
         finally:
             self.ended.set_result(None)
+            self.is_over = True
 
     def stop(self) -> None:
         """See ``Transfer.stop``."""
@@ -237,6 +248,10 @@ class Bringing:
         for future in (*self.layers.values(), *self.hidden.values()):
             with suppress(InvalidStateError):  # it is done, or another thread has it fail just now
                 future.set_exception(error)
+
+
+def _left_to_the_parent() -> NoReturn:
+    raise Unavailable(OF_THE_PARENT)
 
 
 def _part(futures: Mapping[int, Future[Result]], layer: int, name: str) -> Future[Result]:

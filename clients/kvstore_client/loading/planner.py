@@ -38,6 +38,7 @@ from kvstore.wire.plans import compute_from_message, outcome_to_message, prefill
 from kvstore_client.connection import Miss
 from kvstore_client.context import Context
 from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.forks import in_children
 from kvstore_client.loading.call import Asked, PrefillCall, begin, match_of_call
 from kvstore_client.lookup.match import ChunkMatch, Match, stored_places
 from kvstore_client.prompt import Prompt
@@ -90,6 +91,10 @@ class Planner:
         self._untold: dict[tuple[ModelSpec, int], list[Prefill]] = {}
         self._outcomes: list[tuple[ModelSpec, int, PlanOutcome, float]] = []
         self._told_s = context.clock.monotonic()
+        in_children(self._renew_lock)
+
+    def _renew_lock(self) -> None:
+        self._lock = threading.Lock()
 
     @property
     def mode(self) -> str:
