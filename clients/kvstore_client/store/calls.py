@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.errors import Exhausted, InvalidRequest, Unavailable
 from kvstore.spec import LEVELS, Durability, Exactness
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire.bounds import decode
@@ -156,7 +156,10 @@ def _writer(
             reply = session.call(session.cache.Store, request(name), context.timeout_s)
             settle = settle_of(context, prompt, reservation.hidden_layers, durability)
             known = reservation.known(reply, partial(superseded, prompt, list(reply.tails)))
-            return StoreWriter(session, known, shard, context, settle)
+            writer = StoreWriter(session, known, shard, context, settle)
+            if not session.is_usable:  # it has ended since, and its staging may have been gone just now
+                raise Unavailable("the sidecar is gone")
+            return writer
     except Exhausted as error:
         context.count("stores_refused")
         return StoreWriter(None, reservation, shard, context, None, error.message)

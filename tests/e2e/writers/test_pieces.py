@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from kvstore_client import Client, Durability, Paged, connect
 from kvstore_client.planes.shared_memory.mapped import CALL_FILLS_MAX
-from kvstore_client.store import gathering
+from kvstore_client.store import calls, gathering
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
@@ -234,6 +234,23 @@ def test_without_a_sidecar_nothing_raises(tmp_path: Any) -> None:
             receipt = writer.commit()
         assert receipt.wait(5.0) is Durability.NONE
         assert "no sidecar answers" in receipt.reason
+
+
+def test_a_session_that_ends_while_a_store_begins_fails_the_store(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle_of = calls.settle_of
+
+    def ends(*arguments: Any) -> Any:
+        client.connect_now().close()
+        return settle_of(*arguments)
+
+    tokens, cache = fresh()
+    monkeypatch.setattr(calls, "settle_of", ends)
+    with client.start_store(SPEC, tokens) as writer:
+        writer.put_layer(0, cache[0])
+        assert writer.commit().wait(5.0) is Durability.NONE
+    assert "gone" in writer.failure
 
 
 def test_many_pieces_that_wait_together_fit_into_the_smallest_messages() -> None:
