@@ -12,12 +12,13 @@ from kvstore_client import Client, connect
 from kvstore_client.engines.transformers import CachedModel
 from kvstore_client.loading import patience
 from kvstore_client.loading.planner import ENGINES_MAX, told_facts
+from kvstore_client.lookup.match import ChunkMatch
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
-from kvstore.planning.loading import BusyTime, BusyTimes, Prefill, Way
+from kvstore.planning.loading import ASSUMED, BusyTime, BusyTimes, Prefill, TierFacts, Way
 from kvstore.seams.jobs import begun
-from kvstore.spec import Durability, MissReason, Tier
+from kvstore.spec import ChunkState, Durability, Encoding, MissReason, Tier
 from kvstore.v1alpha import admin_pb2
 from tests.engines.test_transformers import STEP, logits, model_of, prompt
 from tests.server.raw import eventually
@@ -172,6 +173,25 @@ def test_a_tier_that_plans_leave_out_is_measured_on_the_side(sidecar: Sidecar) -
         assert [chunk.tier for chunk in held.chunks[:3]] == [Tier.DRAM, Tier.NVME, Tier.NVME], "one chunk, no more"
         client.planner._probed_s[Tier.NVME] = client.planner.clock.monotonic() + 3600.0  # just now
         assert client.planner.probe(model.spec, held.chunks[1:], 0) is None, "the next one has time"
+
+
+def test_several_chunks_are_read_where_reads_of_one_size_tell_no_latency(client: Client) -> None:
+    spec = cached(client).spec
+    chunks = [
+        ChunkMatch(start, start + STEP, ChunkState.HIT, tier, Encoding.RAW, MissReason.NONE)
+        for start, tier in zip(range(0, 9 * STEP, STEP), [Tier.NVME] * 6 + [Tier.S3] * 3, strict=True)
+    ]
+    times = BusyTimes()
+    for read_count, nvme, s3 in ((0, 1, 7), (1, 1, 7), (3, 4, 9)):
+        while len(times.times) < read_count:
+            times = times.observed(BusyTime(1 << 20, 0.05))
+        rates = {tier: TierFacts(times.rate or ASSUMED[tier]) for tier in (Tier.NVME, Tier.S3)}
+        client.planner._tiers = rates
+        for loaded, expected in ((0, nvme), (6 * STEP, s3)):
+            client.planner._probed_s.clear()
+            due = client.planner.probe(spec, chunks, loaded)
+            assert due is not None
+            assert due.token_stop == expected * STEP
 
 
 def test_a_way_from_memory_that_was_slow_for_a_while_is_found_to_be_fast_again(client: Client) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import NamedTuple
 
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -30,7 +31,7 @@ from kvstore.planning.loading import (
 )
 from kvstore.planning.loading.facts import IN_MEMORY, prompt_facts, slowest_tiers
 from kvstore.planning.loading.outcome import MODES, PlanOutcome
-from kvstore.planning.loading.rates import SLOWEST, is_probe_due
+from kvstore.planning.loading.rates import SLOWEST, is_probe_due, probe_count
 from kvstore.seams.scheduler import start_thread
 from kvstore.spec import ChunkState, ModelSpec, Tier
 from kvstore.v1alpha import admin_pb2
@@ -268,7 +269,7 @@ class Planner:
         memory also where the plan loads from there, for loads whose time the caller does not learn. None: nothing to
         measure now."""
         tried: set[Tier] = set()
-        for chunk in chunks:
+        for number, chunk in enumerate(chunks):
             if chunk.state is not ChunkState.HIT:
                 break
             tier = Tier.DRAM if chunk.tier in IN_MEMORY else chunk.tier
@@ -276,8 +277,9 @@ class Planner:
             if is_loaded or (tier is Tier.DRAM and chunk.token_start) or tier in tried:
                 continue
             tried.add(tier)
-            if self._is_due(tier, Wanted.of(spec, None, None, (), False).byte_count(spec.chunk_tokens)):
-                return Probe(chunk.token_stop, tier)
+            count = self._due(tier, Wanted.of(spec, None, None, (), False).byte_count(spec.chunk_tokens))
+            if count:
+                return Probe(_stop_of_tier(chunks[number : number + count]), tier)
         return None
 
     def may_look(self) -> bool:
@@ -290,17 +292,19 @@ class Planner:
                 self._looked_s = now
         return is_time
 
-    def _is_due(self, tier: Tier, byte_count: int) -> bool:
-        """Return True when it is time to measure a tier; the time until the next measurement begins then."""
+    def _due(self, tier: Tier, chunk_bytes: int) -> int:
+        """Return by how many chunks a tier is to be measured now; 0: it is not time. The time until the next
+        measurement begins then."""
         with self._lock:
             now = self.clock.monotonic()
             told = self._tiers.get(tier)
             known = self._link.rate if tier is Tier.DRAM else told.rate if told is not None else None
             rate = known or ASSUMED.get(tier, SLOWEST)
-            is_due = is_probe_due(rate, byte_count, now - self._probed_s.get(tier, -math.inf))
-            if is_due:
-                self._probed_s[tier] = now
-        return is_due
+            count = probe_count(rate)
+            if not is_probe_due(rate, count * chunk_bytes, now - self._probed_s.get(tier, -math.inf)):
+                return 0
+            self._probed_s[tier] = now
+        return count
 
     def _ask(self) -> None:
         """Ask for the sidecar's rates. While it is gone, or cannot tell them, its last rates hold: a plan is made
@@ -316,6 +320,13 @@ class Planner:
             with self._lock:
                 self._tiers = told_facts(stats.rates)
                 self._engines = told_engines(stats.engines)
+
+
+def _stop_of_tier(chunks: Sequence[ChunkMatch]) -> int:
+    """Return the token at which the chunks end that lie in the first one's tier."""
+    first = chunks[0]
+    stored = takewhile(lambda each: (each.state, each.tier) == (first.state, first.tier), chunks)
+    return max(each.token_stop for each in stored)
 
 
 def told_engines(engines: Iterable[admin_pb2.EngineRate]) -> dict[tuple[bytes, int], ComputeRate]:

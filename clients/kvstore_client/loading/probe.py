@@ -1,5 +1,5 @@
-"""Probes: fetch one chunk on the side, from a tier that plans leave out. Otherwise nobody would learn that a tier or a
-network is fast again."""
+"""Probes: fetch a few chunks on the side, from a tier that plans leave out. Otherwise nobody would learn that a tier or
+a network is fast again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def probe(
     client: Caches, spec: ModelSpec, tokens: GivenTokens, loaded_tokens: int, match: Match | None = None, *,
     extras: Sequence[Extra] = (), measures_link: bool = False,
 ) -> None:  # fmt: skip
-    """Fetch a chunk, if it is time, that a plan to load ``loaded_tokens`` of a prompt left out, and throw it away.
+    """Fetch a few chunks, if it is time, that a plan to load ``loaded_tokens`` of a prompt left out, and throw it away.
     ``match``: what is stored of the prompt, if known. ``measures_link``: see ``Planner.probe``. Blocks; never
     raises."""
     try:

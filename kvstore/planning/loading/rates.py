@@ -15,6 +15,8 @@ SURPRISE = 2.0
 """A measurement is a surprise when it is this many times longer, or shorter, than expected."""
 SIZES_DIFFER = 4.0
 """Least ratio of the largest to the smallest read at which latency and bandwidth can be told apart."""
+FITTED_MIN = 3
+"""Least number of busy times from which latency and bandwidth are told apart."""
 BUSY_S_MIN, BUSY_S_MAX = 1e-9, 3600.0
 """Bounds of a plausible read: a clock resolves nothing shorter, and no tier takes longer."""
 BYTES_MAX = 1 << 50
@@ -93,6 +95,12 @@ def is_probe_due(rate: TierRate, byte_count: float, since_s: float) -> bool:
     return rate.seconds(byte_count) <= PROBE_SHARE * since_s
 
 
+def probe_count(rate: TierRate) -> int:
+    """Return the number of chunks to read in a probe: several where reads of one size made the rate. Only larger ones
+    show how much of their time was latency, and a plan that takes all of it for bandwidth never loads many chunks."""
+    return int(SIZES_DIFFER) if rate.least_bytes and rate.sample_count >= FITTED_MIN else 1
+
+
 @dataclass(frozen=True)
 class BusyTimes:
     """The last busy times of one tier, oldest first. ``surprises``: the number in a row that took more than twice the
@@ -109,7 +117,7 @@ class BusyTimes:
         sizes = [each.byte_count for each in self.times]
         seconds = [each.busy_s for each in self.times]
         latency_s, byte_s, least = 0.0, sum(seconds) / sum(sizes), int(min(sizes) / SIZES_DIFFER)
-        if len(sizes) > 2 and max(sizes) >= SIZES_DIFFER * min(sizes):
+        if len(sizes) >= FITTED_MIN and max(sizes) >= SIZES_DIFFER * min(sizes):
             found = least_squares([(1.0, float(size)) for size in sizes], seconds)
             if found is not None and found[1] >= 1 / BYTES_MAX:
                 (latency_s, byte_s), least = found, 0
