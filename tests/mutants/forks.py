@@ -33,8 +33,8 @@ MUTANTS = [
     Mutant(
         "calls-destroyed-in-a-fork",
         CALLS,
-        "    _inherited.extend(_calls)\n    _inherited.extend(session.channel for session in _sessions)\n",
-        "    pass\n",
+        "os.register_at_fork(after_in_child=lambda: _inherited.extend(_calls))\n",
+        "",
         "a forked child waits for a lock that nobody holds any more",
         (KEEPS,),
     ),
@@ -91,7 +91,7 @@ MUTANTS = [
     Mutant(
         "sockets-of-the-parent",
         SESSION,
-        "            os.close(session._socket.detach())\n",
+        "            os.close(self._socket.detach())\n",
         "            pass\n",
         "a session goes on as long as some fork of its process lives",
         ("tests/e2e/test_forks.py::test_a_session_ends_with_its_process_whatever_forks_live_on",),
@@ -99,8 +99,8 @@ MUTANTS = [
     Mutant(
         "table-of-the-parent",
         SESSION,
-        "        if session.presence is not None:\n            session.presence.close()\n        try:\n",
-        "        try:\n",
+        "            self.presence.close()\n        with suppress(OSError):\n",
+        "            pass\n        with suppress(OSError):\n",
         "a forked child looks into memory that it does not have",
         (CONNECTS,),
     ),

@@ -24,6 +24,7 @@ from kvstore.wire import METADATA_ERROR, spec_to_message, unpack_fields
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.ticket import TicketFields
 from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.forks import in_children
 from kvstore_client.lookup.presence import ChainName, LookupAnswer, Presence
 from kvstore_client.planes.prefix import Prefix
 from kvstore_client.planes.returns import UNANSWERED, Returns
@@ -39,7 +40,6 @@ UNANSWERED_BY = types.MappingProxyType(
 MODELS_MAX = 1024
 """Models that a session remembers as registered; up to twice as many while it can register them again."""
 _calls: weakref.WeakSet[object] = weakref.WeakSet()
-_sessions: weakref.WeakSet[ClientSession] = weakref.WeakSet()
 _inherited: list[object] = []
 
 
@@ -61,14 +61,8 @@ def cancel(call: PendingCall) -> None:
         call.cancel()
 
 
-def _after_fork_in_child() -> None:
-    """Keep gRPC's objects alive in a child: their destructors take locks, and the threads that hold these are not
-    here."""
-    _inherited.extend(_calls)
-    _inherited.extend(session.channel for session in _sessions)
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=lambda: _inherited.extend(_calls))
+"""Keeps gRPC's objects alive in a child: their destructors take locks, whose holders are not there."""
 
 
 class Plane(Protocol):
@@ -144,10 +138,21 @@ class ClientSession(Plane):
         if self._is_begun and self.is_usable:
             self.returns.soon(self._ending())
 
+    def _use(self, channel: grpc.Channel) -> None:
+        """Make the session's calls by a channel."""
+        self.channel = channel
+        self.cache = cache_pb2_grpc.CacheServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
+        self.admin = admin_pb2_grpc.AdminServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
+        self.prefills = prefill_pb2_grpc.PrefillServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
+
+    def _leave_to_parent(self) -> None:
+        """Keep the channel alive in a forked child, as the calls that are noted."""
+        _inherited.append(self.channel)
+
     def _start_returns(self, timeout_s: float) -> None:
         """Begin to give leases back. Call it once the session is open."""
         self._is_begun = True
-        _sessions.add(self)
+        in_children(self._leave_to_parent)
         self.returns.start(partial(_release, self.cache.Release, self.metadata, timeout_s))
 
     @property

@@ -44,8 +44,6 @@ from kvstore.seams import Deadline, SystemClock
 from kvstore.seams.mapping import Bytes, SharedMap, closing_all
 from kvstore.seams.scheduler import start_thread
 from kvstore.v1 import cache_pb2 as pb
-from kvstore.v1 import cache_pb2_grpc
-from kvstore.v1alpha import admin_pb2_grpc, prefill_pb2_grpc
 from kvstore.wire import METADATA_SESSION
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.lookup.presence import Presence
@@ -66,7 +64,6 @@ CALL_FILLS_MAX = 64
 sidecar begins them at once: where it refuses a call, it reads none of them."""
 _clock = SystemClock()
 _log = logging.getLogger("kvstore.client")
-_live: weakref.WeakSet[MappedMemory] = weakref.WeakSet()
 
 
 class MappedMemory(ClientSession):
@@ -112,12 +109,8 @@ class MappedMemory(ClientSession):
         if "presence" in welcome.offers:
             self.presence = Presence(self._say, partial(_is_open, self._socket))
             self.presence.ask()
-        self.channel = grpc.insecure_channel(f"unix:{socket_path}", _CHANNEL_OPTIONS)
-        self.cache = cache_pb2_grpc.CacheServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
-        self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
-        self.prefills = prefill_pb2_grpc.PrefillServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
+        self._use(grpc.insecure_channel(f"unix:{socket_path}", _CHANNEL_OPTIONS))
         self._start_returns(timeout_s)
-        _live.add(self)
         start_thread(partial(_watch, weakref.ref(self), self._socket), "kvstore-watch")
 
     @staticmethod
@@ -303,6 +296,15 @@ class MappedMemory(ClientSession):
         self.staging = None  # type: ignore[assignment]  # it keeps the session, and the memory
         self.generations = np.empty(0, np.uint64)
 
+    def _leave_to_parent(self) -> None:
+        """Close the inherited socket, which would keep the parent's session alive. Drop the presence table: a child
+        does not have its pages."""
+        super()._leave_to_parent()
+        if self.presence is not None:
+            self.presence.close()
+        with suppress(OSError):
+            os.close(self._socket.detach())
+
     def _ending(self) -> Callable[[], object]:
         return partial(_end, self.ended, self._socket, self.channel)
 
@@ -352,18 +354,3 @@ def _watch(session_of: weakref.ref[MappedMemory], connection: socket.socket) -> 
         session = session or session_of()
         if session is not None:
             session.close()
-
-
-def _after_fork_in_child() -> None:
-    """Close inherited sockets, which would keep the parent's sessions alive. Drop the presence tables: a child does not
-    have their pages."""
-    for session in list(_live):
-        if session.presence is not None:
-            session.presence.close()
-        try:
-            os.close(session._socket.detach())
-        except OSError:
-            continue
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

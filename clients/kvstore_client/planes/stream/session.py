@@ -17,9 +17,7 @@ from kvstore.seams.scheduler import start_thread
 from kvstore.spec import Exactness
 from kvstore.units import is_loopback, split_address
 from kvstore.v1 import cache_pb2 as pb
-from kvstore.v1 import cache_pb2_grpc
 from kvstore.v1 import remote_pb2 as rpb
-from kvstore.v1alpha import admin_pb2_grpc, prefill_pb2_grpc
 from kvstore.wire import METADATA_SESSION, METADATA_TOKEN
 from kvstore.wire.data import split_message
 from kvstore_client.copying import Copier
@@ -73,12 +71,9 @@ class StreamSession(ClientSession):
             # By default gRPC goes by http_proxy's proxy to loopback, too: the token would leave this host in the open.
             options += (("grpc.enable_http_proxy", 0),)
         if credentials is None:
-            self.channel = grpc.insecure_channel(address, options)
+            self._use(grpc.insecure_channel(address, options))
         else:
-            self.channel = grpc.secure_channel(address, credentials, options)
-        self.cache = cache_pb2_grpc.CacheServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
-        self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
-        self.prefills = prefill_pb2_grpc.PrefillServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
+            self._use(grpc.secure_channel(address, credentials, options))
         self.fetch_bytes = self.channel.unary_stream(
             SERVICE + "FetchBytes", rpb.FetchBytesRequest.SerializeToString, None
         )
