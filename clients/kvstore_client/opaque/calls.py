@@ -18,7 +18,6 @@ from kvstore_client.copying import Committed, commit_beside
 from kvstore_client.opaque.reader import Reader
 from kvstore_client.opaque.value import (
     CHUNK_BYTES,
-    EXACT,
     HEAD,
     Key,
     Pieces,
@@ -29,7 +28,7 @@ from kvstore_client.opaque.value import (
     writable,
 )
 from kvstore_client.overlap import Span, check_apart
-from kvstore_client.prompt import Prompt
+from kvstore_client.prompt import EXACT, Prompt
 from kvstore_client.store.calls import check_durability, settle_of
 from kvstore_client.store.receipt import Receipt
 from kvstore_client.store.store import Store

@@ -16,9 +16,10 @@ from kvstore_client.arrays import destination
 from kvstore_client.copying import Copier, stopped, wait_all
 from kvstore_client.fetch.open import open_prefix
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.opaque.value import CHUNK_BYTES, EXACT, HEAD, Head, Key, Pieces, room_of
+from kvstore_client.opaque.value import CHUNK_BYTES, HEAD, Head, Key, Pieces, room_of
 from kvstore_client.planes.prefix import Received, WholeChunk
 from kvstore_client.planes.session import ClientSession
+from kvstore_client.prompt import EXACT
 
 BATCH = 256
 """The most keys in one call: a call with many keys delays the sidecar's other clients."""

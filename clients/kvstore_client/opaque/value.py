@@ -26,6 +26,7 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import Buffer, check_memory, is_tensor
 from kvstore_client.planes.prefix import WholeChunk
 from kvstore_client.planes.store import Unit
+from kvstore_client.prompt import EXACT
 
 UNIT_BYTES = 1024
 CHUNK_BYTES = 4 << 20
@@ -33,8 +34,6 @@ HEAD = struct.Struct("<8sQ16s32x")
 MAGIC = b"kvvalue1"
 KEY_BYTES_MAX = 1024
 _NAMESPACE = re.compile(r"[A-Za-z0-9._:/-]{1,200}")
-EXACT = 1
-"""The wire's number of EXACT."""
 
 
 def namespace_spec(namespace: str) -> ModelSpec:

@@ -64,7 +64,6 @@ class KnownChunks:
         """Return all of these chunks. None when one of them is unknown, changed, or at another place in its prompt: an
         engine's own hashes may name the same chunk at another start."""
         found: dict[tuple[ChainName, bytes], Known] = {}
-        chunks: list[Chunk] = []
         for number, digest in enumerate(digests):
             known = self._known.get((name, digest))
             if known is None or known.chunk.token_start != number * chunk_tokens:
@@ -72,12 +71,11 @@ class KnownChunks:
             if xxh3_64_intdigest(known.header) != known.hash:  # memory that went bad there is not the chunk's
                 return None
             found[name, digest] = known
-            chunks.append(known.chunk)
         with self._changing:
             for key, known in found.items():
                 if self._known.pop(key, None) is not None:
                     self._known[key] = known
-        return chunks
+        return [known.chunk for known in found.values()]
 
     def clear(self) -> None:
         """Drop all chunks: the session ends, and its memory goes with the last known chunk."""

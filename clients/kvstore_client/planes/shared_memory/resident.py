@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
+from operator import call
 
 from kvstore.seams import FaultPoints
 from kvstore.seams.fence import fence
@@ -46,17 +46,17 @@ class ResidentPrefix:
         fused = None if self.wanted.hidden_layers else target.fused(cache)
         byte_count = self.wanted.byte_count(self.token_count)
         if fused is not None and not fused.by_torch:
-            for call in fused.pieces(faults, max(1, byte_count // CALL_BYTES)):
-                call()
+            for piece in fused.pieces(faults, max(1, byte_count // CALL_BYTES)):
+                piece()
             return
         if fused is not None:
             count = min(PIECES_MAX, max(2, byte_count // PIECE_BYTES))
-            copier.share(_run, fused.pieces(faults, count), byte_count, timeout_s)
+            copier.share(call, fused.pieces(faults, count), byte_count, timeout_s)
             return
         work = [partial(target.copy_layer, each, cache, bad, faults) for each in range(len(self.wanted.layers))]
         for part, layer in enumerate(self.wanted.hidden_layers, start=1):
             work.append(partial(target.copy_hidden, layer, self.runs(part), bad))
-        copier.share(_run, work, byte_count, timeout_s)
+        copier.share(call, work, byte_count, timeout_s)
 
     def settle(self, bad: set[int]) -> int:
         """Return the number of leading tokens whose copies are good: generations unchanged, no bad checksum (``bad``:
@@ -75,7 +75,3 @@ class ResidentPrefix:
         """Return True when all bytes read from a chunk before the last ``fence`` were the chunk's. A slot that does not
         exist has no chunk."""
         return slot < len(self._generations) and bool(self._generations[slot] == generation)
-
-
-def _run(copy: Callable[[], None]) -> None:
-    copy()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from operator import call
 from typing import Any
 
 from kvstore_copies import HELPED_BYTES
@@ -28,10 +29,6 @@ def _continues(group: list[Staged], unit: Unit, run: StagingRun) -> bool:
         and unit.token_start == last.token_start + last.layout.token_count
         and (run.staging_id, run.offset) == (before.staging_id, before.offset + before.byte_count)
     )
-
-
-def _run(copy: Callable[[], None]) -> None:
-    copy()
 
 
 class StagedUpload:
@@ -93,7 +90,7 @@ class StagedUpload:
                 byte_count = sum(unit.byte_count for unit, _ in batch)
                 are_small = byte_count < HELPED_BYTES * len(copies)  # compiled code's thread helps with none of them
                 by_torch = are_small or any(each.by_torch for each in copies)
-                self._copier.share(_run, work, byte_count, self._timeout_s, by_torch=by_torch)
+                self._copier.share(call, work, byte_count, self._timeout_s, by_torch=by_torch)
             except DeadlineExceeded:
                 # A copy may still write to its staging. End the session, so that this memory is never used again.
                 self._session.close()
