@@ -8,10 +8,13 @@ import subprocess
 import sys
 import threading
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from kvstore_client import ChunkEvent, Client, EventKind, Tier, connect
+from kvstore_client.lookup.feed import Feed
+from kvstore_client.planes.incoming import Incoming
+from kvstore_client.planes.session import translated
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Exhausted, PermissionDenied, Unavailable
@@ -147,6 +150,32 @@ def test_too_many_watchers_are_refused_with_the_setting() -> None:
     with Sidecar("--capacity", "8 MiB", environment={**os.environ, "KVSTORE__LIMITS__WATCHER_COUNT_MAX": "1"}) as one:
         with connect(one.address) as client, client.watch(), pytest.raises(Exhausted, match="watcher_count_max"):
             client.watch()
+
+
+def test_events_that_come_while_a_watch_is_closed_do_not_keep_its_stream() -> None:
+    failed, ended = threading.Event(), threading.Event()
+
+    class Late:
+        """A stream whose next message comes when its reader was failed."""
+
+        def read(self) -> object:
+            assert failed.wait(10.0)
+            return object()
+
+        def end_soon(self) -> None:
+            ended.set()
+
+        cancel = cancel_soon = end_soon
+
+    stream = Late()
+    feed = Feed(cast(Incoming, stream), translated)
+    feed._is_closed = True  # by another thread, which cancels and ends it next
+    asked = feed.ask()
+    failed.set()
+    with pytest.raises(Unavailable):
+        asked.result(10.0)
+    feed._asked.put(None)
+    assert ended.wait(10.0), "its thread has died"
 
 
 def test_the_command_prints_events_as_they_come(sidecar: Sidecar) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -40,7 +41,8 @@ class Feed:
         future: Future[pb.WatchResponse] = Future()
         self._asked.put(future)
         if self._is_closed:
-            _fail(future, Unavailable(self._gone))  # the thread has ended
+            with suppress(InvalidStateError):  # the thread has not ended yet
+                future.set_exception(Unavailable(self._gone))
         return future
 
     def close(self) -> None:
@@ -71,16 +73,10 @@ def _read(
                 error = Unavailable(gone)
             if message is None:
                 error = error or Unavailable(gone)
-        if error is None:
-            future.set_result(message)
-        else:
-            _fail(future, error)
+        with suppress(InvalidStateError):  # the feed was closed, and has failed it
+            if error is None:
+                future.set_result(message)
+            else:
+                future.set_exception(error)
         del future, message
     stream.end_soon()
-
-
-def _fail(future: Future[pb.WatchResponse], error: KVStoreError) -> None:
-    try:
-        future.set_exception(error)
-    except InvalidStateError:
-        return  # the other of two threads that may fail it was first
