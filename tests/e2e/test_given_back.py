@@ -160,7 +160,7 @@ def test_a_transfer_that_is_dropped_waits_for_no_writer(stored: Sidecar) -> None
             bringing = transfer._bringing
             eventually(lambda: bringing.stream is not None)  # before that its thread looks itself
             assert judge.stats().sessions.stream_count == 1
-            del transfer, bringing
+            del transfer
             gc.collect()
             eventually(lambda: judge.stats().sessions.stream_count == 0)
             eventually(lambda: not any(each.name == "kvstore-transfer" for each in threading.enumerate()))
