@@ -22,6 +22,7 @@ from kvstore.tiers import WritePolicy
 from tests.controller.service import Service, soon
 from tests.controller.test_operators import Held, meant_rows, pause, words_of
 from tests.fakes import ObjectSettings, ObjectTier
+from tests.scenario import scenario
 from tests.simulated import InlineWorkers
 from tests.specs import small_spec
 from tests.tiers.service import DeviceService
@@ -33,38 +34,30 @@ def done(service: Service, plan: ClearingPlan) -> list[tuple[Fate, bool]]:
     return [service.parts.movement.clearing.do(plan, place) for place in range(len(plan))]
 
 
-def test_a_word_about_memory_takes_nothing_that_the_device_acknowledged_meanwhile() -> None:
-    service = DeviceService()
-
-    async def scenario() -> None:
-        await service.store(service.session, 1, 2)
-        table = service.parts.catalog.table
-        rows = list(table.rows())
-        plan = await service.parts.movement.clearing.plan(meant_rows(service, *rows), table.copies[0], pause)
-        assert [Fate(fate) for fate in plan.fates] == [Fate.REMOVED] * 2  # no other tier has them yet
-        await service.settled(1, 2)
-        assert done(service, plan) == [(Fate.COPY_REMOVED, False)] * 2
-        assert await service.fetch(1, 2) == (2, MissReason.NONE)
-
-    service.run(scenario)
+@scenario(DeviceService)
+async def test_a_word_about_memory_takes_nothing_that_the_device_acknowledged_meanwhile(service: DeviceService) -> None:
+    await service.store(service.session, 1, 2)
+    table = service.parts.catalog.table
+    rows = list(table.rows())
+    plan = await service.parts.movement.clearing.plan(meant_rows(service, *rows), table.copies[0], pause)
+    assert [Fate(fate) for fate in plan.fates] == [Fate.REMOVED] * 2  # no other tier has them yet
+    await service.settled(1, 2)
+    assert done(service, plan) == [(Fate.COPY_REMOVED, False)] * 2
+    assert await service.fetch(1, 2) == (2, MissReason.NONE)
 
 
-def test_what_hangs_on_a_chunk_that_another_tier_has_by_now_stays() -> None:
-    service = DeviceService()
-
-    async def scenario() -> None:
-        await service.keep(1, 2)
-        table, movement = service.parts.catalog.table, service.parts.movement
-        (parent,) = [row for row in table.rows() if table.child_counts[row]]
-        movement.removal.drop(table.copies[1], parent, MissReason.EVICTED)
-        plan = await movement.clearing.plan(meant_rows(service, parent), table.copies[0], pause)
-        assert [Fate(fate) for fate in plan.fates] == [Fate.WITH_PARENT, Fate.REMOVED]
-        await service.settled(1, 2)
-        assert parent in table.copies[1]
-        assert done(service, plan) == [(Fate.SPARED, False), (Fate.COPY_REMOVED, False)]
-        assert await service.fetch(1, 2) == (2, MissReason.NONE)
-
-    service.run(scenario)
+@scenario(DeviceService)
+async def test_what_hangs_on_a_chunk_that_another_tier_has_by_now_stays(service: DeviceService) -> None:
+    await service.keep(1, 2)
+    table, movement = service.parts.catalog.table, service.parts.movement
+    (parent,) = [row for row in table.rows() if table.child_counts[row]]
+    movement.removal.drop(table.copies[1], parent, MissReason.EVICTED)
+    plan = await movement.clearing.plan(meant_rows(service, parent), table.copies[0], pause)
+    assert [Fate(fate) for fate in plan.fates] == [Fate.WITH_PARENT, Fate.REMOVED]
+    await service.settled(1, 2)
+    assert parent in table.copies[1]
+    assert done(service, plan) == [(Fate.SPARED, False), (Fate.COPY_REMOVED, False)]
+    assert await service.fetch(1, 2) == (2, MissReason.NONE)
 
 
 @pytest.mark.parametrize("change", ["evict", "pin", "verify", "move"])
@@ -260,19 +253,15 @@ async def test_of_a_model_whose_chunks_are_too_large_a_prefetch_finds_nothing() 
             assert words == {"not stored": 2}, dry_run
 
 
-def test_stored_chunks_that_a_prefetch_finds_no_room_for_are_not_called_missing() -> None:
-    service = DeviceService(arena_chunks=8)
-
-    async def scenario() -> None:
-        await service.keep(1, 2, 3, 4, 5, 6)
-        service.arena_bytes //= 2
-        await service.restart()
-        operators, query = Operators(service.parts, service.controller), service.query(1, 2, 3, 4, 5, 6, 7)
-        for dry_run in (True, False):
-            words = await words_of(operators.prefetch(service.session, query, dry_run=dry_run))
-            assert words == {"brought into memory": 4, "no room": 2, "not stored": 1}, dry_run
-
-    service.run(scenario)
+@scenario(lambda: DeviceService(arena_chunks=8))
+async def test_stored_chunks_that_a_prefetch_finds_no_room_for_are_not_called_missing(service: DeviceService) -> None:
+    await service.keep(1, 2, 3, 4, 5, 6)
+    service.arena_bytes //= 2
+    await service.restart()
+    operators, query = Operators(service.parts, service.controller), service.query(1, 2, 3, 4, 5, 6, 7)
+    for dry_run in (True, False):
+        words = await words_of(operators.prefetch(service.session, query, dry_run=dry_run))
+        assert words == {"brought into memory": 4, "no room": 2, "not stored": 1}, dry_run
 
 
 async def test_a_tier_is_not_given_up_for_the_time_that_others_took() -> None:

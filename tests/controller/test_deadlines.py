@@ -19,6 +19,7 @@ from kvstore.planning.loading import Way
 from kvstore.seams.scheduler import run_for
 from kvstore.spec import StoreState
 from tests.controller.service import Service
+from tests.scenario import scenario
 from tests.simulated import LoopClock, simulate
 from tests.tiers.values import ValueService
 
@@ -245,26 +246,24 @@ def test_a_session_that_ends_waits_once_for_the_movers_of_all_its_stores() -> No
     run(scenario, job_s=100.0)
 
 
-def test_a_value_that_is_being_read_is_waited_for_as_long_as_the_caller_hears_the_answer() -> None:
-    service = ValueService()
-
-    async def scenario() -> None:
-        await service.put(1)
-        query = service.of_key("k")
-        lease = service.controller.fetches.fetch(service.session, query)
-        request = ReserveRequest(query, query.digests, replaces=query.digests)
-        for remaining_s in (0.5, 2.0):
-            deadline = service.controller.deadline(remaining_s)
-            reserve = service.controller.reserve(service.session, request, deadline)
-            assert await seconds_of(reserve, Unavailable) == pytest.approx(remaining_s / 2, abs=0.01)
-        service.controller.release(service.session, [lease.lease_id])
-        service.parts.pins.pin(service.row(), 0)
-        assert await seconds_of(service.put(2), Unavailable) == 0.0, "nobody knows when its pin ends"
-        service.parts.pins.unpin(service.row())
-        await service.put(2)
-        assert await service.get() == 2
-
-    service.run(scenario)
+@scenario(ValueService)
+async def test_a_value_that_is_being_read_is_waited_for_as_long_as_the_caller_hears_the_answer(
+    service: ValueService,
+) -> None:
+    await service.put(1)
+    query = service.of_key("k")
+    lease = service.controller.fetches.fetch(service.session, query)
+    request = ReserveRequest(query, query.digests, replaces=query.digests)
+    for remaining_s in (0.5, 2.0):
+        deadline = service.controller.deadline(remaining_s)
+        reserve = service.controller.reserve(service.session, request, deadline)
+        assert await seconds_of(reserve, Unavailable) == pytest.approx(remaining_s / 2, abs=0.01)
+    service.controller.release(service.session, [lease.lease_id])
+    service.parts.pins.pin(service.row(), 0)
+    assert await seconds_of(service.put(2), Unavailable) == 0.0, "nobody knows when its pin ends"
+    service.parts.pins.unpin(service.row())
+    await service.put(2)
+    assert await service.get() == 2
 
 
 async def test_a_prompt_is_planned_by_what_its_lookup_left_of_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,25 +289,23 @@ async def test_a_prompt_is_planned_by_what_its_lookup_left_of_the_deadline(monke
         prefills.drop(planned)
 
 
-def test_a_store_that_finds_no_room_hears_of_it_before_it_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@scenario(lambda: ValueService(arena_chunks=4))
+async def test_a_store_that_finds_no_room_hears_of_it_before_it_gives_up(
+    service: ValueService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chunks that memory alone has are on their way to a device that takes nothing. An answer in the moment in which
     its caller goes would leave a reservation that nobody can end."""
-    service = ValueService(arena_chunks=4)
-
-    async def scenario() -> None:
-        monkeypatch.setattr(service.nvme._writers._chance, "uniform", lambda *_: 1000.0)  # type: ignore[attr-defined]
-        session, controller = service.session, service.controller
-        for number in range(4):
-            query = service.of_key(str(number))
-            claimed = await controller.reserve(session, ReserveRequest(query, query.digests))
-            staging = controller.create_staging(session, service.layout.body_bytes)
-            fill = Fill(0, 0, service.layout.strip_count, staging.staging_id, 0)
-            assert (await controller.commit(session, claimed.reservation_id, [fill])).committed_count == 1
-        await asyncio.sleep(0)
-        assert controller.parts.movement.is_making_room
-        query = service.of_key("more")
-        request = ReserveRequest(query, query.digests)
-        reserve = controller.reserve(session, request, controller.deadline(0.25))
-        assert await seconds_of(reserve) == pytest.approx(0.125)
-
-    service.run(scenario)
+    monkeypatch.setattr(service.nvme._writers._chance, "uniform", lambda *_: 1000.0)  # type: ignore[attr-defined]
+    session, controller = service.session, service.controller
+    for number in range(4):
+        query = service.of_key(str(number))
+        claimed = await controller.reserve(session, ReserveRequest(query, query.digests))
+        staging = controller.create_staging(session, service.layout.body_bytes)
+        fill = Fill(0, 0, service.layout.strip_count, staging.staging_id, 0)
+        assert (await controller.commit(session, claimed.reservation_id, [fill])).committed_count == 1
+    await asyncio.sleep(0)
+    assert controller.parts.movement.is_making_room
+    query = service.of_key("more")
+    request = ReserveRequest(query, query.digests)
+    reserve = controller.reserve(session, request, controller.deadline(0.25))
+    assert await seconds_of(reserve) == pytest.approx(0.125)

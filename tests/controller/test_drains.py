@@ -13,6 +13,7 @@ from kvstore.controller.operators.turns import Turns
 from kvstore.errors import Unavailable
 from kvstore.movement import Transit
 from tests.controller.service import Service
+from tests.scenario import scenario
 from tests.tiers.service import DeviceService
 
 
@@ -73,28 +74,25 @@ async def test_chunks_that_are_written_while_it_looks_for_more_are_counted() -> 
         assert news.tally.counts[Transit.WRITTEN] == 3, dry_run
 
 
-def test_what_a_tier_refuses_is_not_called_written() -> None:
+@scenario(DeviceService)
+async def test_what_a_tier_refuses_is_not_called_written(service: DeviceService) -> None:
     """A refused chunk leaves the backlog, and is tried again later."""
-    service = DeviceService()
 
-    async def scenario() -> None:
-        async def refuse(*_: Any) -> Any:
-            raise Unavailable("the device is off")
+    async def refuse(*_: Any) -> Any:
+        raise Unavailable("the device is off")
 
-        service.nvme.write = refuse  # type: ignore[method-assign]  # a device that fails
-        await service.store(service.session, 1, 2, 3)
-        operators = Operators(service.parts, service.controller)
-        for _ in range(2):  # the second drain finds no backlog
-            drained = operators.drain(Selection(), end=False, service=False, dry_run=False)
-            tally = [news async for news in drained][-1].tally
-            assert tally.counts == {Transit.FAILED: 3}
-            assert "the device is off" in tally.problem
-        for is_service in (False, True):
-            drained = operators.drain(Selection(), end=False, service=is_service, dry_run=True)
-            promised = [news async for news in drained][-1].tally
-            drained = operators.drain(Selection(), end=False, service=is_service, dry_run=False)
-            tally = [news async for news in drained][-1].tally
-            assert tally.counts == {Transit.FAILED: 3, **({ALONE: 3} if is_service else {})}
-            assert (promised.counts, promised.problem) == (tally.counts, tally.problem)
-
-    service.run(scenario)
+    service.nvme.write = refuse  # type: ignore[method-assign]  # a device that fails
+    await service.store(service.session, 1, 2, 3)
+    operators = Operators(service.parts, service.controller)
+    for _ in range(2):  # the second drain finds no backlog
+        drained = operators.drain(Selection(), end=False, service=False, dry_run=False)
+        tally = [news async for news in drained][-1].tally
+        assert tally.counts == {Transit.FAILED: 3}
+        assert "the device is off" in tally.problem
+    for is_service in (False, True):
+        drained = operators.drain(Selection(), end=False, service=is_service, dry_run=True)
+        promised = [news async for news in drained][-1].tally
+        drained = operators.drain(Selection(), end=False, service=is_service, dry_run=False)
+        tally = [news async for news in drained][-1].tally
+        assert tally.counts == {Transit.FAILED: 3, **({ALONE: 3} if is_service else {})}
+        assert (promised.counts, promised.problem) == (tally.counts, tally.problem)

@@ -12,6 +12,7 @@ from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import token_digest
 from kvstore.spec import Exactness, Provenance
 from tests.controller.service import Service
+from tests.scenario import scenario
 from tests.specs import small_spec
 from tests.tiers.service import DeviceService
 
@@ -55,21 +56,17 @@ async def test_past_the_limit_a_store_is_refused_by_name_and_the_others_go_on() 
     assert [service.check(session, path) for path in (1, 3)] == [1, 1]
 
 
-def test_a_clean_stop_names_the_namespaces_that_hold_chunks_and_no_others() -> None:
+@scenario(DeviceService)
+async def test_a_clean_stop_names_the_namespaces_that_hold_chunks_and_no_others(service: DeviceService) -> None:
     """So a restart forgets those that are empty, and every chunk stays in its own."""
-    service = DeviceService()
-
-    async def scenario() -> None:
-        request = ReserveRequest(service.query(9), [token_digest(service.tokens(9))])
-        told = await service.controller.reserve(service.session, request)
-        await service.controller.abort(service.session, told.reservation_id)
-        for number in (3, 1, 2):
-            await service.of(small_spec(model_id=f"m{number}")).keep(number)
-        assert len(service.controller.parts.catalog.spaces.numbered) == 4
-        await service.restart()
-        assert len(service.controller.parts.catalog.spaces.numbered) == 3
-        for number in (1, 2, 3):
-            model = service.of(small_spec(model_id=f"m{number}"))
-            assert [(await model.fetch(path))[0] for path in (1, 2, 3)] == [path == number for path in (1, 2, 3)]
-
-    service.run(scenario)
+    request = ReserveRequest(service.query(9), [token_digest(service.tokens(9))])
+    told = await service.controller.reserve(service.session, request)
+    await service.controller.abort(service.session, told.reservation_id)
+    for number in (3, 1, 2):
+        await service.of(small_spec(model_id=f"m{number}")).keep(number)
+    assert len(service.controller.parts.catalog.spaces.numbered) == 4
+    await service.restart()
+    assert len(service.controller.parts.catalog.spaces.numbered) == 3
+    for number in (1, 2, 3):
+        model = service.of(small_spec(model_id=f"m{number}"))
+        assert [(await model.fetch(path))[0] for path in (1, 2, 3)] == [path == number for path in (1, 2, 3)]

@@ -16,6 +16,7 @@ from kvstore.controller.operators import Operators
 from kvstore.movement.checks import ROUND_S_MIN
 from kvstore.spec import MissReason, StoreState
 from tests.controller.service import Service, soon
+from tests.scenario import scenario
 from tests.simulated import InlineWorkers
 from tests.tiers.service import DeviceService
 
@@ -113,16 +114,12 @@ async def test_what_a_check_finds_is_no_news_of_the_chunk_that_has_the_row_by_th
     assert service.controller.fetches.fetch(session, service.query(2)).hit_count == 1
 
 
-def test_where_little_is_stored_it_is_not_read_all_the_time() -> None:
-    service = DeviceService()
-
-    async def scenario() -> None:
-        checks, counters = service.parts.movement.checks, service.parts.counters
-        checks._policies = PolicySettings()
-        await service.keep(1, 2)
-        await asyncio.sleep(ROUND_S_MIN / 2)
-        for round_count in range(1, 4):
-            assert counters.snapshot()["scrubbed_bytes"] == 4 * round_count * service.layout.total_bytes
-            await asyncio.sleep(ROUND_S_MIN)
-
-    service.run(scenario)
+@scenario(DeviceService)
+async def test_where_little_is_stored_it_is_not_read_all_the_time(service: DeviceService) -> None:
+    checks, counters = service.parts.movement.checks, service.parts.counters
+    checks._policies = PolicySettings()
+    await service.keep(1, 2)
+    await asyncio.sleep(ROUND_S_MIN / 2)
+    for round_count in range(1, 4):
+        assert counters.snapshot()["scrubbed_bytes"] == 4 * round_count * service.layout.total_bytes
+        await asyncio.sleep(ROUND_S_MIN)

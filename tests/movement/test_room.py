@@ -10,6 +10,7 @@ from kvstore.catalog import ROOT_ROW
 from kvstore.chunk import layout_of
 from kvstore.spec import CacheKind, MissReason
 from tests.controller.service import Service
+from tests.scenario import scenario
 from tests.specs import small_spec
 from tests.tiers.service import KIB, DeviceService
 
@@ -75,22 +76,18 @@ async def test_what_is_being_stored_among_neighbours_stays() -> None:
     assert arena.chunk_count == len(others)
 
 
-def test_neighbours_that_only_memory_has_stay_while_others_can_go() -> None:
+@scenario(lambda: DeviceService(arena_chunks=CHUNK_COUNT, capacity_bytes=16 * 1024 * KIB, region_bytes=1024 * KIB))
+async def test_neighbours_that_only_memory_has_stay_while_others_can_go(service: DeviceService) -> None:
     """Their writes are on their way, and stores wait for these. The others come back from the device."""
-    service = DeviceService(arena_chunks=CHUNK_COUNT, capacity_bytes=16 * 1024 * KIB, region_bytes=1024 * KIB)
-
-    async def scenario() -> None:
-        for number in range(CHUNK_COUNT):
-            await service.keep(number)
-        numbers = list(range(CHUNK_COUNT))
-        random.Random(1).shuffle(numbers)
-        for number in numbers:
-            service.check(service.session, number)
-        movement, alone = service.parts.movement, list(service.mapped.rows())[::8]
-        for row in alone:
-            movement.removal.drop(service.device, row, MissReason.EVICTED)
-        assert movement.allocate(LARGE.piece_bytes, frozenset()) is not None
-        assert all(row in service.mapped for row in alone)
-        assert len(list(service.mapped.rows())) >= CHUNK_COUNT * 3 // 4
-
-    service.run(scenario)
+    for number in range(CHUNK_COUNT):
+        await service.keep(number)
+    numbers = list(range(CHUNK_COUNT))
+    random.Random(1).shuffle(numbers)
+    for number in numbers:
+        service.check(service.session, number)
+    movement, alone = service.parts.movement, list(service.mapped.rows())[::8]
+    for row in alone:
+        movement.removal.drop(service.device, row, MissReason.EVICTED)
+    assert movement.allocate(LARGE.piece_bytes, frozenset()) is not None
+    assert all(row in service.mapped for row in alone)
+    assert len(list(service.mapped.rows())) >= CHUNK_COUNT * 3 // 4

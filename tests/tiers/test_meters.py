@@ -8,6 +8,7 @@ import pytest
 
 from kvstore.movement import TierMeters
 from kvstore.spec import Tier
+from tests.scenario import scenario
 from tests.simulated.clock import ManualClock
 from tests.tiers.service import DeviceService
 
@@ -85,19 +86,15 @@ def test_reads_that_are_given_up_do_not_make_a_tier_look_faster(clock: ManualClo
     assert (tier.rate.sample_count, tier.rate.bytes_per_s) == (1, pytest.approx(MIB))
 
 
-def test_a_device_is_measured_as_it_is_read() -> None:
-    service = DeviceService(arena_chunks=32)
-
-    async def scenario() -> None:
-        await service.keep(*PATH)
-        meters = service.controller.parts.meters
-        assert [each.rate.sample_count for each in meters.tiers] == [0], "it is in use, and was not read"
-        service.forget_memory()
-        assert (await service.fetch(*PATH))[0] == len(PATH)
-        await asyncio.sleep(1.0)  # the readers have theirs; the reads end
-        (tier,) = service.controller.stats().rates
-        assert (tier.name, tier.kind, tier.queued_bytes) == ("nvme", Tier.NVME, 0)
-        assert tier.rate.sample_count >= 1
-        assert meters.is_changed
-
-    service.run(scenario)
+@scenario(lambda: DeviceService(arena_chunks=32))
+async def test_a_device_is_measured_as_it_is_read(service: DeviceService) -> None:
+    await service.keep(*PATH)
+    meters = service.controller.parts.meters
+    assert [each.rate.sample_count for each in meters.tiers] == [0], "it is in use, and was not read"
+    service.forget_memory()
+    assert (await service.fetch(*PATH))[0] == len(PATH)
+    await asyncio.sleep(1.0)  # the readers have theirs; the reads end
+    (tier,) = service.controller.stats().rates
+    assert (tier.name, tier.kind, tier.queued_bytes) == ("nvme", Tier.NVME, 0)
+    assert tier.rate.sample_count >= 1
+    assert meters.is_changed

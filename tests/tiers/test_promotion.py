@@ -10,6 +10,7 @@ import pytest
 from kvstore.errors import Unavailable
 from kvstore.movement.loads import CALLS_AT_ONCE
 from kvstore.spec import MissReason
+from tests.scenario import scenario
 from tests.simulated.memory import POISON
 from tests.tiers.service import DeviceService
 
@@ -80,25 +81,25 @@ def test_a_stop_waits_for_every_chunk_that_is_being_opened(service: DeviceServic
     service.run(scenario)
 
 
-def test_a_bug_in_one_opening_loses_the_batch_and_writes_nothing_into_what_was_freed(service: DeviceService) -> None:
-    async def scenario() -> None:
-        await service.keep(*PATH)
-        service.forget_memory()
-        opening = Opening(service, RuntimeError("a bug"))
-        result = service.controller.fetches.fetch(service.session, service.query(*PATH))
-        async for _ in service.controller.arrivals(result, None):
-            pass
-        service.controller.release(service.session, [result.lease_id])
-        await asyncio.sleep(1.0)
-        assert opening.count == len(PATH)
-        assert opening.under_way == 0
-        assert service.controller.parts.movement.loading_bytes == 0
-        assert not any(region.readers for region in service.nvme.regions.by_number.values())
-        for resident in result.chunks:
-            assert all((piece == POISON).all() for piece in resident.placement.pieces)
-        assert await service.fetch(*PATH) == (len(PATH), MissReason.NONE)
-
-    service.run(scenario)
+@scenario()
+async def test_a_bug_in_one_opening_loses_the_batch_and_writes_nothing_into_what_was_freed(
+    service: DeviceService,
+) -> None:
+    await service.keep(*PATH)
+    service.forget_memory()
+    opening = Opening(service, RuntimeError("a bug"))
+    result = service.controller.fetches.fetch(service.session, service.query(*PATH))
+    async for _ in service.controller.arrivals(result, None):
+        pass
+    service.controller.release(service.session, [result.lease_id])
+    await asyncio.sleep(1.0)
+    assert opening.count == len(PATH)
+    assert opening.under_way == 0
+    assert service.controller.parts.movement.loading_bytes == 0
+    assert not any(region.readers for region in service.nvme.regions.by_number.values())
+    for resident in result.chunks:
+        assert all((piece == POISON).all() for piece in resident.placement.pieces)
+    assert await service.fetch(*PATH) == (len(PATH), MissReason.NONE)
 
 
 def test_a_fetch_that_memory_refuses_half_way_leaves_nothing_on_its_way(service: DeviceService) -> None:

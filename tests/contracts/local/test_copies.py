@@ -14,6 +14,7 @@ from kvstore.spec import Encoding
 from kvstore.tiers import ChunkName, Residency
 from tests.contracts.chunks import SMALL, balance, chunk, holds, layouts, read, write
 from tests.contracts.local.stands import DramStand, Stand, SystemStand
+from tests.scenario import scenario
 
 
 async def room(stand: Stand) -> int:
@@ -162,56 +163,52 @@ async def cancelled(task: asyncio.Task[Any], delay_s: float) -> Any:
         return None
 
 
-def test_a_cancelled_write_leaves_nothing(stand: Stand) -> None:
-    async def scenario() -> None:
-        kept = chunk(1)
-        residency = await write(stand.tier, kept)
-        stand.tier.remove([await write(stand.tier, chunk(2))])
-        outcomes = set()
-        for step in range(40):
-            what = chunk(10 + step, write=step)
-            done = await cancelled(asyncio.ensure_future(write(stand.tier, what)), step * 0.0001)
-            outcomes.add(done is None)
-            for piece in what.pieces:
-                piece[:] = 0xDB  # the caller may use its memory again
-            if done is not None:
-                stand.tier.remove([done])
-            balance(stand.tier)
-            assert stand.tier.statistics().chunk_count == 1
-        if not isinstance(stand, DramStand | SystemStand):  # one never waits, the other as long as it likes
-            assert outcomes == {True, False}
-        assert await holds(stand.tier, kept, residency)
-        assert await holds(stand.tier, chunk(3), await write(stand.tier, chunk(3)))
-
-    stand.run(scenario)
-
-
-def test_a_cancelled_read_leaves_nothing(stand: Stand) -> None:
-    async def scenario() -> None:
-        what = chunk(1)
-        residency = await write(stand.tier, what)
-        for step in range(20):
-            target = [np.zeros(slab.byte_count, np.uint8) for slab in SMALL.slabs]
-
-            async def both(target: list[Any] = target) -> bool:
-                stored = await stand.tier.open(what.name, residency)
-                try:
-                    await stored.read(range(2), target)
-                finally:
-                    stored.close()
-                return True
-
-            await cancelled(asyncio.ensure_future(both()), step * 0.0001)
-            seen = [memory.copy() for memory in target]
-            await asyncio.sleep(0.002)
-            assert all((one == other).all() for one, other in zip(seen, target, strict=True)), "it went on writing"
-        assert await holds(stand.tier, what, residency)
-        before = await room(stand)
-        stand.tier.remove([residency])
-        assert await room(stand) == before + 1
+@scenario()
+async def test_a_cancelled_write_leaves_nothing(stand: Stand) -> None:
+    kept = chunk(1)
+    residency = await write(stand.tier, kept)
+    stand.tier.remove([await write(stand.tier, chunk(2))])
+    outcomes = set()
+    for step in range(40):
+        what = chunk(10 + step, write=step)
+        done = await cancelled(asyncio.ensure_future(write(stand.tier, what)), step * 0.0001)
+        outcomes.add(done is None)
+        for piece in what.pieces:
+            piece[:] = 0xDB  # the caller may use its memory again
+        if done is not None:
+            stand.tier.remove([done])
         balance(stand.tier)
+        assert stand.tier.statistics().chunk_count == 1
+    if not isinstance(stand, DramStand | SystemStand):  # one never waits, the other as long as it likes
+        assert outcomes == {True, False}
+    assert await holds(stand.tier, kept, residency)
+    assert await holds(stand.tier, chunk(3), await write(stand.tier, chunk(3)))
 
-    stand.run(scenario)
+
+@scenario()
+async def test_a_cancelled_read_leaves_nothing(stand: Stand) -> None:
+    what = chunk(1)
+    residency = await write(stand.tier, what)
+    for step in range(20):
+        target = [np.zeros(slab.byte_count, np.uint8) for slab in SMALL.slabs]
+
+        async def both(target: list[Any] = target) -> bool:
+            stored = await stand.tier.open(what.name, residency)
+            try:
+                await stored.read(range(2), target)
+            finally:
+                stored.close()
+            return True
+
+        await cancelled(asyncio.ensure_future(both()), step * 0.0001)
+        seen = [memory.copy() for memory in target]
+        await asyncio.sleep(0.002)
+        assert all((one == other).all() for one, other in zip(seen, target, strict=True)), "it went on writing"
+    assert await holds(stand.tier, what, residency)
+    before = await room(stand)
+    stand.tier.remove([residency])
+    assert await room(stand) == before + 1
+    balance(stand.tier)
 
 
 def test_a_check_reads_what_a_read_would(stand: Stand) -> None:
@@ -231,18 +228,16 @@ def test_a_check_reads_what_a_read_would(stand: Stand) -> None:
     stand.run(scenario)
 
 
-def test_residencies_say_how_their_copies_are_encoded(stand: Stand) -> None:
-    async def scenario() -> None:
-        places = [await write(stand.tier, chunk(number)) for number in range(3)]
-        found = stand.tier.encodings(np.array(places, np.int64))
-        assert found.dtype == np.uint8
-        for number, residency in enumerate(places):
-            stored = await stand.tier.open(chunk(number).name, residency)
-            assert Encoding(int(found[number])).name.lower() == stored.header.encoding
-            stored.close()
-        assert stand.tier.encodings(np.empty(0, np.int64)).shape == (0,)
-
-    stand.run(scenario)
+@scenario()
+async def test_residencies_say_how_their_copies_are_encoded(stand: Stand) -> None:
+    places = [await write(stand.tier, chunk(number)) for number in range(3)]
+    found = stand.tier.encodings(np.array(places, np.int64))
+    assert found.dtype == np.uint8
+    for number, residency in enumerate(places):
+        stored = await stand.tier.open(chunk(number).name, residency)
+        assert Encoding(int(found[number])).name.lower() == stored.header.encoding
+        stored.close()
+    assert stand.tier.encodings(np.empty(0, np.int64)).shape == (0,)
 
 
 def test_the_account_counts_what_passes(stand: Stand) -> None:

@@ -11,6 +11,7 @@ from kvstore.errors import Exhausted
 from kvstore.tiers import Residency
 from tests.contracts.chunks import LARGE, SMALL, Chunk, balance, chunk, holds, layouts, write
 from tests.contracts.local.stands import Stand
+from tests.scenario import scenario
 
 
 def test_full_is_said_and_passes(make: Callable[..., Stand]) -> None:
@@ -117,34 +118,29 @@ def test_a_chunk_that_could_never_fit_drives_nothing_out(make: Callable[..., Sta
     stand.run(scenario)
 
 
-def test_many_small_chunks_make_room_for_a_large_one(stand: Stand) -> None:
+@scenario()
+async def test_many_small_chunks_make_room_for_a_large_one(stand: Stand) -> None:
     """More of them than any one file, or run of memory, holds."""
-
-    async def scenario() -> None:
-        kept = await fill(stand)
-        stand.evictor.held.add(kept[0][1])
-        residency = await write(stand.tier, chunk(200, LARGE))
-        assert await holds(stand.tier, chunk(200, LARGE), residency)
-        assert await holds(stand.tier, *kept[0])
-        assert len(stand.evictor.gone) < len(kept) / 2
-        balance(stand.tier)
-
-    stand.run(scenario)
+    kept = await fill(stand)
+    stand.evictor.held.add(kept[0][1])
+    residency = await write(stand.tier, chunk(200, LARGE))
+    assert await holds(stand.tier, chunk(200, LARGE), residency)
+    assert await holds(stand.tier, *kept[0])
+    assert len(stand.evictor.gone) < len(kept) / 2
+    balance(stand.tier)
 
 
 @pytest.mark.parametrize("kill", [False, True])
-def test_what_a_start_found_makes_room(stand: Stand, kill: bool) -> None:
-    async def scenario() -> None:
-        await fill(stand)
-        await stand.restart(kill=kill)
-        places = list(stand.found().values())
-        stand.evictor.there += places
-        residency = await write(stand.tier, chunk(200, LARGE))
-        assert await holds(stand.tier, chunk(200, LARGE), residency)
-        assert bool(stand.evictor.gone) == stand.is_durable
-        balance(stand.tier)
-
-    stand.run(scenario)
+@scenario()
+async def test_what_a_start_found_makes_room(stand: Stand, kill: bool) -> None:
+    await fill(stand)
+    await stand.restart(kill=kill)
+    places = list(stand.found().values())
+    stand.evictor.there += places
+    residency = await write(stand.tier, chunk(200, LARGE))
+    assert await holds(stand.tier, chunk(200, LARGE), residency)
+    assert bool(stand.evictor.gone) == stand.is_durable
+    balance(stand.tier)
 
 
 @pytest.mark.parametrize("erases", [False, True])

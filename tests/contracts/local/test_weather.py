@@ -11,6 +11,7 @@ from kvstore.errors import DataLoss, KVStoreError, Unavailable
 from kvstore.tiers.contract import RESIDENCY_STOP
 from tests.contracts.chunks import SMALL, VALUE, balance, chunk, holds, layouts, read, write
 from tests.contracts.local.stands import Stand
+from tests.scenario import scenario
 
 
 @pytest.mark.parametrize("method", ["pwrite", "sync"])
@@ -124,25 +125,23 @@ def test_after_a_restart(stand: Stand, kill: bool) -> None:
     stand.run(scenario)
 
 
-def test_what_was_erased_never_comes_back(stand: Stand) -> None:
-    async def scenario() -> None:
-        one, two = await write(stand.tier, chunk(1, write=1)), await write(stand.tier, chunk(1, write=2))
-        other = await write(stand.tier, chunk(2))
-        stand.tier.remove([one, two], erase=True)
-        await stand.restart(kill=False)  # a clean stop erases what is to be erased
+@scenario()
+async def test_what_was_erased_never_comes_back(stand: Stand) -> None:
+    one, two = await write(stand.tier, chunk(1, write=1)), await write(stand.tier, chunk(1, write=2))
+    other = await write(stand.tier, chunk(2))
+    stand.tier.remove([one, two], erase=True)
+    await stand.restart(kill=False)  # a clean stop erases what is to be erased
+    assert chunk(1).header.chain_digest not in stand.found()
+    three = await write(stand.tier, chunk(1, write=3))
+    stand.tier.remove([three], erase=True)
+    await stand.tier.tidy()
+    for _ in range(2):
+        with pytest.raises((DataLoss, Unavailable)):
+            await stand.tier.open(chunk(1).any_write, three)
+        await stand.restart(kill=True)
         assert chunk(1).header.chain_digest not in stand.found()
-        three = await write(stand.tier, chunk(1, write=3))
-        stand.tier.remove([three], erase=True)
-        await stand.tier.tidy()
-        for _ in range(2):
-            with pytest.raises((DataLoss, Unavailable)):
-                await stand.tier.open(chunk(1).any_write, three)
-            await stand.restart(kill=True)
-            assert chunk(1).header.chain_digest not in stand.found()
-        if stand.is_durable:
-            assert await holds(stand.tier, chunk(2), other)
-
-    stand.run(scenario)
+    if stand.is_durable:
+        assert await holds(stand.tier, chunk(2), other)
 
 
 def test_what_was_superseded_never_comes_back(stand: Stand) -> None:
@@ -190,16 +189,14 @@ def test_an_erasure_that_fails_is_tried_again(stand: Stand) -> None:
     stand.run(scenario)
 
 
-def test_a_copy_that_failed_a_check_is_gone(stand: Stand) -> None:
-    async def scenario() -> None:
-        residency, other = await write(stand.tier, chunk(1)), await write(stand.tier, chunk(2))
-        await stand.tier.quarantine(residency)
-        balance(stand.tier)
-        assert stand.tier.statistics().chunk_count == 1
-        with pytest.raises((DataLoss, Unavailable)):
-            await stand.tier.open(chunk(1).name, residency)
-        await stand.restart(kill=True)
-        assert set(stand.found()) == ({chunk(2).header.chain_digest} if stand.is_durable else set())
-        assert not stand.is_durable or await holds(stand.tier, chunk(2), other)
-
-    stand.run(scenario)
+@scenario()
+async def test_a_copy_that_failed_a_check_is_gone(stand: Stand) -> None:
+    residency, other = await write(stand.tier, chunk(1)), await write(stand.tier, chunk(2))
+    await stand.tier.quarantine(residency)
+    balance(stand.tier)
+    assert stand.tier.statistics().chunk_count == 1
+    with pytest.raises((DataLoss, Unavailable)):
+        await stand.tier.open(chunk(1).name, residency)
+    await stand.restart(kill=True)
+    assert set(stand.found()) == ({chunk(2).header.chain_digest} if stand.is_durable else set())
+    assert not stand.is_durable or await holds(stand.tier, chunk(2), other)

@@ -14,6 +14,7 @@ from tests.contracts.chunks import LARGE, SMALL, balance, chunk, layouts
 from tests.contracts.shared.stands import TIMEOUT_S, Stand, found, write
 from tests.fakes import EngineSettings, EngineTier
 from tests.fakes.engine import ENGINES
+from tests.scenario import scenario
 
 
 @pytest.mark.parametrize("kind", [*layouts(), "large"])
@@ -63,22 +64,20 @@ def test_what_may_be_read_ahead_is_checked_all_the_same(stand: Stand) -> None:
     stand.run(scenario)
 
 
-def test_what_is_not_there_is_a_miss(stand: Stand) -> None:
-    async def scenario() -> None:
-        key = chunk(1).header.storage_key
-        assert await stand.tier.open(chunk(1).name) is None
-        assert list(await stand.tier.probe([key], TIMEOUT_S)) == [False]
-        await stand.tier.remove([key])  # no error
-        await write(stand.tier, chunk(1))
-        await write(stand.tier, chunk(3))
-        keys = [chunk(number).header.storage_key for number in (1, 2, 3)]
-        assert list(await stand.other.probe(keys, TIMEOUT_S)) == [True, False, True]
-        assert list(await stand.other.probe([], TIMEOUT_S)) == []
-        await stand.other.remove([key])
-        assert await stand.tier.open(chunk(1).name) is None
-        assert await found(stand.tier, chunk(3))
-
-    stand.run(scenario)
+@scenario()
+async def test_what_is_not_there_is_a_miss(stand: Stand) -> None:
+    key = chunk(1).header.storage_key
+    assert await stand.tier.open(chunk(1).name) is None
+    assert list(await stand.tier.probe([key], TIMEOUT_S)) == [False]
+    await stand.tier.remove([key])  # no error
+    await write(stand.tier, chunk(1))
+    await write(stand.tier, chunk(3))
+    keys = [chunk(number).header.storage_key for number in (1, 2, 3)]
+    assert list(await stand.other.probe(keys, TIMEOUT_S)) == [True, False, True]
+    assert list(await stand.other.probe([], TIMEOUT_S)) == []
+    await stand.other.remove([key])
+    assert await stand.tier.open(chunk(1).name) is None
+    assert await found(stand.tier, chunk(3))
 
 
 def test_many_keys_are_asked_for_at_once_whichever_of_them_are_there(stand: Stand) -> None:
@@ -122,25 +121,23 @@ def test_what_one_node_is_about_to_write_others_find_taken_for_a_while(stand: St
     stand.run(scenario)
 
 
-def test_what_the_engine_drops_is_a_miss_and_what_is_open_is_whole_or_lost(stand: Stand) -> None:
-    async def scenario() -> None:
-        await write(stand.tier, chunk(1))
-        stored = await stand.tier.open(chunk(1).name)
-        assert stored is not None
-        stand.drop_all()
-        assert await stand.tier.open(chunk(1).name) is None
-        target = [np.empty(slab.byte_count, np.uint8) for slab in SMALL.slabs]
-        try:
-            await stored.read(range(2), target)
-        except DataLoss:
-            pass
-        else:
-            assert all((one == other).all() for one, other in zip(target, chunk(1).pieces[1:], strict=True))
-        stored.close()
-        await write(stand.other, chunk(1))
-        assert await found(stand.tier, chunk(1))
-
-    stand.run(scenario)
+@scenario()
+async def test_what_the_engine_drops_is_a_miss_and_what_is_open_is_whole_or_lost(stand: Stand) -> None:
+    await write(stand.tier, chunk(1))
+    stored = await stand.tier.open(chunk(1).name)
+    assert stored is not None
+    stand.drop_all()
+    assert await stand.tier.open(chunk(1).name) is None
+    target = [np.empty(slab.byte_count, np.uint8) for slab in SMALL.slabs]
+    try:
+        await stored.read(range(2), target)
+    except DataLoss:
+        pass
+    else:
+        assert all((one == other).all() for one, other in zip(target, chunk(1).pieces[1:], strict=True))
+    stored.close()
+    await write(stand.other, chunk(1))
+    assert await found(stand.tier, chunk(1))
 
 
 def test_a_replacement_is_never_mixed_with_what_it_replaces(stand: Stand) -> None:
@@ -199,17 +196,15 @@ def test_what_others_wrote_is_believed_only_if_it_is_the_chunk(stand: Stand) -> 
     stand.run(scenario)
 
 
-def test_a_tier_says_what_it_is(stand: Stand) -> None:
-    async def scenario() -> None:
-        kind, durability = stand.tier.kind, stand.tier.durability
-        assert (kind, durability) in {(Tier.REDIS, Durability.SHARED), (Tier.S3, Durability.OBJECT)}
-        assert stand.tier.statistics().name == stand.tier.name
-        await write(stand.tier, chunk(1))
-        assert stand.tier.statistics().written_bytes == SMALL.total_bytes
-        assert await found(stand.tier, chunk(1))
-        assert stand.tier.statistics().verified_bytes == sum(slab.byte_count for slab in SMALL.slabs)
-
-    stand.run(scenario)
+@scenario()
+async def test_a_tier_says_what_it_is(stand: Stand) -> None:
+    kind, durability = stand.tier.kind, stand.tier.durability
+    assert (kind, durability) in {(Tier.REDIS, Durability.SHARED), (Tier.S3, Durability.OBJECT)}
+    assert stand.tier.statistics().name == stand.tier.name
+    await write(stand.tier, chunk(1))
+    assert stand.tier.statistics().written_bytes == SMALL.total_bytes
+    assert await found(stand.tier, chunk(1))
+    assert stand.tier.statistics().verified_bytes == sum(slab.byte_count for slab in SMALL.slabs)
 
 
 def test_engines_of_other_names_are_others() -> None:

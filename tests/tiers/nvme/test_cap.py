@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.spec import Durability, LayerSpec, MissReason
+from tests.scenario import scenario
 from tests.specs import small_spec
 from tests.tiers.nvme.chains import STARTS, served, storable, stored
 from tests.tiers.service import KIB, DeviceService
@@ -28,25 +29,23 @@ def test_a_cap_below_one_chunk(capacity_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_a_lowered_cap_is_kept_at_once(service: DeviceService, start: str) -> None:
-    async def scenario() -> None:
-        await stored(service)
-        whole = service.region_bytes_used()
-        for capacity in (whole, whole - 1, whole // 2, 70 * KIB, 4 * KIB):
-            service.capacity_bytes = capacity
-            await service.restart(kill=start == "scan")
-            service.balance()
-            lost = await served(service)
-            assert bool(lost) == (capacity < whole)
-            assert {reason for _, reason in lost.values()} <= {MissReason.COLD}
-            service.forget_memory()
-            # What the smaller files kept is served again and again, and every row has its place.
-            assert await served(service) == lost
-        service.capacity_bytes = 512 * KIB
-        await service.restart()
-        await storable(service)
-
-    service.run(scenario)
+@scenario()
+async def test_a_lowered_cap_is_kept_at_once(service: DeviceService, start: str) -> None:
+    await stored(service)
+    whole = service.region_bytes_used()
+    for capacity in (whole, whole - 1, whole // 2, 70 * KIB, 4 * KIB):
+        service.capacity_bytes = capacity
+        await service.restart(kill=start == "scan")
+        service.balance()
+        lost = await served(service)
+        assert bool(lost) == (capacity < whole)
+        assert {reason for _, reason in lost.values()} <= {MissReason.COLD}
+        service.forget_memory()
+        # What the smaller files kept is served again and again, and every row has its place.
+        assert await served(service) == lost
+    service.capacity_bytes = 512 * KIB
+    await service.restart()
+    await storable(service)
 
 
 def on_device(service: DeviceService) -> set[tuple[bytes, bytes]]:

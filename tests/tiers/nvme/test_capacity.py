@@ -18,6 +18,7 @@ from kvstore.config.load import load
 from kvstore.seams import FaultPoints, SystemClock, SystemDisk
 from kvstore.server.tiers import open_nvme
 from kvstore.units import parse_bytes
+from tests.scenario import scenario
 from tests.tiers.service import KIB, DeviceService
 
 TENANT = {"tenants.other.secret_file": "/nowhere"}
@@ -123,21 +124,19 @@ def test_what_a_smaller_capacity_takes_is_said_before_it_goes(caplog: pytest.Log
 
 
 @pytest.mark.parametrize(("capacity_kib", "now", "later"), [(140, 5, 10), (80, 5, 5), (60, 0, 0)])
-def test_a_file_that_a_start_cannot_open_goes_as_a_full_one_would(capacity_kib: int, now: int, later: int) -> None:
+@scenario(lambda: DeviceService(arena_chunks=32))
+async def test_a_file_that_a_start_cannot_open_goes_as_a_full_one_would(
+    service: DeviceService, capacity_kib: int, now: int, later: int
+) -> None:
     """Of three files one is half empty, and the device refuses the first page of a full one. The cap holds all the
     same, and what can be served is not given up for what cannot."""
-    service = DeviceService(arena_chunks=32)
-
-    async def scenario() -> None:
-        for number in range(12):
-            await service.keep(number)
-        service.capacity_bytes = capacity_kib * KIB
-        refuse = partial(service.disk.fail, "pread", errno.EIO, path_contains="region-00000", times=1)
-        await service.restart(meanwhile=refuse)
-        service.balance()
-        assert service.nvme.statistics().chunk_count == now
-        await service.restart()
-        service.balance()
-        assert service.nvme.statistics().chunk_count == later
-
-    service.run(scenario)
+    for number in range(12):
+        await service.keep(number)
+    service.capacity_bytes = capacity_kib * KIB
+    refuse = partial(service.disk.fail, "pread", errno.EIO, path_contains="region-00000", times=1)
+    await service.restart(meanwhile=refuse)
+    service.balance()
+    assert service.nvme.statistics().chunk_count == now
+    await service.restart()
+    service.balance()
+    assert service.nvme.statistics().chunk_count == later

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.spec import ChunkState, Durability, LayerSpec, MissReason
+from tests.scenario import scenario
 from tests.simulated import SimulatedDisk
 from tests.specs import small_spec
 from tests.tiers.nvme.chains import PATHS, STARTS, damaged, served, storable, stored
@@ -73,50 +74,44 @@ def test_a_flipped_header_page_loses_nothing(
 
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("offset", [0, 33, 200, 350, 384, 3000, 4096, 8192])
-def test_a_flipped_chunk(service: DeviceService, start: str, offset: int) -> None:
+@scenario()
+async def test_a_flipped_chunk(service: DeviceService, start: str, offset: int) -> None:
     """Header or body, first chunk of a chain: the chain is a miss, its slot rests, the key can be stored again."""
-
-    async def scenario() -> None:
-        await stored(service)
-        file, place = service.place(PATHS[3][0])
-        await service.restart(kill=start == "scan", meanwhile=lambda: service.disk.flip(file, place + offset))
-        lost = await served(service)
-        found_by_scan = start == "scan" and offset < 4096
-        reason = MissReason.COLD if found_by_scan else MissReason.CORRUPT
-        assert lost == {PATHS[3]: (0, reason)}
-        now = service.nvme.statistics()
-        assert now.quarantined_bytes == (0 if found_by_scan else service.layout.total_bytes)
-        assert service.counters().get("quarantined_chunks", 0) == (not found_by_scan)
-        service.balance()
-        await storable(service)
-        await service.restart(kill=True)
-        assert await served(service) == {}
-
-    service.run(scenario)
+    await stored(service)
+    file, place = service.place(PATHS[3][0])
+    await service.restart(kill=start == "scan", meanwhile=lambda: service.disk.flip(file, place + offset))
+    lost = await served(service)
+    found_by_scan = start == "scan" and offset < 4096
+    reason = MissReason.COLD if found_by_scan else MissReason.CORRUPT
+    assert lost == {PATHS[3]: (0, reason)}
+    now = service.nvme.statistics()
+    assert now.quarantined_bytes == (0 if found_by_scan else service.layout.total_bytes)
+    assert service.counters().get("quarantined_chunks", 0) == (not found_by_scan)
+    service.balance()
+    await storable(service)
+    await service.restart(kill=True)
+    assert await served(service) == {}
 
 
-def test_quarantine_is_capped_and_counted(service: DeviceService) -> None:
+@scenario()
+async def test_quarantine_is_capped_and_counted(service: DeviceService) -> None:
     """Every copy is bad, all are asked for at once: each region keeps one slot out of use, the others are free."""
-
-    async def scenario() -> None:
-        await stored(service)
-        for number, other in PATHS:
-            service.flip(number, other, offset=4096)
-            service.flip(number, offset=8192)
-        service.forget_memory()
-        lost = await served(service)
-        assert lost == dict.fromkeys(PATHS, (0, MissReason.CORRUPT))
-        for number, other in PATHS:  # the second chunks are met when their parents are there again
-            assert (await service.store(service.session, number)).committed_count == 1
-            assert await service.fetch(number, other) == (1, MissReason.CORRUPT)
-            await service.settled(number)
-        assert service.counters()["quarantined_chunks"] == 2 * len(PATHS)
-        regions = service.nvme.regions.by_number.values()
-        assert [len(region.quarantined) for region in regions] == [1] * len(regions)
-        service.balance()
-        await storable(service)
-
-    service.run(scenario)
+    await stored(service)
+    for number, other in PATHS:
+        service.flip(number, other, offset=4096)
+        service.flip(number, offset=8192)
+    service.forget_memory()
+    lost = await served(service)
+    assert lost == dict.fromkeys(PATHS, (0, MissReason.CORRUPT))
+    for number, other in PATHS:  # the second chunks are met when their parents are there again
+        assert (await service.store(service.session, number)).committed_count == 1
+        assert await service.fetch(number, other) == (1, MissReason.CORRUPT)
+        await service.settled(number)
+    assert service.counters()["quarantined_chunks"] == 2 * len(PATHS)
+    regions = service.nvme.regions.by_number.values()
+    assert [len(region.quarantined) for region in regions] == [1] * len(regions)
+    service.balance()
+    await storable(service)
 
 
 def test_two_readers_meet_the_same_bad_copy(service: DeviceService) -> None:
@@ -140,41 +135,37 @@ def test_two_readers_meet_the_same_bad_copy(service: DeviceService) -> None:
     service.run(scenario)
 
 
-def test_a_bad_copy_is_written_again_from_memory(service: DeviceService) -> None:
-    async def scenario() -> None:
-        await stored(service)
-        service.flip(PATHS[2][0], offset=4096)
-        row = service.controller.parts.catalog.walk(
-            [service.controller.parts.catalog.model(service.model).namespace(None, service.query(0).exactness)],
-            service.query(PATHS[2][0]).digests,
-        ).chains[0][0]
-        assert not await service.look(row)
-        assert await served(service) == {}
-        assert (await service.settled(*PATHS[2])).durability is Durability.LOCAL
-        service.forget_memory()
-        assert await served(service) == {}
-        await service.restart(kill=True)
-        assert await served(service) == {}
-        assert service.counters().get("quarantined_chunks", 0) == 0
-        service.balance()
-
-    service.run(scenario)
+@scenario()
+async def test_a_bad_copy_is_written_again_from_memory(service: DeviceService) -> None:
+    await stored(service)
+    service.flip(PATHS[2][0], offset=4096)
+    row = service.controller.parts.catalog.walk(
+        [service.controller.parts.catalog.model(service.model).namespace(None, service.query(0).exactness)],
+        service.query(PATHS[2][0]).digests,
+    ).chains[0][0]
+    assert not await service.look(row)
+    assert await served(service) == {}
+    assert (await service.settled(*PATHS[2])).durability is Durability.LOCAL
+    service.forget_memory()
+    assert await served(service) == {}
+    await service.restart(kill=True)
+    assert await served(service) == {}
+    assert service.counters().get("quarantined_chunks", 0) == 0
+    service.balance()
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_a_deleted_region(service: DeviceService, start: str) -> None:
-    async def scenario() -> None:
-        await stored(service)
-        victim = service.place(*PATHS[0])[0]
-        await service.restart(kill=start == "scan", meanwhile=lambda: service.disk.remove(victim))
-        lost = await served(service)
-        assert PATHS[0] in lost
-        assert len(lost) <= 3
-        assert {reason for _, reason in lost.values()} == {MissReason.COLD}
-        service.balance()
-        await storable(service)
-
-    service.run(scenario)
+@scenario()
+async def test_a_deleted_region(service: DeviceService, start: str) -> None:
+    await stored(service)
+    victim = service.place(*PATHS[0])[0]
+    await service.restart(kill=start == "scan", meanwhile=lambda: service.disk.remove(victim))
+    lost = await served(service)
+    assert PATHS[0] in lost
+    assert len(lost) <= 3
+    assert {reason for _, reason in lost.values()} == {MissReason.COLD}
+    service.balance()
+    await storable(service)
 
 
 def swap(disk: SimulatedDisk, one: Path, other: Path) -> None:
@@ -184,25 +175,22 @@ def swap(disk: SimulatedDisk, one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_regions_swapped_by_name(service: DeviceService, start: str) -> None:
+@scenario()
+async def test_regions_swapped_by_name(service: DeviceService, start: str) -> None:
     """The page inside says which one it is: nothing is lost, and files made later do not meet them."""
-
-    async def scenario() -> None:
-        await stored(service)
-        meanwhile = damaged(service, lambda disk, files: swap(disk, files[0], files[2]))
-        await service.restart(kill=start == "scan", meanwhile=meanwhile)
-        assert await served(service) == {}
+    await stored(service)
+    meanwhile = damaged(service, lambda disk, files: swap(disk, files[0], files[2]))
+    await service.restart(kill=start == "scan", meanwhile=meanwhile)
+    assert await served(service) == {}
+    service.balance()
+    # The room of swapped files is given up for another model's chunks, and used again for these.
+    wide = service.of(small_spec(model_id="wide", layers=(LayerSpec(kv_heads=16, k_dim=8, v_dim=8),) * 2))
+    for number in range(30):
+        await wide.keep(number)
         service.balance()
-        # The room of swapped files is given up for another model's chunks, and used again for these.
-        wide = service.of(small_spec(model_id="wide", layers=(LayerSpec(kv_heads=16, k_dim=8, v_dim=8),) * 2))
-        for number in range(30):
-            await wide.keep(number)
-            service.balance()
-        await storable(service)
-        await service.restart(kill=True)
-        service.balance()
-
-    service.run(scenario)
+    await storable(service)
+    await service.restart(kill=True)
+    service.balance()
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -237,13 +225,11 @@ def test_another_chunk_in_the_slot(service: DeviceService, start: str, where: st
     service.run(scenario)
 
 
-def test_a_miss_says_so_in_a_lookup_too(service: DeviceService) -> None:
-    async def scenario() -> None:
-        await stored(service)
-        service.forget_memory()
-        service.flip(PATHS[0][0], offset=4096)
-        assert await service.fetch(*PATHS[0]) == (0, MissReason.CORRUPT)
-        runs = service.controller.lookups.lookup(service.query(*PATHS[0])).runs
-        assert runs[0][:3] == (1, ChunkState.MISS, MissReason.CORRUPT)
-
-    service.run(scenario)
+@scenario()
+async def test_a_miss_says_so_in_a_lookup_too(service: DeviceService) -> None:
+    await stored(service)
+    service.forget_memory()
+    service.flip(PATHS[0][0], offset=4096)
+    assert await service.fetch(*PATHS[0]) == (0, MissReason.CORRUPT)
+    runs = service.controller.lookups.lookup(service.query(*PATHS[0])).runs
+    assert runs[0][:3] == (1, ChunkState.MISS, MissReason.CORRUPT)

@@ -15,6 +15,7 @@ from kvstore.seams.memory import Bytes
 from kvstore.spec import ENVELOPES, Durability, Encoding, MissReason
 from kvstore.tiers.nvme.reading import NvmeChunk
 from tests.contracts.chunks import SMALL, Chunk, chunk, layouts
+from tests.scenario import scenario
 from tests.tiers.attacks import COUNT, KEY, OLD, attacked, checked, trust
 from tests.tiers.nvme.attacked import KINDS, PATH, RECORD, Device, key
 from tests.tiers.nvme.test_newest import NEW, RETRY_S, WAYS, Way
@@ -177,40 +178,32 @@ def test_what_could_confirm_a_prompt_is_nowhere_on_the_device(kind: str, kill: b
     device.run(scenario)
 
 
-def test_what_went_bad_in_memory_is_not_sealed_and_closes_nothing() -> None:
-    device = Device("mac")
-
-    async def scenario() -> None:
-        bad = chunk(1)
-        bad.pieces[1][5] ^= 1
-        with pytest.raises(DataLoss, match="resident"):
-            await device.put(bad)
-        assert device.nvme.statistics().chunk_count == 0
-        assert device.nvme.statistics().state == "up"
-        await device.put(chunk(1))
-        assert await device.read(chunk(1)) == "right"
-
-    device.run(scenario)
+@scenario(lambda: Device("mac"))
+async def test_what_went_bad_in_memory_is_not_sealed_and_closes_nothing(device: Device) -> None:
+    bad = chunk(1)
+    bad.pieces[1][5] ^= 1
+    with pytest.raises(DataLoss, match="resident"):
+        await device.put(bad)
+    assert device.nvme.statistics().chunk_count == 0
+    assert device.nvme.statistics().state == "up"
+    await device.put(chunk(1))
+    assert await device.read(chunk(1)) == "right"
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_an_older_value_never_comes_back_sealed(way: Way) -> None:
-    service = ValueService(trust=trust("aead"))
-
-    async def scenario() -> None:
-        assert await service.put(9, "other") is Durability.LOCAL
-        await way(service, None)
-        if await service.put(NEW) is not Durability.LOCAL:
-            await asyncio.sleep(RETRY_S)
-        assert await service.level() is Durability.LOCAL
-        for end in ("kill", "clean stop", "kill"):
-            await service.stop(kill=end == "kill")
-            service.disk.mend()
-            await service.start()
-            assert (await service.get(), await service.get("other")) == (NEW, 9)
-        service.balance()
-
-    service.run(scenario)
+@scenario(lambda: ValueService(trust=trust("aead")))
+async def test_an_older_value_never_comes_back_sealed(service: ValueService, way: Way) -> None:
+    assert await service.put(9, "other") is Durability.LOCAL
+    await way(service, None)
+    if await service.put(NEW) is not Durability.LOCAL:
+        await asyncio.sleep(RETRY_S)
+    assert await service.level() is Durability.LOCAL
+    for end in ("kill", "clean stop", "kill"):
+        await service.stop(kill=end == "kill")
+        service.disk.mend()
+        await service.start()
+        assert (await service.get(), await service.get("other")) == (NEW, 9)
+    service.balance()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -235,23 +228,19 @@ def test_an_altered_chunk_is_a_miss_with_a_reason_and_is_stored_again(kind: str)
     service.run(scenario)
 
 
-def test_a_snapshot_that_was_altered_is_not_believed() -> None:
+@scenario(lambda: Device("mac"))
+async def test_a_snapshot_that_was_altered_is_not_believed(device: Device) -> None:
     """With the digest of it made anew: the headers are read."""
-    device = Device("mac")
-
-    async def scenario() -> None:
-        await device.put(chunk(1))
-        await device.stop()
-        index = bytearray(device.disk.read_file(HOME / "index"))
-        index[-3] ^= 1
-        said = json.loads(device.disk.read_file(HOME / "format"))
-        said["clean"] = xxhash.xxh3_128_hexdigest(bytes(index))
-        device.disk.write_file(HOME / "index", bytes(index))
-        device.disk.write_file(HOME / "format", json.dumps(said).encode())
-        device.tier = device.build()
-        await device.start()
-        device.places = device.found()
-        assert not device.recovered.is_proven.any()
-        assert await device.read(chunk(1)) == "right"
-
-    device.run(scenario)
+    await device.put(chunk(1))
+    await device.stop()
+    index = bytearray(device.disk.read_file(HOME / "index"))
+    index[-3] ^= 1
+    said = json.loads(device.disk.read_file(HOME / "format"))
+    said["clean"] = xxhash.xxh3_128_hexdigest(bytes(index))
+    device.disk.write_file(HOME / "index", bytes(index))
+    device.disk.write_file(HOME / "format", json.dumps(said).encode())
+    device.tier = device.build()
+    await device.start()
+    device.places = device.found()
+    assert not device.recovered.is_proven.any()
+    assert await device.read(chunk(1)) == "right"

@@ -13,6 +13,7 @@ from kvstore.errors import Exhausted
 from kvstore.spec import Durability, MissReason
 from kvstore.tiers.nvme import directory, newest
 from tests.contracts.chunks import chunk
+from tests.scenario import scenario
 from tests.tiers.attacks import KEY, OLD, trust
 from tests.tiers.nvme.attacked import KINDS, PATH, Device, key
 from tests.tiers.nvme.test_newest import NEW
@@ -95,97 +96,79 @@ def test_without_the_package_that_opens_it_a_chunk_is_a_miss_and_stays(
 
 @pytest.mark.parametrize("kill", [True, False])
 @pytest.mark.parametrize("now", ["mac", "none"])
-def test_an_old_key_that_is_taken_out_costs_what_it_sealed(now: str, kill: bool) -> None:
+@scenario(lambda: Device("mac", OLD))
+async def test_an_old_key_that_is_taken_out_costs_what_it_sealed(device: Device, now: str, kill: bool) -> None:
     """Also where the snapshot is another key's, or nobody's."""
-    device = Device("mac", OLD)
-
-    async def scenario() -> None:
-        await device.put(chunk(1))
-        device.trust = trust(now, KEY, OLD)
-        await device.found_again(kill=kill)
-        await device.put(chunk(2))
-        device.trust = trust(now, KEY)
-        await device.found_again(kill=kill)
-        assert [await device.read(chunk(number)) for number in (1, 2)] == ["absent", "right"]
-        device.trust = trust(now, KEY, OLD)
-        await device.found_again(kill=kill)
-        assert [await device.read(chunk(number)) for number in (1, 2)] == ["right", "right"]
-
-    device.run(scenario)
+    await device.put(chunk(1))
+    device.trust = trust(now, KEY, OLD)
+    await device.found_again(kill=kill)
+    await device.put(chunk(2))
+    device.trust = trust(now, KEY)
+    await device.found_again(kill=kill)
+    assert [await device.read(chunk(number)) for number in (1, 2)] == ["absent", "right"]
+    device.trust = trust(now, KEY, OLD)
+    await device.found_again(kill=kill)
+    assert [await device.read(chunk(number)) for number in (1, 2)] == ["right", "right"]
 
 
 @pytest.mark.parametrize("kill", [True, False])
-def test_a_key_that_is_taken_out_while_it_is_used_counts_from_the_next_start(kill: bool) -> None:
+@scenario(lambda: DeviceService(trust=trust("aead", KEY)))
+async def test_a_key_that_is_taken_out_while_it_is_used_counts_from_the_next_start(
+    service: DeviceService, kill: bool
+) -> None:
     """Until then LOCAL is true; from then on these are misses that stay."""
-    service = DeviceService(trust=trust("aead", KEY))
-
-    async def scenario() -> None:
-        await service.keep(*PATH)
-        service.forget_memory()
-        assert service.trust is not None
-        service.trust.ring.change((OLD,))
-        await service.keep(*PATH)  # it is there: nothing is written
-        service.forget_memory()
-        assert await service.fetch(*PATH) == (2, MissReason.NONE)
-        for keys, expected in (((OLD,), (0, MissReason.COLD)), ((OLD, KEY), (2, MissReason.NONE))):
-            service.trust = trust("aead", *keys)
-            await service.restart(kill=kill)
-            assert await service.fetch(*PATH) == expected
-            assert service.counters()["quarantined_chunks"] == 0
-
-    service.run(scenario)
+    await service.keep(*PATH)
+    service.forget_memory()
+    assert service.trust is not None
+    service.trust.ring.change((OLD,))
+    await service.keep(*PATH)  # it is there: nothing is written
+    service.forget_memory()
+    assert await service.fetch(*PATH) == (2, MissReason.NONE)
+    for keys, expected in (((OLD,), (0, MissReason.COLD)), ((OLD, KEY), (2, MissReason.NONE))):
+        service.trust = trust("aead", *keys)
+        await service.restart(kill=kill)
+        assert await service.fetch(*PATH) == expected
+        assert service.counters()["quarantined_chunks"] == 0
 
 
-def test_a_start_that_knows_of_no_envelopes_finds_them_by_what_lies_there() -> None:
+@scenario(lambda: DeviceService(trust=trust("mac")))
+async def test_a_start_that_knows_of_no_envelopes_finds_them_by_what_lies_there(service: DeviceService) -> None:
     """What says that there are some is damaged: the next start without the key erases nothing."""
-    service = DeviceService(trust=trust("mac"))
-
-    async def scenario() -> None:
-        await service.keep(*PATH)
-        service.trust = trust("none", KEY)
-        await service.restart(kill=True, meanwhile=lambda: service.disk.write_file(HOME / "format", b"garbage"))
-        assert await service.fetch(*PATH) == (2, MissReason.NONE)
-        assert directory.ENVELOPES_USED in json.loads(service.disk.read_file(HOME / "format"))["features"]
-        for keys, expected in (((OLD,), (0, MissReason.COLD)), ((OLD, KEY), (2, MissReason.NONE))):
-            service.trust = trust("none", *keys)
-            await service.restart()
-            assert await service.fetch(*PATH) == expected
-            assert service.counters()["quarantined_chunks"] == 0
-
-    service.run(scenario)
+    await service.keep(*PATH)
+    service.trust = trust("none", KEY)
+    await service.restart(kill=True, meanwhile=lambda: service.disk.write_file(HOME / "format", b"garbage"))
+    assert await service.fetch(*PATH) == (2, MissReason.NONE)
+    assert directory.ENVELOPES_USED in json.loads(service.disk.read_file(HOME / "format"))["features"]
+    for keys, expected in (((OLD,), (0, MissReason.COLD)), ((OLD, KEY), (2, MissReason.NONE))):
+        service.trust = trust("none", *keys)
+        await service.restart()
+        assert await service.fetch(*PATH) == expected
+        assert service.counters()["quarantined_chunks"] == 0
 
 
-def test_a_device_full_of_chunks_whose_key_is_away_says_so() -> None:
+@scenario(lambda: Device("mac", OLD))
+async def test_a_device_full_of_chunks_whose_key_is_away_says_so(device: Device) -> None:
     """More room is not what an operator wants there: the key is."""
-    device = Device("mac", OLD)
-
-    async def scenario() -> None:
-        with pytest.raises(Exhausted) as full:
-            for number in range(1000):
-                await device.put(chunk(number))
-        assert "envelope key file" not in full.value.message
-        assert "raise tiers.nvme.capacity_bytes" in full.value.message
-        device.trust = trust("mac", KEY)
-        await device.restart(kill=True)
-        with pytest.raises(Exhausted, match="envelope key file: put the keys back and start again, or raise"):
-            await device.put(chunk(2000))
-
-    device.run(scenario)
+    with pytest.raises(Exhausted) as full:
+        for number in range(1000):
+            await device.put(chunk(number))
+    assert "envelope key file" not in full.value.message
+    assert "raise tiers.nvme.capacity_bytes" in full.value.message
+    device.trust = trust("mac", KEY)
+    await device.restart(kill=True)
+    with pytest.raises(Exhausted, match="envelope key file: put the keys back and start again, or raise"):
+        await device.put(chunk(2000))
 
 
-def test_locked_chunks_alone_keep_earlier_releases_out() -> None:
-    device = Device("mac")
-
-    async def scenario() -> None:
-        await device.put(chunk(1))
-        await device.stop(kill=True)
-        device.disk.remove(HOME / "format")
-        device.trust = trust("none")
-        device.tier = device.build()
-        await device.start()
-        assert directory.ENVELOPES_USED in json.loads(device.disk.read_file(HOME / "format"))["features"]
-
-    device.run(scenario)
+@scenario(lambda: Device("mac"))
+async def test_locked_chunks_alone_keep_earlier_releases_out(device: Device) -> None:
+    await device.put(chunk(1))
+    await device.stop(kill=True)
+    device.disk.remove(HOME / "format")
+    device.trust = trust("none")
+    device.tier = device.build()
+    await device.start()
+    assert directory.ENVELOPES_USED in json.loads(device.disk.read_file(HOME / "format"))["features"]
 
 
 @pytest.mark.parametrize("count", [2, 8])
@@ -235,19 +218,15 @@ def test_a_value_that_is_the_newest_is_so_when_its_key_comes_back(monkeypatch: p
     service.run(scenario)
 
 
-def test_a_value_whose_key_was_away_does_not_come_back_after_a_newer_one() -> None:
-    service = ValueService(trust=trust("aead", OLD))
-
-    async def scenario() -> None:
-        assert await service.put(OLD_VALUE) is Durability.LOCAL
-        assert await service.put(9, "other") is Durability.LOCAL
-        service.trust = trust("aead", KEY)
-        await service.restart(kill=True)
-        assert await service.get() is None
-        assert await service.put(NEW) is Durability.LOCAL
-        service.trust = trust("aead", KEY, OLD)
-        for kill in (True, False):
-            await service.restart(kill=kill)
-            assert (await service.get(), await service.get("other")) == (NEW, 9)
-
-    service.run(scenario)
+@scenario(lambda: ValueService(trust=trust("aead", OLD)))
+async def test_a_value_whose_key_was_away_does_not_come_back_after_a_newer_one(service: ValueService) -> None:
+    assert await service.put(OLD_VALUE) is Durability.LOCAL
+    assert await service.put(9, "other") is Durability.LOCAL
+    service.trust = trust("aead", KEY)
+    await service.restart(kill=True)
+    assert await service.get() is None
+    assert await service.put(NEW) is Durability.LOCAL
+    service.trust = trust("aead", KEY, OLD)
+    for kill in (True, False):
+        await service.restart(kill=kill)
+        assert (await service.get(), await service.get("other")) == (NEW, 9)

@@ -15,6 +15,7 @@ from kvstore.tiers import NotOurs
 from kvstore.tiers.nvme import directory
 from kvstore.tiers.nvme.slots import SEALED
 from tests.contracts.chunks import chunk, layouts, write
+from tests.scenario import scenario
 from tests.tiers.attacks import KEY, trust
 from tests.tiers.nvme.attacked import KINDS, PATH, RECORD, Device, key
 from tests.tiers.nvme.test_format import CHUNKS as FORMAT_CHUNKS
@@ -25,116 +26,98 @@ from tests.tiers.service import HOME, DeviceService, refused
 
 @pytest.mark.parametrize("kill", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_lay_there_before_stays_what_it_was(kind: str, kill: bool) -> None:
+@scenario(lambda: Device("none"))
+async def test_what_lay_there_before_stays_what_it_was(device: Device, kind: str, kill: bool) -> None:
     """LOCAL stays LOCAL, over any number of starts; what is new is sealed; and turned off again all of it is read."""
-    device = Device("none")
-
-    async def scenario() -> None:
-        before = await device.put(chunk(1))
-        for now in (kind, kind, "none", kind):
-            device.trust = trust(now, KEY)
-            await device.found_again(kill=kill)
-            assert await device.read(before) == "right"
-            assert (device.copy_of(device.places[key(before)]) == np.concatenate(before.pieces)).all()
-            assert await device.nvme.renew(device.places[key(before)])
-        later = await device.put(chunk(2))
-        assert is_sealed(device.copy_of(device.places[key(later)]))
-        for now in (kind, "none"):
-            device.trust = trust(now, KEY)
-            await device.found_again(kill=kill)
-            assert [await device.read(each) for each in (before, later)] == ["right", "right"]
-
-    device.run(scenario)
+    before = await device.put(chunk(1))
+    for now in (kind, kind, "none", kind):
+        device.trust = trust(now, KEY)
+        await device.found_again(kill=kill)
+        assert await device.read(before) == "right"
+        assert (device.copy_of(device.places[key(before)]) == np.concatenate(before.pieces)).all()
+        assert await device.nvme.renew(device.places[key(before)])
+    later = await device.put(chunk(2))
+    assert is_sealed(device.copy_of(device.places[key(later)]))
+    for now in (kind, "none"):
+        device.trust = trust(now, KEY)
+        await device.found_again(kill=kill)
+        assert [await device.read(each) for each in (before, later)] == ["right", "right"]
 
 
-def test_what_is_stored_while_it_is_off_stays_too() -> None:
-    device = Device("mac")
-
-    async def scenario() -> None:
-        for number, now in enumerate(("mac", "none", "mac", "none", "aead")):
-            device.trust = trust(now, KEY)
-            await device.found_again()
-            await device.put(chunk(number))
-            assert [await device.read(chunk(each)) for each in range(number + 1)] == ["right"] * (number + 1)
-
-    device.run(scenario)
+@scenario(lambda: Device("mac"))
+async def test_what_is_stored_while_it_is_off_stays_too(device: Device) -> None:
+    for number, now in enumerate(("mac", "none", "mac", "none", "aead")):
+        device.trust = trust(now, KEY)
+        await device.found_again()
+        await device.put(chunk(number))
+        assert [await device.read(chunk(each)) for each in range(number + 1)] == ["right"] * (number + 1)
 
 
 @pytest.mark.parametrize("place", ["of a sealed copy", "of a plain one that went", "that was free"])
-def test_no_other_copy_without_an_envelope_is_believed(place: str, caplog: pytest.LogCaptureFixture) -> None:
-    device = Device("none")
-
-    async def scenario() -> None:
-        for number in (1, 2):
-            await device.put(chunk(number))
-        planted = chunk(7)
-        device.trust = trust("mac")
-        await device.found_again()
-        await device.put(chunk(3))
-        if place == "of a plain one that went":
-            at = device.places[key(chunk(2))]
-        elif place == "of a sealed copy":
-            at = device.places[key(chunk(3))]
-        else:
-            at = await write(device.nvme, chunk(4))
-            device.nvme.remove([at])
-        device.lay(at, np.concatenate(planted.pieces))
-        if at & SEALED:
-            with pytest.raises(DataLoss, match="no envelope any more"):
-                await device.nvme.open(planted.name, at)
-        await device.found_again()
-        assert key(planted) not in device.places
-        assert "not believed" in caplog.text
-        assert await device.read(chunk(1)) == "right"
-
-    device.run(scenario)
+@scenario(lambda: Device("none"))
+async def test_no_other_copy_without_an_envelope_is_believed(
+    device: Device, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in (1, 2):
+        await device.put(chunk(number))
+    planted = chunk(7)
+    device.trust = trust("mac")
+    await device.found_again()
+    await device.put(chunk(3))
+    if place == "of a plain one that went":
+        at = device.places[key(chunk(2))]
+    elif place == "of a sealed copy":
+        at = device.places[key(chunk(3))]
+    else:
+        at = await write(device.nvme, chunk(4))
+        device.nvme.remove([at])
+    device.lay(at, np.concatenate(planted.pieces))
+    if at & SEALED:
+        with pytest.raises(DataLoss, match="no envelope any more"):
+            await device.nvme.open(planted.name, at)
+    await device.found_again()
+    assert key(planted) not in device.places
+    assert "not believed" in caplog.text
+    assert await device.read(chunk(1)) == "right"
 
 
 @pytest.mark.parametrize("fails", ["open", "pread"])
-def test_what_could_not_be_seen_when_it_was_turned_on_comes_back(fails: str) -> None:
+@scenario(lambda: Device("none"))
+async def test_what_could_not_be_seen_when_it_was_turned_on_comes_back(device: Device, fails: str) -> None:
     """And what could not be seen later."""
-    device = Device("none")
-
-    async def scenario() -> None:
-        await device.put(chunk(1))
-        await device.put(chunk(2, layouts()["mla float8"]))
-        path = device.place(device.places[key(chunk(1))], 0)[0].name
-        device.trust = trust("mac")
-        for start in range(4):
-            await device.stop(kill=True)
-            if start % 2 == 0:
-                after = 1 if fails == "pread" else 0
-                device.disk.fail(fails, errno.EIO, path_contains=path, after=after, times=None)
-            device.tier = device.build()
-            await device.start()
-            device.places = device.found()
-            device.disk.mend()
-            assert (key(chunk(1)) in device.places) == (start % 2 == 1)
-            assert await device.read(chunk(2, layouts()["mla float8"])) == "right"
-        assert await device.read(chunk(1)) == "right"
-
-    device.run(scenario)
-
-
-def test_a_damaged_record_stops_the_tier_and_says_what_to_do() -> None:
-    device = Device("none")
-
-    async def scenario() -> None:
-        await device.put(chunk(1))
-        device.trust = trust("mac")
-        await device.found_again()
-        await device.stop()
-        device.disk.flip(RECORD, 20)
-        device.tier = device.build()
-        with pytest.raises(Unavailable, match=f"{RECORD} is damaged"):
-            await device.start()
-        device.disk.remove(RECORD)
+    await device.put(chunk(1))
+    await device.put(chunk(2, layouts()["mla float8"]))
+    path = device.place(device.places[key(chunk(1))], 0)[0].name
+    device.trust = trust("mac")
+    for start in range(4):
+        await device.stop(kill=True)
+        if start % 2 == 0:
+            after = 1 if fails == "pread" else 0
+            device.disk.fail(fails, errno.EIO, path_contains=path, after=after, times=None)
         device.tier = device.build()
         await device.start()
         device.places = device.found()
-        assert await device.read(chunk(1)) == "right"
+        device.disk.mend()
+        assert (key(chunk(1)) in device.places) == (start % 2 == 1)
+        assert await device.read(chunk(2, layouts()["mla float8"])) == "right"
+    assert await device.read(chunk(1)) == "right"
 
-    device.run(scenario)
+
+@scenario(lambda: Device("none"))
+async def test_a_damaged_record_stops_the_tier_and_says_what_to_do(device: Device) -> None:
+    await device.put(chunk(1))
+    device.trust = trust("mac")
+    await device.found_again()
+    await device.stop()
+    device.disk.flip(RECORD, 20)
+    device.tier = device.build()
+    with pytest.raises(Unavailable, match=f"{RECORD} is damaged"):
+        await device.start()
+    device.disk.remove(RECORD)
+    device.tier = device.build()
+    await device.start()
+    device.places = device.found()
+    assert await device.read(chunk(1)) == "right"
 
 
 class Mount:
@@ -211,82 +194,68 @@ def test_a_file_that_is_not_there_for_a_while_comes_back() -> None:
     service.run(scenario)
 
 
-def test_a_record_of_before_a_time_without_an_envelope_is_not_believed() -> None:
+@scenario(lambda: Device("mac"))
+async def test_a_record_of_before_a_time_without_an_envelope_is_not_believed(device: Device) -> None:
     """The directory was used under another path, whose record is another."""
-    device = Device("mac")
-
-    async def scenario() -> None:
-        await device.stop()
-        before = device.disk.read_file(RECORD)
-        for now in ("none", "mac"):
-            if now == "mac":
-                device.disk.write_file(RECORD, before)
-            device.trust = trust(now, KEY)
+    await device.stop()
+    before = device.disk.read_file(RECORD)
+    for now in ("none", "mac"):
+        if now == "mac":
+            device.disk.write_file(RECORD, before)
+        device.trust = trust(now, KEY)
+        device.tier = device.build()
+        if now == "mac":
+            with pytest.raises(Unavailable, match="of another directory"):
+                await device.start()
+            device.disk.remove(RECORD)
             device.tier = device.build()
-            if now == "mac":
-                with pytest.raises(Unavailable, match="of another directory"):
-                    await device.start()
-                device.disk.remove(RECORD)
-                device.tier = device.build()
-            await device.start()
-            if now == "none":
-                await device.put(chunk(1))
-                await device.stop()
-        device.places = device.found()
-        assert await device.read(chunk(1)) == "right"
-
-    device.run(scenario)
+        await device.start()
+        if now == "none":
+            await device.put(chunk(1))
+            await device.stop()
+    device.places = device.found()
+    assert await device.read(chunk(1)) == "right"
 
 
-def test_a_directory_whose_format_is_damaged_has_the_id_that_the_record_says() -> None:
-    service = DeviceService()
-
-    async def scenario() -> None:
-        await service.keep(*PATH)
-        service.trust = trust("mac")
+@scenario(DeviceService)
+async def test_a_directory_whose_format_is_damaged_has_the_id_that_the_record_says(service: DeviceService) -> None:
+    await service.keep(*PATH)
+    service.trust = trust("mac")
+    await service.restart()
+    for _ in range(2):
+        await service.restart(kill=True, meanwhile=lambda: service.disk.write_file(HOME / "format", b"garbage"))
+        assert await service.fetch(*PATH) == (2, MissReason.NONE)
         await service.restart()
-        for _ in range(2):
-            await service.restart(kill=True, meanwhile=lambda: service.disk.write_file(HOME / "format", b"garbage"))
-            assert await service.fetch(*PATH) == (2, MissReason.NONE)
-            await service.restart()
-            assert await service.fetch(*PATH) == (2, MissReason.NONE)
-
-    service.run(scenario)
-
-
-def test_an_id_of_another_length_is_a_damaged_one() -> None:
-    """The record would be one that no later start can read."""
-    service = DeviceService()
-
-    async def scenario() -> None:
-        await service.keep(*PATH)
-        await service.stop()
-        said = json.loads(service.disk.read_file(HOME / "format"))
-        service.disk.write_file(HOME / "format", json.dumps({**said, "id": "00"}).encode())
-        service.trust = trust("mac")
-        await service.start()
-        for kill in (True, False):
-            await service.restart(kill=kill)
-            assert await service.fetch(*PATH) == (2, MissReason.NONE)
-
-    service.run(scenario)
-
-
-def test_an_earlier_release_does_not_open_a_directory_with_sealed_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would take their slots for free."""
-    service = DeviceService(trust=trust("mac"))
-
-    async def scenario() -> None:
-        await service.keep(*PATH)
-        await service.stop()
-        service.trust = trust("none", KEY)
-        with monkeypatch.context() as earlier:
-            earlier.setattr(directory, "KNOWN_FEATURES", frozenset({directory.NEWEST}))
-            assert isinstance(await refused(service), NotOurs)
-        await service.start()
         assert await service.fetch(*PATH) == (2, MissReason.NONE)
 
-    service.run(scenario)
+
+@scenario(DeviceService)
+async def test_an_id_of_another_length_is_a_damaged_one(service: DeviceService) -> None:
+    """The record would be one that no later start can read."""
+    await service.keep(*PATH)
+    await service.stop()
+    said = json.loads(service.disk.read_file(HOME / "format"))
+    service.disk.write_file(HOME / "format", json.dumps({**said, "id": "00"}).encode())
+    service.trust = trust("mac")
+    await service.start()
+    for kill in (True, False):
+        await service.restart(kill=kill)
+        assert await service.fetch(*PATH) == (2, MissReason.NONE)
+
+
+@scenario(lambda: DeviceService(trust=trust("mac")))
+async def test_an_earlier_release_does_not_open_a_directory_with_sealed_copies(
+    service: DeviceService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take their slots for free."""
+    await service.keep(*PATH)
+    await service.stop()
+    service.trust = trust("none", KEY)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(directory, "KNOWN_FEATURES", frozenset({directory.NEWEST}))
+        assert isinstance(await refused(service), NotOurs)
+    await service.start()
+    assert await service.fetch(*PATH) == (2, MissReason.NONE)
 
 
 @pytest.mark.parametrize("without", ["", "index"])

@@ -21,6 +21,7 @@ from kvstore.units import PAGE_BYTES
 from tests.contracts.chunks import SMALL, VALUE, balance, chunk, holds, layouts, write
 from tests.contracts.evictors import KeepsAll
 from tests.contracts.local.stands import REGION_BYTES, nvme_tier
+from tests.scenario import scenario
 from tests.simulated import SimulatedDisk
 from tests.tiers.nvme.test_meanwhile import held_up
 from tests.tiers.nvme.test_newest import RETRY_S
@@ -50,94 +51,74 @@ async def newer(service: ValueService) -> None:
     service.balance()
 
 
-def test_of_a_value_that_lies_twice_nothing_is_left_once_it_is_replaced() -> None:
-    service = ValueService()
-
-    async def scenario() -> None:
-        await twice(service)
-        await newer(service)
-
-    service.run(scenario)
+@scenario(ValueService)
+async def test_of_a_value_that_lies_twice_nothing_is_left_once_it_is_replaced(service: ValueService) -> None:
+    await twice(service)
+    await newer(service)
 
 
-def test_a_second_copy_outlasts_the_first_and_is_erased_with_the_value() -> None:
+@scenario(ValueService)
+async def test_a_second_copy_outlasts_the_first_and_is_erased_with_the_value(service: ValueService) -> None:
     """The value is in memory, and is written anew from there. Until then the device has the second copy alone."""
-    service = ValueService()
-
-    async def scenario() -> None:
-        await twice(service)
-        row, (name, offset) = service.row(), service.place_of()
-        service.disk.flip(service.nvme.regions._directory / name, offset + service.layout.header_bytes)
-        assert not await service.look(row)
-        assert len(service.device.spares[row]) == 1
-        await newer(service)
-        assert not service.device.spares
-
-    service.run(scenario)
+    await twice(service)
+    row, (name, offset) = service.row(), service.place_of()
+    service.disk.flip(service.nvme.regions._directory / name, offset + service.layout.header_bytes)
+    assert not await service.look(row)
+    assert len(service.device.spares[row]) == 1
+    await newer(service)
+    assert not service.device.spares
 
 
-def test_a_write_that_ends_after_its_chunk_went_costs_no_newer_one() -> None:
+@scenario(ValueService)
+async def test_a_write_that_ends_after_its_chunk_went_costs_no_newer_one(service: ValueService) -> None:
     """Memory's copy failed its check while the device took it. The newer value is not promised before that ended."""
-    service = ValueService()
-
-    async def scenario() -> None:
-        go_on = held_up(service, "_fill", after=True)
-        older = asyncio.ensure_future(service.put(OLD))
-        await asyncio.sleep(0.1)
-        await service.controller.parts.movement.removal.quarantine(
-            service.mapped, service.row(), service.mapped.residency(service.row())
-        )
-        replacing = asyncio.ensure_future(newer(service))
-        await asyncio.sleep(0.1)
-        assert not replacing.done()
-        go_on()
-        await asyncio.gather(older, replacing)
-
-    service.run(scenario)
+    go_on = held_up(service, "_fill", after=True)
+    older = asyncio.ensure_future(service.put(OLD))
+    await asyncio.sleep(0.1)
+    await service.controller.parts.movement.removal.quarantine(
+        service.mapped, service.row(), service.mapped.residency(service.row())
+    )
+    replacing = asyncio.ensure_future(newer(service))
+    await asyncio.sleep(0.1)
+    assert not replacing.done()
+    go_on()
+    await asyncio.gather(older, replacing)
 
 
-def test_a_write_that_ends_after_its_chunk_went_does_not_come_back() -> None:
+@scenario(ValueService)
+async def test_a_write_that_ends_after_its_chunk_went_does_not_come_back(service: ValueService) -> None:
     """From then on the device takes nothing: the newer value is in memory only."""
-    service = ValueService()
-
-    async def scenario() -> None:
-        go_on = held_up(service, "_fill", after=True)
-        older = asyncio.ensure_future(service.put(OLD))
-        await asyncio.sleep(0.1)
-        await service.controller.parts.movement.removal.quarantine(
-            service.mapped, service.row(), service.mapped.residency(service.row())
-        )
-        service.disk.fail("pwrite", errno.EIO, path_contains="region", times=None)
-        go_on()
-        await older
-        assert await service.put(NEW) is Durability.MEMORY
-        await service.restart(kill=True, meanwhile=service.disk.mend)
-        assert await service.get() is None
-        service.balance()
-
-    service.run(scenario)
+    go_on = held_up(service, "_fill", after=True)
+    older = asyncio.ensure_future(service.put(OLD))
+    await asyncio.sleep(0.1)
+    await service.controller.parts.movement.removal.quarantine(
+        service.mapped, service.row(), service.mapped.residency(service.row())
+    )
+    service.disk.fail("pwrite", errno.EIO, path_contains="region", times=None)
+    go_on()
+    await older
+    assert await service.put(NEW) is Durability.MEMORY
+    await service.restart(kill=True, meanwhile=service.disk.mend)
+    assert await service.get() is None
+    service.balance()
 
 
-def test_a_file_that_could_not_be_removed_brings_nothing_back() -> None:
+@scenario(ValueService)
+async def test_a_file_that_could_not_be_removed_brings_nothing_back(service: ValueService) -> None:
     """It was to make room, and held a value that the device had refused to erase."""
-    service = ValueService()
-
-    async def scenario() -> None:
-        assert await service.put(OLD) is Durability.LOCAL
-        service.disk.fail("pwrite", errno.EIO, path_contains="region-00000", times=None)
-        assert await service.put(NEW) is Durability.MEMORY
-        await asyncio.sleep(RETRY_S)
-        assert await service.level() is Durability.LOCAL
-        service.nvme.regions.capacity_bytes = service.nvme.regions.file_bytes
-        service.disk.fail("remove", errno.EIO, path_contains="region-00000")
-        with pytest.raises(Unavailable):
-            await service.nvme._take(2 * service.nvme.regions.by_number[0].slot_bytes)
-        await service.nvme.erasures.tidy()
-        await service.restart(kill=True, meanwhile=service.disk.mend)
-        assert await service.get() != OLD
-        service.balance()
-
-    service.run(scenario)
+    assert await service.put(OLD) is Durability.LOCAL
+    service.disk.fail("pwrite", errno.EIO, path_contains="region-00000", times=None)
+    assert await service.put(NEW) is Durability.MEMORY
+    await asyncio.sleep(RETRY_S)
+    assert await service.level() is Durability.LOCAL
+    service.nvme.regions.capacity_bytes = service.nvme.regions.file_bytes
+    service.disk.fail("remove", errno.EIO, path_contains="region-00000")
+    with pytest.raises(Unavailable):
+        await service.nvme._take(2 * service.nvme.regions.by_number[0].slot_bytes)
+    await service.nvme.erasures.tidy()
+    await service.restart(kill=True, meanwhile=service.disk.mend)
+    assert await service.get() != OLD
+    service.balance()
 
 
 def test_where_nothing_is_believed_nothing_new_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,30 +151,26 @@ def test_where_nothing_is_believed_nothing_new_is_written(monkeypatch: pytest.Mo
     service.run(scenario)
 
 
-def test_an_older_write_is_no_second_copy_of_a_newer_one() -> None:
+@scenario(ValueService)
+async def test_an_older_write_is_no_second_copy_of_a_newer_one(service: ValueService) -> None:
     """As a release without ``newest`` could leave them: the older one in a file that was away when the newer one was
     put. It does not come in where the newer one fails its check."""
-    service = ValueService()
-
-    async def scenario() -> None:
-        assert await service.put(OLD) is Durability.LOCAL
-        await service.stop()
-        service.disk.fail("open", errno.EACCES, path_contains="region-00000")
-        await service.start()
-        assert await service.put(NEW) is Durability.LOCAL
-        name, offset = service.place_of()
-        home = service.nvme.regions._directory
-        await service.stop()
-        service.disk.mend()
-        service.disk.remove(home / newest.NEWEST_FILE)
-        await service.start()
-        service.disk.flip(home / name, offset + service.layout.header_bytes)
-        for _ in range(2):
-            assert await service.get() is None
-            await asyncio.sleep(1.0)
-        service.balance()
-
-    service.run(scenario)
+    assert await service.put(OLD) is Durability.LOCAL
+    await service.stop()
+    service.disk.fail("open", errno.EACCES, path_contains="region-00000")
+    await service.start()
+    assert await service.put(NEW) is Durability.LOCAL
+    name, offset = service.place_of()
+    home = service.nvme.regions._directory
+    await service.stop()
+    service.disk.mend()
+    service.disk.remove(home / newest.NEWEST_FILE)
+    await service.start()
+    service.disk.flip(home / name, offset + service.layout.header_bytes)
+    for _ in range(2):
+        assert await service.get() is None
+        await asyncio.sleep(1.0)
+    service.balance()
 
 
 async def its_sync_failed(service: ValueService) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from kvstore.spec import MissReason
+from tests.scenario import scenario
 from tests.simulated import SimulatedDisk
 from tests.tiers.nvme.chains import PATHS, served, stored
 from tests.tiers.service import DeviceService
@@ -22,20 +23,18 @@ def cleared(service: DeviceService) -> int:
     return len(rows)
 
 
-def test_many_erasures_share_a_sync(service: DeviceService) -> None:
-    async def scenario() -> None:
-        await stored(service)
-        count = cleared(service)
-        assert count == 2 * len(PATHS)
-        with patch.object(service.disk, "sync", wraps=service.disk.sync) as sync:
-            await service.nvme.tidy()
-        assert sync.call_count == len(service.region_files()) < count / 4
-        assert not service.nvme.statistics().chunk_count
-        service.balance()
-        await service.restart(kill=True)
-        assert len(await served(service)) == len(PATHS)
-
-    service.run(scenario)
+@scenario()
+async def test_many_erasures_share_a_sync(service: DeviceService) -> None:
+    await stored(service)
+    count = cleared(service)
+    assert count == 2 * len(PATHS)
+    with patch.object(service.disk, "sync", wraps=service.disk.sync) as sync:
+        await service.nvme.tidy()
+    assert sync.call_count == len(service.region_files()) < count / 4
+    assert not service.nvme.statistics().chunk_count
+    service.balance()
+    await service.restart(kill=True)
+    assert len(await served(service)) == len(PATHS)
 
 
 def refusing(disk: SimulatedDisk, place: tuple[Path, int]) -> Any:
@@ -53,23 +52,20 @@ def out_of_use(service: DeviceService) -> list[int]:
     return [slot for each in service.nvme.regions.by_number.values() for slot in each.unerased]
 
 
-def test_one_place_that_cannot_be_erased_keeps_no_other_out_of_use(service: DeviceService) -> None:
+@scenario()
+async def test_one_place_that_cannot_be_erased_keeps_no_other_out_of_use(service: DeviceService) -> None:
     """Neither when chunks are given up, nor when a start erases anew what an earlier process erased."""
-
-    async def scenario() -> None:
-        await stored(service)
-        place = service.place(*PATHS[0])
-        with refusing(service.disk, place):
-            cleared(service)
-            await service.nvme.tidy()
-            assert len(out_of_use(service)) == 1
-            assert not service.nvme.statistics().chunk_count
-            service.balance()
+    await stored(service)
+    place = service.place(*PATHS[0])
+    with refusing(service.disk, place):
+        cleared(service)
         await service.nvme.tidy()
-        with refusing(service.disk, place):
-            await service.restart(kill=True)
-            assert len(out_of_use(service)) == 1
-        assert len(await served(service)) == len(PATHS)
+        assert len(out_of_use(service)) == 1
+        assert not service.nvme.statistics().chunk_count
         service.balance()
-
-    service.run(scenario)
+    await service.nvme.tidy()
+    with refusing(service.disk, place):
+        await service.restart(kill=True)
+        assert len(out_of_use(service)) == 1
+    assert len(await served(service)) == len(PATHS)
+    service.balance()

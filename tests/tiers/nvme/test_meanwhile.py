@@ -20,6 +20,7 @@ from kvstore.units import PAGE_BYTES
 from tests.contracts.chunks import VALUE, balance, chunk, holds, layouts, write
 from tests.contracts.evictors import KeepsAll
 from tests.contracts.local.stands import HOME, REGION_BYTES, nvme_tier, scan
+from tests.scenario import scenario
 from tests.simulated import LoopClock, SeededWorkers, SimulatedDisk, simulate
 from tests.specs import small_spec
 from tests.tiers.service import DeviceService
@@ -47,80 +48,70 @@ def row_of(service: DeviceService, *path: int) -> int:
     return namespace.index[service.query(*path).digests[-1]]
 
 
-def test_a_row_that_became_another_chunks_promises_nothing_for_the_one_before() -> None:
+@scenario(lambda: DeviceService(arena_chunks=32))
+async def test_a_row_that_became_another_chunks_promises_nothing_for_the_one_before(service: DeviceService) -> None:
     """It was evicted while somebody waited for the device to take it."""
-    service = DeviceService(arena_chunks=32)
-
-    async def scenario() -> None:
-        go_on = held_up(service, "write", after=False)
-        for number in range(LANE_COUNT):
-            await service.store(service.session, number)
-        await service.store(service.session, 100)
-        row = row_of(service, 100)
-        settling = asyncio.ensure_future(service.settled(100))
-        await asyncio.sleep(0.01)
-        service.drop(row)
-        await service.store(service.session, 200)
-        assert row_of(service, 200) == row
-        go_on()
-        settled = await settling
-        assert settled.durability is Durability.NONE
-        assert "evicted" in settled.reason
-        assert (await service.settled(200)).durability is Durability.LOCAL
-
-    service.run(scenario)
+    go_on = held_up(service, "write", after=False)
+    for number in range(LANE_COUNT):
+        await service.store(service.session, number)
+    await service.store(service.session, 100)
+    row = row_of(service, 100)
+    settling = asyncio.ensure_future(service.settled(100))
+    await asyncio.sleep(0.01)
+    service.drop(row)
+    await service.store(service.session, 200)
+    assert row_of(service, 200) == row
+    go_on()
+    settled = await settling
+    assert settled.durability is Durability.NONE
+    assert "evicted" in settled.reason
+    assert (await service.settled(200)).durability is Durability.LOCAL
 
 
-def test_a_move_whose_model_is_forgotten_while_it_waits_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@scenario(lambda: DeviceService(arena_chunks=32))
+async def test_a_move_whose_model_is_forgotten_while_it_waits_harms_no_other(
+    service: DeviceService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its chunk was evicted, and the number of the chunk's namespace is given to a model of shorter chunks. The row is
     free, and still has the old length."""
-    service = DeviceService(arena_chunks=32)
-
-    async def scenario() -> None:
-        go_on = held_up(service, "write", after=False)
-        for number in range(LANE_COUNT):
-            await service.store(service.session, number)
-        forgotten = service.of(small_spec(model_id="forgotten"))
-        for number in (1, 2):
-            await forgotten.store(forgotten.session, number)
-        for row in [row_of(forgotten, number) for number in (1, 2)]:
-            service.drop(row)
-        catalog = service.controller.parts.catalog
-        monkeypatch.setattr(catalog.registered, "_count_max", len(catalog.models))
-        shorter = service.of(small_spec(model_id="shorter", chunk_tokens=4))
-        assert forgotten.model not in catalog.models
-        with monkeypatch.context() as short:
-            short.setattr("tests.controller.service.CHUNK", 4)
-            await shorter.store(shorter.session, 1)
-        go_on()
-        assert (await service.settled(0)).durability is Durability.LOCAL
-        await service.keep(100)
-
-    service.run(scenario)
-
-
-def test_a_value_that_was_being_read_does_not_come_in_over_a_newer_one() -> None:
-    """A check found the copy bad while it was on its way to memory; the key was stored anew before it arrived."""
-    service = ValueService()
-
-    async def scenario() -> None:
-        await service.put(OLD)
-        row, device = service.row(), service.device
+    go_on = held_up(service, "write", after=False)
+    for number in range(LANE_COUNT):
+        await service.store(service.session, number)
+    forgotten = service.of(small_spec(model_id="forgotten"))
+    for number in (1, 2):
+        await forgotten.store(forgotten.session, number)
+    for row in [row_of(forgotten, number) for number in (1, 2)]:
         service.drop(row)
-        go_on = held_up(service, "open", after=True)
-        reading = asyncio.ensure_future(service.get())
-        await asyncio.sleep(0.1)
-        await service.controller.parts.movement.removal.quarantine(device, row, device.residency(row))
-        assert await service.put(NEW) is Durability.LOCAL
-        go_on()
-        await reading
-        await asyncio.sleep(1.0)
-        assert await service.get() == NEW
-        await service.restart(kill=True)
-        assert await service.get() == NEW
-        service.balance()
+    catalog = service.controller.parts.catalog
+    monkeypatch.setattr(catalog.registered, "_count_max", len(catalog.models))
+    shorter = service.of(small_spec(model_id="shorter", chunk_tokens=4))
+    assert forgotten.model not in catalog.models
+    with monkeypatch.context() as short:
+        short.setattr("tests.controller.service.CHUNK", 4)
+        await shorter.store(shorter.session, 1)
+    go_on()
+    assert (await service.settled(0)).durability is Durability.LOCAL
+    await service.keep(100)
 
-    service.run(scenario)
+
+@scenario(ValueService)
+async def test_a_value_that_was_being_read_does_not_come_in_over_a_newer_one(service: ValueService) -> None:
+    """A check found the copy bad while it was on its way to memory; the key was stored anew before it arrived."""
+    await service.put(OLD)
+    row, device = service.row(), service.device
+    service.drop(row)
+    go_on = held_up(service, "open", after=True)
+    reading = asyncio.ensure_future(service.get())
+    await asyncio.sleep(0.1)
+    await service.controller.parts.movement.removal.quarantine(device, row, device.residency(row))
+    assert await service.put(NEW) is Durability.LOCAL
+    go_on()
+    await reading
+    await asyncio.sleep(1.0)
+    assert await service.get() == NEW
+    await service.restart(kill=True)
+    assert await service.get() == NEW
+    service.balance()
 
 
 class _Late(SystemDisk):
@@ -248,25 +239,21 @@ def test_a_removed_file_is_synced_in_no_others_place(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_memory_that_a_write_reads_takes_no_other_chunk() -> None:
+@scenario(lambda: DeviceService(arena_chunks=2))
+async def test_memory_that_a_write_reads_takes_no_other_chunk(service: DeviceService) -> None:
     """The copy in memory failed a check while it waited for the device, and leaves. Another chunk's bytes in its slot
     would be known to nobody."""
-    service = DeviceService(arena_chunks=2)
-
-    async def scenario() -> None:
-        go_on = held_up(service, "write", after=False)
-        await service.store(service.session, 1)
-        memory, row = service.mapped, row_of(service, 1)
-        await asyncio.sleep(0.01)
-        pieces = memory.placement(row).pieces
-        before = [piece.copy() for piece in pieces]
-        await service.controller.parts.movement.removal.quarantine(memory, row, memory.residency(row))
-        for number in (2, 3):
-            await service.store(service.session, number)
-        assert all((one == other).all() for one, other in zip(pieces, before, strict=True))
-        go_on()
-        assert (await service.settled(2)).durability is Durability.LOCAL
-        await service.keep(4)
-        assert service.arena.chunk_count == len(list(memory.rows()))
-
-    service.run(scenario)
+    go_on = held_up(service, "write", after=False)
+    await service.store(service.session, 1)
+    memory, row = service.mapped, row_of(service, 1)
+    await asyncio.sleep(0.01)
+    pieces = memory.placement(row).pieces
+    before = [piece.copy() for piece in pieces]
+    await service.controller.parts.movement.removal.quarantine(memory, row, memory.residency(row))
+    for number in (2, 3):
+        await service.store(service.session, number)
+    assert all((one == other).all() for one, other in zip(pieces, before, strict=True))
+    go_on()
+    assert (await service.settled(2)).durability is Durability.LOCAL
+    await service.keep(4)
+    assert service.arena.chunk_count == len(list(memory.rows()))

@@ -16,6 +16,7 @@ from kvstore.seams import FaultPoints
 from kvstore.spec import Durability
 from kvstore.tiers import NotOurs
 from kvstore.tiers.nvme import Directory, directory, newest
+from tests.scenario import scenario
 from tests.simulated import SimulatedDisk
 from tests.tiers.service import HOME, refused
 from tests.tiers.values import ValueService
@@ -156,74 +157,58 @@ def test_a_value_says_where_it_was_written(seat: int) -> None:
         service.run(scenario)
 
 
-def test_once_everything_was_seen_nothing_is_remembered() -> None:
+@scenario(ValueService)
+async def test_once_everything_was_seen_nothing_is_remembered(service: ValueService) -> None:
     """And slots that could not be erased are used again."""
-    service = ValueService()
-
-    async def scenario() -> None:
-        await the_file_does_not_open(service, 1)
-        for value in (NEW, 3):
-            assert await service.put(value) is Durability.LOCAL
-        assert newest.NEWEST_FILE in service.disk.names(service.nvme.regions._directory)
-        for kill in (False, True):
-            await service.restart(kill=kill)
-            assert await service.get() == 3
-            assert newest.NEWEST_FILE not in service.disk.names(service.nvme.regions._directory)
-            assert service.nvme.statistics().chunk_count == 1
-        service.balance()
-
-    service.run(scenario)
+    await the_file_does_not_open(service, 1)
+    for value in (NEW, 3):
+        assert await service.put(value) is Durability.LOCAL
+    assert newest.NEWEST_FILE in service.disk.names(service.nvme.regions._directory)
+    for kill in (False, True):
+        await service.restart(kill=kill)
+        assert await service.get() == 3
+        assert newest.NEWEST_FILE not in service.disk.names(service.nvme.regions._directory)
+        assert service.nvme.statistics().chunk_count == 1
+    service.balance()
 
 
-def test_a_key_that_is_remembered_for_too_long_takes_newer_values() -> None:
+@scenario(ValueService)
+async def test_a_key_that_is_remembered_for_too_long_takes_newer_values(service: ValueService) -> None:
     """Everything was seen, and the file could not be removed."""
-    service = ValueService()
-
-    async def scenario() -> None:
-        await the_file_does_not_open(service, 1)
-        assert await service.put(NEW) is Durability.LOCAL
-        service.disk.fail("remove", errno.EIO, path_contains=newest.NEWEST_FILE)
-        await service.restart(kill=True)
-        assert await service.put(3) is Durability.LOCAL
-        await service.restart(kill=True)
-        assert await service.get() == 3
-
-    service.run(scenario)
+    await the_file_does_not_open(service, 1)
+    assert await service.put(NEW) is Durability.LOCAL
+    service.disk.fail("remove", errno.EIO, path_contains=newest.NEWEST_FILE)
+    await service.restart(kill=True)
+    assert await service.put(3) is Durability.LOCAL
+    await service.restart(kill=True)
+    assert await service.get() == 3
 
 
-def test_what_was_refused_is_erased_as_soon_as_the_device_takes_it() -> None:
-    service = ValueService()
-
-    async def scenario() -> None:
-        await an_erasure_is_refused(service, None)
-        assert await service.put(NEW) is Durability.MEMORY
-        resting = service.nvme.statistics().quarantined_bytes
-        assert resting > 0
-        service.disk.mend()
-        await asyncio.sleep(2 * RETRY_S)
-        assert service.nvme.erasures.is_tidy
-        assert await service.level() is Durability.LOCAL
-        service.balance()
-
-    service.run(scenario)
+@scenario(ValueService)
+async def test_what_was_refused_is_erased_as_soon_as_the_device_takes_it(service: ValueService) -> None:
+    await an_erasure_is_refused(service, None)
+    assert await service.put(NEW) is Durability.MEMORY
+    resting = service.nvme.statistics().quarantined_bytes
+    assert resting > 0
+    service.disk.mend()
+    await asyncio.sleep(2 * RETRY_S)
+    assert service.nvme.erasures.is_tidy
+    assert await service.level() is Durability.LOCAL
+    service.balance()
 
 
-def test_a_value_that_cannot_be_told_from_an_older_one_is_refused() -> None:
+@scenario(ValueService)
+async def test_a_value_that_cannot_be_told_from_an_older_one_is_refused(service: ValueService) -> None:
     """The device can neither erase nor write anything down: the caller hears of it, and finds no value afterwards."""
-    service = ValueService()
-
-    async def scenario() -> None:
-        assert await service.put(OLD) is Durability.LOCAL
-        service.disk.fail("pwrite", errno.EIO, times=None)
-        with pytest.raises(KVStoreError):
-            await service.put(NEW)
-        assert await service.get() is None
-        service.disk.mend()
-        assert await service.put(3) is Durability.LOCAL
-        await service.restart(kill=True)
-        assert await service.get() == 3
-
-    service.run(scenario)
+    assert await service.put(OLD) is Durability.LOCAL
+    service.disk.fail("pwrite", errno.EIO, times=None)
+    with pytest.raises(KVStoreError):
+        await service.put(NEW)
+    assert await service.get() is None
+    service.disk.mend()
+    assert await service.put(3) is Durability.LOCAL
+    await service.restart(kill=True)
+    assert await service.get() == 3
 
 
 @pytest.mark.parametrize("is_damaged", [False, True], ids=["kept", "damaged"])
@@ -263,95 +248,79 @@ def test_more_keys_than_are_remembered(monkeypatch: pytest.MonkeyPatch, is_damag
     service.run(scenario)
 
 
-def test_of_two_writes_of_one_key_that_nobody_can_order_neither_is_served() -> None:
+@scenario(ValueService)
+async def test_of_two_writes_of_one_key_that_nobody_can_order_neither_is_served(service: ValueService) -> None:
     """As a release without ``newest`` could leave them."""
-    service = ValueService()
+    assert await service.put(OLD) is Durability.LOCAL
+    name, offset = service.place_of()
+    file = service.nvme.regions._directory / name
+    size = service.layout.total_bytes
+    old = np.frombuffer(bytearray(service.disk.read_file(file)[offset : offset + size]), np.uint8)
+    write_seat(old[: service.layout.header_bytes], 0)  # which such a release did not write
+    assert await service.put(NEW) is Durability.LOCAL
+    assert service.place_of() == (name, offset)
 
-    async def scenario() -> None:
-        assert await service.put(OLD) is Durability.LOCAL
-        name, offset = service.place_of()
-        file = service.nvme.regions._directory / name
-        size = service.layout.total_bytes
-        old = np.frombuffer(bytearray(service.disk.read_file(file)[offset : offset + size]), np.uint8)
-        write_seat(old[: service.layout.header_bytes], 0)  # which such a release did not write
-        assert await service.put(NEW) is Durability.LOCAL
-        assert service.place_of() == (name, offset)
+    def left_over() -> None:
+        data = bytearray(service.disk.read_file(file))
+        data[offset + size : offset + 2 * size] = old.data
+        service.disk.write_file(file, bytes(data))
 
-        def left_over() -> None:
-            data = bytearray(service.disk.read_file(file))
-            data[offset + size : offset + 2 * size] = old.data
-            service.disk.write_file(file, bytes(data))
-
-        await service.restart(kill=True, meanwhile=left_over)
-        assert await service.get() is None
-        assert await service.put(3) is Durability.LOCAL
-        await service.restart(kill=True)
-        assert await service.get() == 3
-        service.balance()
-
-    service.run(scenario)
+    await service.restart(kill=True, meanwhile=left_over)
+    assert await service.get() is None
+    assert await service.put(3) is Durability.LOCAL
+    await service.restart(kill=True)
+    assert await service.get() == 3
+    service.balance()
 
 
 @pytest.mark.parametrize("kill", [True, False], ids=["kill", "clean stop"])
-def test_a_release_that_does_not_know_which_is_the_newest_does_not_open_the_directory(
-    monkeypatch: pytest.MonkeyPatch, kill: bool
+@scenario(ValueService)
+async def test_a_release_that_does_not_know_which_is_the_newest_does_not_open_the_directory(
+    service: ValueService, monkeypatch: pytest.MonkeyPatch, kill: bool
 ) -> None:
     """It would serve the older value, and what it stored would not be believed afterwards. Once everything was seen it
     opens it again."""
-    service = ValueService()
-
-    async def scenario() -> None:
-        await the_file_does_not_open(service, 1)
-        assert await service.put(NEW) is Durability.LOCAL
-        await service.stop(kill=kill)
-        with monkeypatch.context() as earlier:
-            earlier.setattr(directory, "KNOWN_FEATURES", frozenset())
-            assert isinstance(await refused(service), NotOurs)
+    await the_file_does_not_open(service, 1)
+    assert await service.put(NEW) is Durability.LOCAL
+    await service.stop(kill=kill)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(directory, "KNOWN_FEATURES", frozenset())
+        assert isinstance(await refused(service), NotOurs)
+    await service.start()
+    assert await service.get() == NEW
+    await service.stop()
+    with monkeypatch.context() as earlier:
+        earlier.setattr(directory, "KNOWN_FEATURES", frozenset())
         await service.start()
         assert await service.get() == NEW
-        await service.stop()
-        with monkeypatch.context() as earlier:
-            earlier.setattr(directory, "KNOWN_FEATURES", frozenset())
-            await service.start()
-            assert await service.get() == NEW
-
-    service.run(scenario)
 
 
-def test_no_newer_value_is_promised_where_the_format_cannot_say_so() -> None:
-    service = ValueService()
-
-    async def scenario() -> None:
-        await the_file_does_not_open(service, 1)
-        service.disk.fail("rename", errno.EIO, path_contains="format")
-        with pytest.raises(KVStoreError):
-            await service.put(NEW)
-        assert newest.NEWEST_FILE not in service.disk.names(HOME)
-        assert await service.put(NEW) is Durability.LOCAL
-        await service.restart(kill=True)
-        assert await service.get() == NEW
-
-    service.run(scenario)
+@scenario(ValueService)
+async def test_no_newer_value_is_promised_where_the_format_cannot_say_so(service: ValueService) -> None:
+    await the_file_does_not_open(service, 1)
+    service.disk.fail("rename", errno.EIO, path_contains="format")
+    with pytest.raises(KVStoreError):
+        await service.put(NEW)
+    assert newest.NEWEST_FILE not in service.disk.names(HOME)
+    assert await service.put(NEW) is Durability.LOCAL
+    await service.restart(kill=True)
+    assert await service.get() == NEW
 
 
 @pytest.mark.parametrize("kill", [True, False], ids=["kill", "clean stop"])
-def test_a_file_that_is_given_up_and_stays(kill: bool) -> None:
+@scenario(ValueService)
+async def test_a_file_that_is_given_up_and_stays(service: ValueService, kill: bool) -> None:
     """An older value lies in it that could not be erased, and nobody takes the file away."""
-    service = ValueService()
-
-    async def scenario() -> None:
-        await an_erasure_is_refused(service, 1)
-        service.evict()
-        await service.nvme.erasures.erase_doomed()
-        regions = service.nvme.regions
-        regions.retire(regions.by_number[0])
-        assert await service.put(NEW) is Durability.LOCAL
-        for _ in range(2):
-            await service.restart(kill=kill)
-            assert await service.get() == NEW
-        service.balance()
-
-    service.run(scenario)
+    await an_erasure_is_refused(service, 1)
+    service.evict()
+    await service.nvme.erasures.erase_doomed()
+    regions = service.nvme.regions
+    regions.retire(regions.by_number[0])
+    assert await service.put(NEW) is Durability.LOCAL
+    for _ in range(2):
+        await service.restart(kill=kill)
+        assert await service.get() == NEW
+    service.balance()
 
 
 def test_what_is_said_of_a_file_is_not_taken_for_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 from kvstore.errors import KVStoreError
 from kvstore.spec import Durability
 from kvstore.tiers.nvme import newest
+from tests.scenario import scenario
 from tests.tiers.nvme.test_newest import NEW, OLD, RETRY_S, the_file_does_not_open
 from tests.tiers.service import HOME
 from tests.tiers.values import ValueService
@@ -29,35 +30,29 @@ async def refused_and_there(service: ValueService) -> None:
 
 @pytest.mark.parametrize("is_power_cut", [False, True], ids=["kill", "power cut"])
 @pytest.mark.parametrize("waits", [False, True], ids=["at once", "after the erasure"])
-def test_a_value_behind_a_record_that_was_refused_stays(waits: bool, is_power_cut: bool) -> None:
-    service = ValueService()
-
-    async def scenario() -> None:
-        await refused_and_there(service)
-        if waits:
-            await asyncio.sleep(2 * RETRY_S)
-            assert newest.NEWEST_FILE not in service.disk.names(HOME), "nothing older lies anywhere"
-        assert await service.put(3) is Durability.LOCAL
-        await service.restart(kill=True, meanwhile=service.disk.crash if is_power_cut else lambda: None)
-        assert await service.get() == 3
-        service.balance()
-
-    service.run(scenario)
+@scenario(ValueService)
+async def test_a_value_behind_a_record_that_was_refused_stays(
+    service: ValueService, waits: bool, is_power_cut: bool
+) -> None:
+    await refused_and_there(service)
+    if waits:
+        await asyncio.sleep(2 * RETRY_S)
+        assert newest.NEWEST_FILE not in service.disk.names(HOME), "nothing older lies anywhere"
+    assert await service.put(3) is Durability.LOCAL
+    await service.restart(kill=True, meanwhile=service.disk.crash if is_power_cut else lambda: None)
+    assert await service.get() == 3
+    service.balance()
 
 
-def test_a_record_that_was_refused_is_written_again_though_it_says_the_same() -> None:
+@scenario(ValueService)
+async def test_a_record_that_was_refused_is_written_again_though_it_says_the_same(service: ValueService) -> None:
     """Nobody knows whether it is there."""
-    service = ValueService()
-
-    async def scenario() -> None:
-        await refused_and_there(service)
-        record = service.nvme.erasures.newest
-        marks = dict(record._marks)
-        service.disk.remove(HOME / newest.NEWEST_FILE)
-        record.note(marks, frozenset({("region-00000", 0)}))
-        assert newest.NEWEST_FILE in service.disk.names(HOME)
-
-    service.run(scenario)
+    await refused_and_there(service)
+    record = service.nvme.erasures.newest
+    marks = dict(record._marks)
+    service.disk.remove(HOME / newest.NEWEST_FILE)
+    record.note(marks, frozenset({("region-00000", 0)}))
+    assert newest.NEWEST_FILE in service.disk.names(HOME)
 
 
 @pytest.mark.parametrize("method", ["open", "pwrite"])

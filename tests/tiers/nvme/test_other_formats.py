@@ -12,31 +12,30 @@ from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import FaultPoints
 from kvstore.tiers import NotOurs
 from kvstore.tiers.nvme import Directory
+from tests.scenario import scenario
 from tests.simulated import SimulatedDisk, simulate
 from tests.tiers.nvme.chains import PATHS, served, storable, stored
 from tests.tiers.service import HOME, SEED, DeviceService, refused
 
 
 @pytest.mark.parametrize("change", [{"minimum_reader": 2}, {"features": ["tomorrow"]}, {"minimum_reader": "two"}])
-def test_a_future_format_is_refused_and_untouched(service: DeviceService, change: dict[str, Any]) -> None:
-    async def scenario() -> None:
-        await stored(service)
-        await service.stop()
-        said = json.loads(service.disk.read_file(HOME / "format"))
-        service.disk.write_file(HOME / "format", json.dumps({**said, "format": 2, **change}).encode())
-        before = {name: service.disk.read_file(HOME / name) for name in service.disk.names(HOME)}
-        for _ in range(2):
-            error = await refused(service)
-            assert isinstance(error, NotOurs)
-            assert "a newer kvstore" in error.message
-            assert "tiers.nvme.directory" in error.message
-        after = {name: service.disk.read_file(HOME / name) for name in service.disk.names(HOME)}
-        assert after == before
-        service.disk.write_file(HOME / "format", json.dumps(said).encode())
-        await service.start()
-        assert await served(service) == {}
-
-    service.run(scenario)
+@scenario()
+async def test_a_future_format_is_refused_and_untouched(service: DeviceService, change: dict[str, Any]) -> None:
+    await stored(service)
+    await service.stop()
+    said = json.loads(service.disk.read_file(HOME / "format"))
+    service.disk.write_file(HOME / "format", json.dumps({**said, "format": 2, **change}).encode())
+    before = {name: service.disk.read_file(HOME / name) for name in service.disk.names(HOME)}
+    for _ in range(2):
+        error = await refused(service)
+        assert isinstance(error, NotOurs)
+        assert "a newer kvstore" in error.message
+        assert "tiers.nvme.directory" in error.message
+    after = {name: service.disk.read_file(HOME / name) for name in service.disk.names(HOME)}
+    assert after == before
+    service.disk.write_file(HOME / "format", json.dumps(said).encode())
+    await service.start()
+    assert await served(service) == {}
 
 
 def test_a_region_of_a_future_format_is_left_alone(service: DeviceService) -> None:
@@ -97,19 +96,16 @@ def test_one_directory_one_service() -> None:
     simulate(scenario(), seed=SEED)
 
 
-def test_a_device_that_fails_at_the_start_can_be_attached_later(service: DeviceService) -> None:
+@scenario()
+async def test_a_device_that_fails_at_the_start_can_be_attached_later(service: DeviceService) -> None:
     """Nothing is left open, locked or running; and the chunks are there."""
-
-    async def scenario() -> None:
-        await stored(service)
-        await service.stop()
-        for method in ("names", "sync_directory"):
-            service.disk.fail(method, errno.EIO)
-            error = await refused(service)
-            assert isinstance(error, KVStoreError)
-            assert "tiers.nvme.directory" in error.message
-            service.disk.mend()
-        await service.start()
-        assert await served(service) == {}
-
-    service.run(scenario)
+    await stored(service)
+    await service.stop()
+    for method in ("names", "sync_directory"):
+        service.disk.fail(method, errno.EIO)
+        error = await refused(service)
+        assert isinstance(error, KVStoreError)
+        assert "tiers.nvme.directory" in error.message
+        service.disk.mend()
+    await service.start()
+    assert await served(service) == {}

@@ -10,6 +10,7 @@ import pytest
 import xxhash
 
 from kvstore.tiers.nvme import directory
+from tests.scenario import scenario
 from tests.simulated import SimulatedDisk
 from tests.tiers.nvme.chains import PATHS, served, storable, stored
 from tests.tiers.service import HOME, DeviceService
@@ -32,18 +33,16 @@ INDEX_DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("name", ["index", "format"])
 @pytest.mark.parametrize("damage", INDEX_DAMAGE)
-def test_a_damaged_snapshot_costs_a_scan(service: DeviceService, name: str, damage: str) -> None:
-    async def scenario() -> None:
-        await stored(service)
-        before = service.nvme.statistics()
-        await service.restart(meanwhile=rewrite(service, name, INDEX_DAMAGE[damage]))
-        after = service.nvme.statistics()
-        assert (after.allocated_bytes, after.chunk_count) == (before.allocated_bytes, before.chunk_count)
-        assert await served(service) == {}
-        service.balance()
-        await storable(service)
-
-    service.run(scenario)
+@scenario()
+async def test_a_damaged_snapshot_costs_a_scan(service: DeviceService, name: str, damage: str) -> None:
+    await stored(service)
+    before = service.nvme.statistics()
+    await service.restart(meanwhile=rewrite(service, name, INDEX_DAMAGE[damage]))
+    after = service.nvme.statistics()
+    assert (after.allocated_bytes, after.chunk_count) == (before.allocated_bytes, before.chunk_count)
+    assert await served(service) == {}
+    service.balance()
+    await storable(service)
 
 
 def of_an_unknown_provenance(data: bytes) -> bytes:
@@ -79,14 +78,12 @@ def test_a_snapshot_that_names_what_is_not_known_costs_a_scan(
 
 
 @pytest.mark.parametrize("name", ["index", "format"])
-def test_a_deleted_snapshot_costs_a_scan(service: DeviceService, name: str) -> None:
-    async def scenario() -> None:
-        await stored(service)
-        await service.restart(meanwhile=lambda: service.disk.remove(HOME / name))
-        assert await served(service) == {}
-        service.balance()
-
-    service.run(scenario)
+@scenario()
+async def test_a_deleted_snapshot_costs_a_scan(service: DeviceService, name: str) -> None:
+    await stored(service)
+    await service.restart(meanwhile=lambda: service.disk.remove(HOME / name))
+    assert await served(service) == {}
+    service.balance()
 
 
 @pytest.mark.parametrize("kill", [False, True])
@@ -107,22 +104,19 @@ def test_a_snapshot_of_another_time_is_not_believed(service: DeviceService, kill
     service.run(scenario)
 
 
-def test_a_snapshot_is_used_when_it_is_good(service: DeviceService) -> None:
+@scenario()
+async def test_a_snapshot_is_used_when_it_is_good(service: DeviceService) -> None:
     """Or else all of the above would prove nothing: with it no header is read."""
+    await stored(service)
+    broken = SimulatedDisk.pread
 
-    async def scenario() -> None:
-        await stored(service)
-        broken = SimulatedDisk.pread
+    def no_headers(disk: SimulatedDisk, descriptor: int, buffer: memoryview, offset: int) -> int:
+        if "region" in disk._find(descriptor).path.name:
+            assert offset == 0, "a slot was read"
+        return broken(disk, descriptor, buffer, offset)
 
-        def no_headers(disk: SimulatedDisk, descriptor: int, buffer: memoryview, offset: int) -> int:
-            if "region" in disk._find(descriptor).path.name:
-                assert offset == 0, "a slot was read"
-            return broken(disk, descriptor, buffer, offset)
-
-        with pytest.MonkeyPatch.context() as patch:
-            await service.stop()
-            patch.setattr(SimulatedDisk, "pread", no_headers)
-            await service.start()
-        assert await served(service) == {}
-
-    service.run(scenario)
+    with pytest.MonkeyPatch.context() as patch:
+        await service.stop()
+        patch.setattr(SimulatedDisk, "pread", no_headers)
+        await service.start()
+    assert await served(service) == {}

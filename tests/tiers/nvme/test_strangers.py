@@ -17,6 +17,7 @@ from kvstore.tiers.nvme import Directory
 from kvstore.tiers.nvme.directory import Snapshot
 from kvstore.tiers.nvme.io import PosixIO, aligned
 from kvstore.tiers.nvme.newest import NEWEST_FILE, Newest
+from tests.scenario import scenario
 from tests.simulated import SimulatedDisk
 from tests.tiers.service import HOME, KIB, SEED, DeviceService
 
@@ -41,52 +42,46 @@ def test_another_tenants_directory_is_refused_and_untouched(first: str, second: 
 
 
 @pytest.mark.parametrize("start", ["snapshot", "scan"])
-def test_a_region_file_of_another_tenant_serves_nobody(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@scenario(DeviceService)
+async def test_a_region_file_of_another_tenant_serves_nobody(
+    service: DeviceService, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whole chunks under the same digests: only the names that its secret made tell them from one's own."""
-    service = DeviceService()
-
-    async def scenario() -> None:
-        await service.keep(*PATH)
-        monkeypatch.setattr("tests.tiers.service.TenantKeys", lambda: TenantKeys.derived("b", b"another secret"))
-        await service.restart(kill=start == "scan")
-        assert await service.fetch(*PATH) == (0, MissReason.CORRUPT)
-        await service.keep(*PATH)
-        await asyncio.sleep(5)  # virtual: what failed its check is erased
-        service.forget_memory()
-        assert await service.fetch(*PATH) == (2, MissReason.NONE)
-
-    service.run(scenario)
+    await service.keep(*PATH)
+    monkeypatch.setattr("tests.tiers.service.TenantKeys", lambda: TenantKeys.derived("b", b"another secret"))
+    await service.restart(kill=start == "scan")
+    assert await service.fetch(*PATH) == (0, MissReason.CORRUPT)
+    await service.keep(*PATH)
+    await asyncio.sleep(5)  # virtual: what failed its check is erased
+    service.forget_memory()
+    assert await service.fetch(*PATH) == (2, MissReason.NONE)
 
 
-def test_an_earlier_write_of_the_chunk_in_the_slot_is_not_the_chunk() -> None:
+@scenario(DeviceService)
+async def test_an_earlier_write_of_the_chunk_in_the_slot_is_not_the_chunk(service: DeviceService) -> None:
     """A device that lost a write shows what was there before: whole, and of the same name."""
-    service = DeviceService()
+    await service.keep(*PATH)
+    file, offset = service.place(*PATH)
+    size = service.layout.total_bytes
+    earlier = service.disk.read_file(file)[offset : offset + size]
+    table = service.controller.parts.catalog.table
+    rows = [row for row in table.rows() if table.child_counts[row] == 0]
+    for row in rows:
+        service.controller.parts.movement.remove(row, MissReason.EVICTED)
+    await service.keep(*PATH)
+    file, offset = service.place(*PATH)
 
-    async def scenario() -> None:
-        await service.keep(*PATH)
-        file, offset = service.place(*PATH)
-        size = service.layout.total_bytes
-        earlier = service.disk.read_file(file)[offset : offset + size]
-        table = service.controller.parts.catalog.table
-        rows = [row for row in table.rows() if table.child_counts[row] == 0]
-        for row in rows:
-            service.controller.parts.movement.remove(row, MissReason.EVICTED)
-        await service.keep(*PATH)
-        file, offset = service.place(*PATH)
+    def lose_the_write() -> None:
+        whole = bytearray(service.disk.read_file(file))
+        assert whole[offset : offset + size] != earlier
+        whole[offset : offset + size] = earlier
+        service.disk.write_file(file, bytes(whole))
 
-        def lose_the_write() -> None:
-            whole = bytearray(service.disk.read_file(file))
-            assert whole[offset : offset + size] != earlier
-            whole[offset : offset + size] = earlier
-            service.disk.write_file(file, bytes(whole))
-
-        await service.restart(meanwhile=lose_the_write)
-        assert await service.fetch(*PATH) == (1, MissReason.CORRUPT)
-        await service.keep(*PATH)
-        service.forget_memory()
-        assert await service.fetch(*PATH) == (2, MissReason.NONE)
-
-    service.run(scenario)
+    await service.restart(meanwhile=lose_the_write)
+    assert await service.fetch(*PATH) == (1, MissReason.CORRUPT)
+    await service.keep(*PATH)
+    service.forget_memory()
+    assert await service.fetch(*PATH) == (2, MissReason.NONE)
 
 
 @pytest.mark.parametrize("what", ["one slot twice", "a slot beyond its file"])
@@ -152,22 +147,18 @@ def test_a_chunk_of_a_length_that_its_model_does_not_have_is_in_nobodys_way(monk
     service.run(scenario)
 
 
-def test_a_chunk_that_is_stored_anew_does_not_rest_on_a_hidden_copy() -> None:
+@scenario(DeviceService)
+async def test_a_chunk_that_is_stored_anew_does_not_rest_on_a_hidden_copy(service: DeviceService) -> None:
     """The copy of another length, which nobody can ask for, is no copy of what was stored."""
-    service = DeviceService()
-
-    async def scenario() -> None:
-        await service.keep(*PATH)
-        await service.restart(meanwhile=lambda: lengthen(service))
-        for path in (PATH[:1], PATH):
-            await service.keep(*path)
-            service.forget_memory()
-        assert await service.fetch(*PATH) == (2, MissReason.NONE)
-        await service.restart(kill=True)
-        assert await service.fetch(*PATH) == (2, MissReason.NONE)
-        service.balance()
-
-    service.run(scenario)
+    await service.keep(*PATH)
+    await service.restart(meanwhile=lambda: lengthen(service))
+    for path in (PATH[:1], PATH):
+        await service.keep(*path)
+        service.forget_memory()
+    assert await service.fetch(*PATH) == (2, MissReason.NONE)
+    await service.restart(kill=True)
+    assert await service.fetch(*PATH) == (2, MissReason.NONE)
+    service.balance()
 
 
 def test_a_file_that_ends_early_is_a_loss() -> None:

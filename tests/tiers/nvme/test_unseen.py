@@ -9,6 +9,7 @@ import errno
 import pytest
 
 from kvstore.spec import Durability, LayerSpec, MissReason
+from tests.scenario import scenario
 from tests.specs import small_spec
 from tests.tiers.service import KIB, DeviceService
 
@@ -41,72 +42,68 @@ async def busy(service: DeviceService) -> None:
 
 @pytest.mark.parametrize("is_clean", [True, False], ids=["snapshot", "scan"])
 @pytest.mark.parametrize("method", AWAY)
-def test_a_file_that_one_start_cannot_open_comes_back(service: DeviceService, method: str, is_clean: bool) -> None:
+@scenario()
+async def test_a_file_that_one_start_cannot_open_comes_back(
+    service: DeviceService, method: str, is_clean: bool
+) -> None:
     """Whatever the life in between does, and however it ends; the files stay below the cap with it."""
+    await kept(service)
+    file = service.place(1)[0]
+    inside = [number for number in NUMBERS if service.place(number)[0] == file]
+    await service.stop(kill=not is_clean)
+    service.disk.fail(method, AWAY[method], path_contains=file.name, times=1)
+    await service.start()
+    assert await missing(service) == inside
+    await busy(service)
+    for again in (False, True, False):
+        await service.stop(kill=again)
+        await service.start()
+        assert service.region_bytes_used() <= service.capacity_bytes
+        assert await missing(service) == []
+    service.balance()
 
-    async def scenario() -> None:
-        await kept(service)
-        file = service.place(1)[0]
-        inside = [number for number in NUMBERS if service.place(number)[0] == file]
-        await service.stop(kill=not is_clean)
-        service.disk.fail(method, AWAY[method], path_contains=file.name, times=1)
+
+@scenario()
+async def test_a_file_that_stays_away_for_some_starts_comes_back(service: DeviceService) -> None:
+    await kept(service)
+    file = service.place(1)[0]
+    inside = [number for number in NUMBERS if service.place(number)[0] == file]
+    await service.stop()
+    service.disk.fail("open", errno.EACCES, path_contains=file.name, times=None)
+    for _ in range(3):
         await service.start()
         assert await missing(service) == inside
-        await busy(service)
-        for again in (False, True, False):
-            await service.stop(kill=again)
-            await service.start()
-            assert service.region_bytes_used() <= service.capacity_bytes
-            assert await missing(service) == []
-        service.balance()
-
-    service.run(scenario)
-
-
-def test_a_file_that_stays_away_for_some_starts_comes_back(service: DeviceService) -> None:
-    async def scenario() -> None:
-        await kept(service)
-        file = service.place(1)[0]
-        inside = [number for number in NUMBERS if service.place(number)[0] == file]
+        for number in NUMBERS:
+            if number not in inside:  # of the others nothing has to be proven anew
+                assert (await service.settled(number)).durability is Durability.LOCAL
         await service.stop()
-        service.disk.fail("open", errno.EACCES, path_contains=file.name, times=None)
-        for _ in range(3):
-            await service.start()
-            assert await missing(service) == inside
-            for number in NUMBERS:
-                if number not in inside:  # of the others nothing has to be proven anew
-                    assert (await service.settled(number)).durability is Durability.LOCAL
-            await service.stop()
-        service.disk.mend()
-        await service.start()
-        assert await missing(service) == []
-        service.balance()
-
-    service.run(scenario)
+    service.disk.mend()
+    await service.start()
+    assert await missing(service) == []
+    service.balance()
 
 
 @pytest.mark.parametrize("is_clean", [True, False], ids=["clean stop", "kill"])
-def test_a_header_that_one_scan_cannot_read_is_read_at_the_next_start(service: DeviceService, is_clean: bool) -> None:
+@scenario()
+async def test_a_header_that_one_scan_cannot_read_is_read_at_the_next_start(
+    service: DeviceService, is_clean: bool
+) -> None:
     """Slots as small as these are read in runs, then one by one: the run fails, and two headers of it."""
-
-    async def scenario() -> None:
-        await kept(service)
-        file = service.place(1)[0]
-        await service.stop(kill=True)
-        service.disk.fail("pread", errno.EIO, path_contains=file.name, after=1, times=3)
-        await service.start()
-        service.disk.mend()
-        lost = await missing(service)
-        assert len(lost) == 2
-        assert service.nvme.statistics().quarantined_bytes == 2 * service.layout.total_bytes
-        service.balance()
-        await busy(service)
-        await service.restart(kill=not is_clean)
-        assert await missing(service) == []
-        assert service.nvme.statistics().quarantined_bytes == 0
-        service.balance()
-
-    service.run(scenario)
+    await kept(service)
+    file = service.place(1)[0]
+    await service.stop(kill=True)
+    service.disk.fail("pread", errno.EIO, path_contains=file.name, after=1, times=3)
+    await service.start()
+    service.disk.mend()
+    lost = await missing(service)
+    assert len(lost) == 2
+    assert service.nvme.statistics().quarantined_bytes == 2 * service.layout.total_bytes
+    service.balance()
+    await busy(service)
+    await service.restart(kill=not is_clean)
+    assert await missing(service) == []
+    assert service.nvme.statistics().quarantined_bytes == 0
+    service.balance()
 
 
 def test_a_file_with_a_header_that_cannot_be_read_is_not_given_up_for_another() -> None:
@@ -141,24 +138,21 @@ def test_a_file_with_a_header_that_cannot_be_read_is_not_given_up_for_another() 
     small.run(scenario)
 
 
-def test_nothing_is_said_to_be_there_that_was_not_read(service: DeviceService) -> None:
+@scenario()
+async def test_nothing_is_said_to_be_there_that_was_not_read(service: DeviceService) -> None:
     """All of a file's headers fail: all of its chunks are misses, at once, and storing them again works."""
-
-    async def scenario() -> None:
-        await kept(service)
-        file = service.place(1)[0]
-        inside = [number for number in NUMBERS if service.place(number)[0] == file]
-        await service.stop(kill=True)
-        service.disk.fail("pread", errno.EIO, path_contains=file.name, after=1, times=len(inside) + 1)
-        await service.start()
-        service.disk.mend()
-        since_s = asyncio.get_running_loop().time()
-        assert await missing(service) == inside
-        assert asyncio.get_running_loop().time() - since_s < 1.0
-        for number in inside:
-            await service.keep(number)
-        await service.restart(kill=True)
-        assert await missing(service) == []
-        service.balance()
-
-    service.run(scenario)
+    await kept(service)
+    file = service.place(1)[0]
+    inside = [number for number in NUMBERS if service.place(number)[0] == file]
+    await service.stop(kill=True)
+    service.disk.fail("pread", errno.EIO, path_contains=file.name, after=1, times=len(inside) + 1)
+    await service.start()
+    service.disk.mend()
+    since_s = asyncio.get_running_loop().time()
+    assert await missing(service) == inside
+    assert asyncio.get_running_loop().time() - since_s < 1.0
+    for number in inside:
+        await service.keep(number)
+    await service.restart(kill=True)
+    assert await missing(service) == []
+    service.balance()

@@ -22,6 +22,7 @@ from tests.contracts.shared.s3_stand import S3Stand, tier_of
 from tests.contracts.shared.stands import TIMEOUT_S, found, write
 from tests.fakes import Switch
 from tests.fakes.switches import POLL_S
+from tests.scenario import scenario
 from tests.tiers.s3.objects import bytes_of, there
 
 
@@ -41,72 +42,63 @@ from tests.tiers.s3.objects import bytes_of, there
         (400, "KMS.DisabledException", "tiers.s3.sse_kms_key_id"),
     ],
 )
-def test_what_an_endpoint_refuses_is_unavailable_and_says_what_to_set(
+@scenario()
+async def test_what_an_endpoint_refuses_is_unavailable_and_says_what_to_set(
     stand: S3Stand, status: int, code: str, words: str
 ) -> None:
-    async def scenario() -> None:
-        await write(stand.tier, chunk(1))
-        for call in (lambda: stand.tier.open(chunk(1).name), lambda: write(stand.tier, chunk(2))):
-            stand.switches.refusals = [(status, code)] * 8
-            with pytest.raises(Unavailable, match=words):
-                await call()
-            stand.switches.refusals = []
-        assert await found(stand.tier, chunk(1))
-
-    stand.run(scenario)
+    await write(stand.tier, chunk(1))
+    for call in (lambda: stand.tier.open(chunk(1).name), lambda: write(stand.tier, chunk(2))):
+        stand.switches.refusals = [(status, code)] * 8
+        with pytest.raises(Unavailable, match=words):
+            await call()
+        stand.switches.refusals = []
+    assert await found(stand.tier, chunk(1))
 
 
 @pytest.mark.parametrize(
     ("code", "words", "is_full"),
     [("QuotaExceeded", "quota", True), ("XMinioStorageFull", "quota", True), ("EntityTooLarge", "limit", False)],
 )
-def test_a_store_that_is_full_refuses_all_and_one_that_has_a_limit_a_chunk(
+@scenario()
+async def test_a_store_that_is_full_refuses_all_and_one_that_has_a_limit_a_chunk(
     stand: S3Stand, code: str, words: str, is_full: bool
 ) -> None:
-    async def scenario() -> None:
-        await write(stand.other, chunk(1))
-        stand.switches.full = code
-        with pytest.raises(Exhausted, match=words) as caught:
-            await write(stand.tier, chunk(2))
-        assert (IS_FULL in caught.value.fields) is is_full
-        assert await found(stand.tier, chunk(1))
-
-    stand.run(scenario)
-
-
-def test_what_is_denied_is_a_miss_to_read_and_a_refusal_to_write(stand: S3Stand) -> None:
-    """Without the right to list, what is not there is denied."""
-
-    async def scenario() -> None:
-        await write(stand.tier, chunk(1))
-        stand.switches.denied = frozenset({"GET", "HEAD"})
-        assert await stand.tier.open(chunk(1).name) is None
-        assert list(await stand.tier.probe([chunk(1).header.storage_key], TIMEOUT_S)) == [False]
+    await write(stand.other, chunk(1))
+    stand.switches.full = code
+    with pytest.raises(Exhausted, match=words) as caught:
         await write(stand.tier, chunk(2))
-        with pytest.raises(PermissionDenied, match="s3:GetObject"):
-            await write(stand.tier, chunk(1))
-        stand.switches.denied = frozenset({"PUT"})
-        with pytest.raises(PermissionDenied, match="s3:PutObject"):
-            await write(stand.tier, chunk(3))
-        assert stand.tier.statistics().state == "read-only"
-        assert await found(stand.tier, chunk(2))
-
-    stand.run(scenario)
+    assert (IS_FULL in caught.value.fields) is is_full
+    assert await found(stand.tier, chunk(1))
 
 
-def test_a_store_without_conditions_is_written_without(stand: S3Stand) -> None:
-    async def scenario() -> None:
-        await write(stand.tier, chunk(0))
-        stand.switches.asked.clear()
-        stand.switches.refusals = [(404, "NoSuchKey"), (501, "NotImplemented")]
+@scenario()
+async def test_what_is_denied_is_a_miss_to_read_and_a_refusal_to_write(stand: S3Stand) -> None:
+    """Without the right to list, what is not there is denied."""
+    await write(stand.tier, chunk(1))
+    stand.switches.denied = frozenset({"GET", "HEAD"})
+    assert await stand.tier.open(chunk(1).name) is None
+    assert list(await stand.tier.probe([chunk(1).header.storage_key], TIMEOUT_S)) == [False]
+    await write(stand.tier, chunk(2))
+    with pytest.raises(PermissionDenied, match="s3:GetObject"):
         await write(stand.tier, chunk(1))
-        conditions = [headers.get("If-None-Match") for method, _, headers in stand.switches.asked if method == "PUT"]
-        assert conditions == ["*", None]
-        stand.switches.ignores_conditions = True
-        await write(stand.other, chunk(1, write=2))
-        assert there(stand, chunk(1)) == bytes_of(chunk(1))
+    stand.switches.denied = frozenset({"PUT"})
+    with pytest.raises(PermissionDenied, match="s3:PutObject"):
+        await write(stand.tier, chunk(3))
+    assert stand.tier.statistics().state == "read-only"
+    assert await found(stand.tier, chunk(2))
 
-    stand.run(scenario)
+
+@scenario()
+async def test_a_store_without_conditions_is_written_without(stand: S3Stand) -> None:
+    await write(stand.tier, chunk(0))
+    stand.switches.asked.clear()
+    stand.switches.refusals = [(404, "NoSuchKey"), (501, "NotImplemented")]
+    await write(stand.tier, chunk(1))
+    conditions = [headers.get("If-None-Match") for method, _, headers in stand.switches.asked if method == "PUT"]
+    assert conditions == ["*", None]
+    stand.switches.ignores_conditions = True
+    await write(stand.other, chunk(1, write=2))
+    assert there(stand, chunk(1)) == bytes_of(chunk(1))
 
 
 async def test_the_first_writes_to_a_store_without_conditions_all_go_without() -> None:
@@ -125,98 +117,81 @@ async def test_the_first_writes_to_a_store_without_conditions_all_go_without() -
         assert await asyncio.gather(written(), written()) == [True, True]
 
 
-def test_a_request_says_whose_the_bucket_is_and_what_it_checks_to(stand: S3Stand) -> None:
-    async def scenario() -> None:
-        tier = tier_of(replace(stand.settings, expected_owner="123456789012", sse_kms_key_id="a-key"))
-        await write(tier, chunk(1))
-        assert await found(tier, chunk(1))
-        await tier.probe([chunk(1).header.storage_key], TIMEOUT_S)
-        await tier.close()
-        asked = stand.switches.asked
-        assert {method for method, _, _ in asked} == {"GET", "HEAD", "PUT"}
-        assert {headers["x-amz-expected-bucket-owner"] for _, _, headers in asked} == {"123456789012"}
-        put = next(headers for method, _, headers in asked if method == "PUT")
-        assert put["x-amz-checksum-crc32"]
-        assert put["x-amz-server-side-encryption-aws-kms-key-id"] == "a-key"
-        assert put["If-None-Match"] == "*"
-        assert "Expect" not in put
-
-    stand.run(scenario)
+@scenario()
+async def test_a_request_says_whose_the_bucket_is_and_what_it_checks_to(stand: S3Stand) -> None:
+    tier = tier_of(replace(stand.settings, expected_owner="123456789012", sse_kms_key_id="a-key"))
+    await write(tier, chunk(1))
+    assert await found(tier, chunk(1))
+    await tier.probe([chunk(1).header.storage_key], TIMEOUT_S)
+    await tier.close()
+    asked = stand.switches.asked
+    assert {method for method, _, _ in asked} == {"GET", "HEAD", "PUT"}
+    assert {headers["x-amz-expected-bucket-owner"] for _, _, headers in asked} == {"123456789012"}
+    put = next(headers for method, _, headers in asked if method == "PUT")
+    assert put["x-amz-checksum-crc32"]
+    assert put["x-amz-server-side-encryption-aws-kms-key-id"] == "a-key"
+    assert put["If-None-Match"] == "*"
+    assert "Expect" not in put
 
 
-def test_retries_have_a_budget(stand: S3Stand) -> None:
+@scenario()
+async def test_retries_have_a_budget(stand: S3Stand) -> None:
     """A store that refuses everything hears hardly more than if nobody tried again."""
-
-    async def scenario() -> None:
-        await write(stand.tier, chunk(1))
-        stand.switches.refusals = [(503, "SlowDown")] * 2
-        assert await found(stand.tier, chunk(1)), "it was tried again"
-        stand.switches.asked.clear()
-        stand.switches.refusals = [(503, "SlowDown")] * 1000
-        for _ in range(20):
-            with pytest.raises(Unavailable):
-                await stand.tier.open(chunk(1).name)
-        assert len(stand.switches.asked) <= 20 + RetryBudget.MOST
-
-    stand.run(scenario)
+    await write(stand.tier, chunk(1))
+    stand.switches.refusals = [(503, "SlowDown")] * 2
+    assert await found(stand.tier, chunk(1)), "it was tried again"
+    stand.switches.asked.clear()
+    stand.switches.refusals = [(503, "SlowDown")] * 1000
+    for _ in range(20):
+        with pytest.raises(Unavailable):
+            await stand.tier.open(chunk(1).name)
+    assert len(stand.switches.asked) <= 20 + RetryBudget.MOST
 
 
 @pytest.mark.parametrize("code", ["SlowDown", "TooManyRequests", "Throttling"])
-def test_a_question_that_is_asked_to_slow_down_says_so(stand: S3Stand, code: str) -> None:
+@scenario()
+async def test_a_question_that_is_asked_to_slow_down_says_so(stand: S3Stand, code: str) -> None:
     """The answer to a HEAD has a status and no body: nobody can look into the log of Amazon's S3."""
-
-    async def scenario() -> None:
-        stand.switches.refusals = [(429 if code == "TooManyRequests" else 503, code)] * 20
-        with pytest.raises(Unavailable, match="fewer requests"):
-            await stand.tier.probe([chunk(1).header.storage_key], TIMEOUT_S)
-        with pytest.raises(Unavailable, match="fewer requests"):
-            await stand.tier.open(chunk(1).name)
-
-    stand.run(scenario)
+    stand.switches.refusals = [(429 if code == "TooManyRequests" else 503, code)] * 20
+    with pytest.raises(Unavailable, match="fewer requests"):
+        await stand.tier.probe([chunk(1).header.storage_key], TIMEOUT_S)
+    with pytest.raises(Unavailable, match="fewer requests"):
+        await stand.tier.open(chunk(1).name)
 
 
-def test_a_denial_names_the_rights_on_the_key_of_the_settings(stand: S3Stand) -> None:
+@scenario()
+async def test_a_denial_names_the_rights_on_the_key_of_the_settings(stand: S3Stand) -> None:
     """Amazon's S3 says AccessDenied, too, of a key that may not be used."""
-
-    async def scenario() -> None:
-        stand.switches.denied = frozenset({"PUT"})
-        with pytest.raises(PermissionDenied, match=r"tiers\.s3\.sse_kms_key_id.*kms:GenerateDataKey"):
-            await write(stand.tier, chunk(1))
-
-    stand.run(scenario)
-
-
-def test_a_store_that_lacks_something_else_keeps_its_conditions(stand: S3Stand) -> None:
-    """One without keys of its own answers so to a key of the settings."""
-
-    async def scenario() -> None:
-        absent = (404, "NoSuchKey")
-        stand.switches.refusals = [absent, (501, "NotImplemented"), (501, "NotImplemented")]
-        with pytest.raises(Unavailable, match=r"tiers\.s3\.sse_kms_key_id"):
-            await write(stand.tier, chunk(1))
-        stand.switches.asked.clear()
+    stand.switches.denied = frozenset({"PUT"})
+    with pytest.raises(PermissionDenied, match=r"tiers\.s3\.sse_kms_key_id.*kms:GenerateDataKey"):
         await write(stand.tier, chunk(1))
-        [headers] = [headers for method, _, headers in stand.switches.asked if method == "PUT"]
-        assert headers["If-None-Match"] == "*"
-
-    stand.run(scenario)
 
 
-def test_misses_earn_retries_as_hits_do(stand: S3Stand) -> None:
+@scenario()
+async def test_a_store_that_lacks_something_else_keeps_its_conditions(stand: S3Stand) -> None:
+    """One without keys of its own answers so to a key of the settings."""
+    absent = (404, "NoSuchKey")
+    stand.switches.refusals = [absent, (501, "NotImplemented"), (501, "NotImplemented")]
+    with pytest.raises(Unavailable, match=r"tiers\.s3\.sse_kms_key_id"):
+        await write(stand.tier, chunk(1))
+    stand.switches.asked.clear()
+    await write(stand.tier, chunk(1))
+    [headers] = [headers for method, _, headers in stand.switches.asked if method == "PUT"]
+    assert headers["If-None-Match"] == "*"
+
+
+@scenario()
+async def test_misses_earn_retries_as_hits_do(stand: S3Stand) -> None:
     """A node that finds nothing in a bucket has none left after its first few refusals, for ever."""
-
-    async def scenario() -> None:
-        stand.switches.refusals = [(503, "SlowDown")] * 1000
-        for _ in range(20):
-            with pytest.raises(Unavailable):
-                await stand.tier.open(chunk(1).name)
-        stand.switches.refusals = []
-        for number in range(2 * int(1 / RetryBudget.EARNED)):
-            assert await stand.tier.open(chunk(number).name) is None
-        stand.switches.refusals = [(503, "SlowDown")]
-        assert await stand.tier.open(chunk(1).name) is None, "it was tried again"
-
-    stand.run(scenario)
+    stand.switches.refusals = [(503, "SlowDown")] * 1000
+    for _ in range(20):
+        with pytest.raises(Unavailable):
+            await stand.tier.open(chunk(1).name)
+    stand.switches.refusals = []
+    for number in range(2 * int(1 / RetryBudget.EARNED)):
+        assert await stand.tier.open(chunk(number).name) is None
+    stand.switches.refusals = [(503, "SlowDown")]
+    assert await stand.tier.open(chunk(1).name) is None, "it was tried again"
 
 
 def test_a_question_that_is_refused_fails_no_lookup(stand: S3Stand) -> None:
@@ -241,31 +216,27 @@ def test_a_question_that_is_refused_fails_no_lookup(stand: S3Stand) -> None:
     stand.run(scenario)
 
 
-def test_a_kept_connection_that_was_closed_is_no_failure(stand: S3Stand) -> None:
-    async def scenario() -> None:
-        await write(stand.tier, chunk(1))
-        stand.switches.abort_count = 1
-        assert list(await stand.tier.probe([chunk(1).header.storage_key], TIMEOUT_S)) == [True]
-        stand.switches.abort_count = 1
-        assert await found(stand.tier, chunk(1))
-
-    stand.run(scenario)
+@scenario()
+async def test_a_kept_connection_that_was_closed_is_no_failure(stand: S3Stand) -> None:
+    await write(stand.tier, chunk(1))
+    stand.switches.abort_count = 1
+    assert list(await stand.tier.probe([chunk(1).header.storage_key], TIMEOUT_S)) == [True]
+    stand.switches.abort_count = 1
+    assert await found(stand.tier, chunk(1))
 
 
-def test_a_probe_ends_in_time_and_a_cut_body_is_read_again(stand: S3Stand) -> None:
-    async def scenario() -> None:
-        await write(stand.tier, chunk(1, LARGE))
-        stand.switches.turn_on(Switch.STALLED)
-        with pytest.raises(DeadlineExceeded):
-            await stand.tier.probe([chunk(1).header.storage_key], 0.1)
-        stand.switches.turn_off()
-        stand.switches.cut_at = 5000
-        with pytest.raises(Unavailable, match=r"tiers\.s3\.endpoint_url"):
-            await found(stand.tier, chunk(1, LARGE))
-        stand.switches.turn_off()
-        assert await found(stand.tier, chunk(1, LARGE))
-
-    stand.run(scenario)
+@scenario()
+async def test_a_probe_ends_in_time_and_a_cut_body_is_read_again(stand: S3Stand) -> None:
+    await write(stand.tier, chunk(1, LARGE))
+    stand.switches.turn_on(Switch.STALLED)
+    with pytest.raises(DeadlineExceeded):
+        await stand.tier.probe([chunk(1).header.storage_key], 0.1)
+    stand.switches.turn_off()
+    stand.switches.cut_at = 5000
+    with pytest.raises(Unavailable, match=r"tiers\.s3\.endpoint_url"):
+        await found(stand.tier, chunk(1, LARGE))
+    stand.switches.turn_off()
+    assert await found(stand.tier, chunk(1, LARGE))
 
 
 def test_a_body_that_ceases_in_the_middle_is_given_up(stand: S3Stand) -> None:
@@ -322,17 +293,14 @@ def test_a_lookup_does_not_wait_until_bodies_have_passed(stand: S3Stand) -> None
         (400, "AuthorizationHeaderMalformed", "tiers.s3.region"),
     ],
 )
-def test_a_lookup_is_told_what_to_set_although_its_answers_have_no_words(
+@scenario()
+async def test_a_lookup_is_told_what_to_set_although_its_answers_have_no_words(
     stand: S3Stand, status: int, code: str, words: str
 ) -> None:
     """To a HEAD a wrong key and a clock that is wrong look like what is not there, which no node would be told of."""
-
-    async def scenario() -> None:
-        await write(stand.tier, chunk(1))
-        stand.switches.refusals = [(status, code)] * 8
-        with pytest.raises(Unavailable, match=words):
-            await stand.tier.probe([chunk(1).header.storage_key], READ_S_MAX)
-        stand.switches.refusals = []
-        assert list(await stand.tier.probe([chunk(1).header.storage_key], READ_S_MAX)) == [True]
-
-    stand.run(scenario)
+    await write(stand.tier, chunk(1))
+    stand.switches.refusals = [(status, code)] * 8
+    with pytest.raises(Unavailable, match=words):
+        await stand.tier.probe([chunk(1).header.storage_key], READ_S_MAX)
+    stand.switches.refusals = []
+    assert list(await stand.tier.probe([chunk(1).header.storage_key], READ_S_MAX)) == [True]

@@ -21,126 +21,112 @@ from tests.contracts.chunks import LARGE, SMALL, chunk
 from tests.contracts.shared.s3_stand import S3Stand, tier_of
 from tests.contracts.shared.stands import TIMEOUT_S, found, write
 from tests.fakes.switches import POLL_S, Switch
+from tests.scenario import scenario
 
 STALL_S = 1.0
 HEARD_S_MAX = 20.0
 
 
 @pytest.mark.parametrize("limit", ["day_bytes_max", "day_request_count_max"])
-def test_a_day_has_its_limit(stand: S3Stand, limit: str) -> None:
-    async def scenario() -> None:
-        tier = tier_of(replace(stand.settings, **{limit: 100_000 if limit == "day_bytes_max" else 10}))
-        with pytest.raises(Exhausted, match=f"tiers.s3.{limit}") as caught:
-            for number in range(100):
-                await write(tier, chunk(number))
-        assert IS_FULL in caught.value.fields, "others need not be tried"
-        before = len(stand.switches.asked)
-        with pytest.raises(Exhausted, match=f"tiers.s3.{limit}"):
-            await tier.open(chunk(0).name)
-        keys = [chunk(number).header.storage_key for number in (0, 1000)]
-        assert list(await tier.probe(keys, TIMEOUT_S)) == [None, None], "it may be there"
-        assert len(stand.switches.asked) == before, "nothing was asked"
-        assert tier.statistics().state == "failing"
-        assert await found(stand.other, chunk(0))
-        await tier.close()
-
-    stand.run(scenario)
+@scenario()
+async def test_a_day_has_its_limit(stand: S3Stand, limit: str) -> None:
+    tier = tier_of(replace(stand.settings, **{limit: 100_000 if limit == "day_bytes_max" else 10}))
+    with pytest.raises(Exhausted, match=f"tiers.s3.{limit}") as caught:
+        for number in range(100):
+            await write(tier, chunk(number))
+    assert IS_FULL in caught.value.fields, "others need not be tried"
+    before = len(stand.switches.asked)
+    with pytest.raises(Exhausted, match=f"tiers.s3.{limit}"):
+        await tier.open(chunk(0).name)
+    keys = [chunk(number).header.storage_key for number in (0, 1000)]
+    assert list(await tier.probe(keys, TIMEOUT_S)) == [None, None], "it may be there"
+    assert len(stand.switches.asked) == before, "nothing was asked"
+    assert tier.statistics().state == "failing"
+    assert await found(stand.other, chunk(0))
+    await tier.close()
 
 
 @pytest.mark.parametrize("is_refused", [True, False], ids=["refused", "late"])
-def test_questions_without_an_answer_count_for_the_day(stand: S3Stand, is_refused: bool) -> None:
+@scenario()
+async def test_questions_without_an_answer_count_for_the_day(stand: S3Stand, is_refused: bool) -> None:
     """They are billed like others, and a bucket that is far away answers most lookups too late."""
-
-    async def scenario() -> None:
-        tier = tier_of(replace(stand.settings, day_request_count_max=8))
-        stand.switches.refusals = [(500, "InternalError")] * 20 * is_refused
-        if not is_refused:
-            stand.switches.turn_on(Switch.STALLED)
-        keys = [chunk(number).header.storage_key for number in range(4)]
-        for _ in range(2):
-            with pytest.raises((Unavailable, DeadlineExceeded)):
-                await tier.probe(keys, TIMEOUT_S if is_refused else 0.01)
-        assert list(await tier.probe(keys, TIMEOUT_S)) == [None] * 4, "eight were sent: nothing more is asked"
-        stand.switches.turn_off()
-        await tier.close()
-
-    stand.run(scenario)
+    tier = tier_of(replace(stand.settings, day_request_count_max=8))
+    stand.switches.refusals = [(500, "InternalError")] * 20 * is_refused
+    if not is_refused:
+        stand.switches.turn_on(Switch.STALLED)
+    keys = [chunk(number).header.storage_key for number in range(4)]
+    for _ in range(2):
+        with pytest.raises((Unavailable, DeadlineExceeded)):
+            await tier.probe(keys, TIMEOUT_S if is_refused else 0.01)
+    assert list(await tier.probe(keys, TIMEOUT_S)) == [None] * 4, "eight were sent: nothing more is asked"
+    stand.switches.turn_off()
+    await tier.close()
 
 
 @pytest.mark.parametrize("is_denied", [False, True])
-def test_bytes_that_a_read_did_not_get_count_for_no_limit(stand: S3Stand, is_denied: bool) -> None:
+@scenario()
+async def test_bytes_that_a_read_did_not_get_count_for_no_limit(stand: S3Stand, is_denied: bool) -> None:
     """A chunk's first bytes are asked for with its header. Where many are gone, as after a scan that deleted them, the
     tier would be left alone for the rest of the day, and reads would wait for a turn that nobody needs."""
-
-    async def scenario() -> None:
-        what = chunk(1, LARGE)
-        target = [np.empty(slab.byte_count, np.uint8) for slab in LARGE.slabs]
-        settings = replace(stand.settings, range_bytes=LARGE.total_bytes, day_bytes_max=3 * LARGE.total_bytes,
-                           bytes_per_s_max=LARGE.total_bytes)  # fmt: skip
-        tier = tier_of(settings)
-        stand.switches.denied = frozenset({"GET"} if is_denied else ())
-        for _ in range(13):
-            assert await tier.open(what.name, target) is None
-        stand.switches.turn_off()
-        await write(stand.other, what)
-        assert await found(tier, what)
-        await tier.close()
-
-    stand.run(scenario)
+    what = chunk(1, LARGE)
+    target = [np.empty(slab.byte_count, np.uint8) for slab in LARGE.slabs]
+    settings = replace(stand.settings, range_bytes=LARGE.total_bytes, day_bytes_max=3 * LARGE.total_bytes,
+                       bytes_per_s_max=LARGE.total_bytes)  # fmt: skip
+    tier = tier_of(settings)
+    stand.switches.denied = frozenset({"GET"} if is_denied else ())
+    for _ in range(13):
+        assert await tier.open(what.name, target) is None
+    stand.switches.turn_off()
+    await write(stand.other, what)
+    assert await found(tier, what)
+    await tier.close()
 
 
-def test_a_node_that_may_not_write_does_not_send_chunk_after_chunk(
+@scenario()
+async def test_a_node_that_may_not_write_does_not_send_chunk_after_chunk(
     stand: S3Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is sent whole before it is denied: a node that only reads would use up its day's bytes by that, and read
     nothing any more."""
-
-    async def scenario() -> None:
-        await write(stand.other, chunk(0))
-        tier = tier_of(replace(stand.settings, day_bytes_max=25 * SMALL.header_bytes + 6 * SMALL.body_bytes))
-        stand.switches.asked.clear()
-        stand.switches.denied = frozenset({"PUT"})
-        for number in range(1, 20):
-            with pytest.raises(PermissionDenied, match="s3:PutObject"):
-                await write(tier, chunk(number))
-        assert sum(method == "PUT" for method, *_ in stand.switches.asked) == 1
-        await write(tier, chunk(0))  # it is there: nothing is sent
-        assert await found(tier, chunk(0))
-        await tier.close()
-
-    stand.run(scenario)
+    await write(stand.other, chunk(0))
+    tier = tier_of(replace(stand.settings, day_bytes_max=25 * SMALL.header_bytes + 6 * SMALL.body_bytes))
+    stand.switches.asked.clear()
+    stand.switches.denied = frozenset({"PUT"})
+    for number in range(1, 20):
+        with pytest.raises(PermissionDenied, match="s3:PutObject"):
+            await write(tier, chunk(number))
+    assert sum(method == "PUT" for method, *_ in stand.switches.asked) == 1
+    await write(tier, chunk(0))  # it is there: nothing is sent
+    assert await found(tier, chunk(0))
+    await tier.close()
 
 
-def test_a_node_that_may_write_again_finds_out(stand: S3Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        monkeypatch.setattr(s3_tier, "DENIED_S", 0.0)
-        stand.switches.denied = frozenset({"PUT"})
-        with pytest.raises(PermissionDenied):
-            await write(stand.tier, chunk(1))
-        assert stand.tier.statistics().state == "read-only"
-        stand.switches.turn_off()
+@scenario()
+async def test_a_node_that_may_write_again_finds_out(stand: S3Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_tier, "DENIED_S", 0.0)
+    stand.switches.denied = frozenset({"PUT"})
+    with pytest.raises(PermissionDenied):
         await write(stand.tier, chunk(1))
-        assert stand.tier.statistics().state == "up"
+    assert stand.tier.statistics().state == "read-only"
+    stand.switches.turn_off()
+    await write(stand.tier, chunk(1))
+    assert stand.tier.statistics().state == "up"
 
-    stand.run(scenario)
 
-
-def test_one_chunk_at_a_time_finds_out_if_a_node_may_write_by_now(
+@scenario()
+async def test_one_chunk_at_a_time_finds_out_if_a_node_may_write_by_now(
     stand: S3Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        stand.switches.denied = frozenset({"PUT"})
-        with monkeypatch.context() as context:
-            context.setattr(s3_tier, "DENIED_S", 0.0)
-            with pytest.raises(PermissionDenied):
-                await write(stand.tier, chunk(0))
-        stand.switches.asked.clear()
-        writes = (write(stand.tier, chunk(number)) for number in range(1, 9))
-        ends = await asyncio.gather(*writes, return_exceptions=True)
-        assert all(isinstance(each, PermissionDenied) for each in ends)
-        assert sum(method == "PUT" for method, *_ in stand.switches.asked) == 1
-
-    stand.run(scenario)
+    stand.switches.denied = frozenset({"PUT"})
+    with monkeypatch.context() as context:
+        context.setattr(s3_tier, "DENIED_S", 0.0)
+        with pytest.raises(PermissionDenied):
+            await write(stand.tier, chunk(0))
+    stand.switches.asked.clear()
+    writes = (write(stand.tier, chunk(number)) for number in range(1, 9))
+    ends = await asyncio.gather(*writes, return_exceptions=True)
+    assert all(isinstance(each, PermissionDenied) for each in ends)
+    assert sum(method == "PUT" for method, *_ in stand.switches.asked) == 1
 
 
 class Hand(SystemClock):
@@ -212,81 +198,72 @@ async def test_an_account_that_cannot_be_kept_is_told_and_limits_hold(
 
 
 @pytest.mark.parametrize("is_ahead", [True, False])
-def test_a_large_read_on_a_slow_line_is_no_stall(
+@scenario()
+async def test_a_large_read_on_a_slow_line_is_no_stall(
     stand: S3Stand, monkeypatch: pytest.MonkeyPatch, is_ahead: bool
 ) -> None:
     """Eight reads side by side would each take longer than a tier may be silent."""
-
-    async def scenario() -> None:
-        what = chunk(1)
-        await write(stand.tier, what)
-        target = [np.empty(slab.byte_count, np.uint8) for slab in what.layout.slabs]
-        for rate, is_stalled in ((1.0, False), (1e12, True)):
-            monkeypatch.setattr(pace, "SLOW_BYTES_PER_S", rate)
-            stand.switches.turn_off()
-            stored = None if is_ahead else await stand.tier.open(what.name)
-            looked = stand.switches.hears("GET")
-            if stored is None:
-                reading: asyncio.Future[Any] = asyncio.ensure_future(stand.tier.open(what.name, target))
-            else:
-                reading = asyncio.ensure_future(stored.read(range(len(target)), target))
-            await asyncio.to_thread(looked.wait, 10.0)
-            assert bool(stand.tier.stalled_s()) == is_stalled
-            stand.switches.turn_off()
-            await reading
-        assert stand.tier.stalled_s() == 0.0
-
-    stand.run(scenario)
+    what = chunk(1)
+    await write(stand.tier, what)
+    target = [np.empty(slab.byte_count, np.uint8) for slab in what.layout.slabs]
+    for rate, is_stalled in ((1.0, False), (1e12, True)):
+        monkeypatch.setattr(pace, "SLOW_BYTES_PER_S", rate)
+        stand.switches.turn_off()
+        stored = None if is_ahead else await stand.tier.open(what.name)
+        looked = stand.switches.hears("GET")
+        if stored is None:
+            reading: asyncio.Future[Any] = asyncio.ensure_future(stand.tier.open(what.name, target))
+        else:
+            reading = asyncio.ensure_future(stored.read(range(len(target)), target))
+        await asyncio.to_thread(looked.wait, 10.0)
+        assert bool(stand.tier.stalled_s()) == is_stalled
+        stand.switches.turn_off()
+        await reading
+    assert stand.tier.stalled_s() == 0.0
 
 
 @pytest.mark.parametrize("lane", ["read", "write"])
-def test_a_job_that_waits_behind_large_ones_is_no_stall(
+@scenario()
+async def test_a_job_that_waits_behind_large_ones_is_no_stall(
     stand: S3Stand, monkeypatch: pytest.MonkeyPatch, lane: str
 ) -> None:
     """A look has no bytes, and no thread while a slow line keeps all of them busy: the tier would be left alone, and
     the reads that it gives at that moment would be lost."""
-
-    async def scenario() -> None:
-        await write(stand.other, chunk(1))
-        settings = replace(stand.settings, reader_count=1, writer_count=1)
-        lanes = Lanes(*(WorkerThreads(1, f"s3-{name}") for name in ("read", "write", "ask", "near")))
-        tier = S3Tier(settings, lanes, SystemClock())
-        target = [np.empty(slab.byte_count, np.uint8) for slab in chunk(1).layout.slabs]
-        for number, (rate, is_stalled) in enumerate(((1.0, False), (1e12, True)), 2):
-            monkeypatch.setattr(pace, "SLOW_BYTES_PER_S", rate)
-            looked = stand.switches.hears("GET" if lane == "read" else "PUT")
-            moves = (lambda: tier.open(chunk(1).name, target)), (lambda: write(tier, chunk(number)))  # noqa: B023 - at once
-            moving: asyncio.Future[Any] = asyncio.ensure_future(moves[lane == "write"]())
-            await asyncio.to_thread(looked.wait, 10.0)
-            workers = lanes.readers if lane == "read" else lanes.writers
-            waiting = asyncio.ensure_future(tier._run(workers, int))
-            await asyncio.sleep(POLL_S)
-            assert not waiting.done()
-            assert bool(tier.stalled_s()) == is_stalled
-            stand.switches.turn_off()
-            await asyncio.gather(moving, waiting)
-        await tier.close()
-
-    stand.run(scenario)
+    await write(stand.other, chunk(1))
+    settings = replace(stand.settings, reader_count=1, writer_count=1)
+    lanes = Lanes(*(WorkerThreads(1, f"s3-{name}") for name in ("read", "write", "ask", "near")))
+    tier = S3Tier(settings, lanes, SystemClock())
+    target = [np.empty(slab.byte_count, np.uint8) for slab in chunk(1).layout.slabs]
+    for number, (rate, is_stalled) in enumerate(((1.0, False), (1e12, True)), 2):
+        monkeypatch.setattr(pace, "SLOW_BYTES_PER_S", rate)
+        looked = stand.switches.hears("GET" if lane == "read" else "PUT")
+        moves = (lambda: tier.open(chunk(1).name, target)), (lambda: write(tier, chunk(number)))  # noqa: B023 - at once
+        moving: asyncio.Future[Any] = asyncio.ensure_future(moves[lane == "write"]())
+        await asyncio.to_thread(looked.wait, 10.0)
+        workers = lanes.readers if lane == "read" else lanes.writers
+        waiting = asyncio.ensure_future(tier._run(workers, int))
+        await asyncio.sleep(POLL_S)
+        assert not waiting.done()
+        assert bool(tier.stalled_s()) == is_stalled
+        stand.switches.turn_off()
+        await asyncio.gather(moving, waiting)
+    await tier.close()
 
 
-def test_a_large_chunk_on_a_slow_line_is_no_stall(stand: S3Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+@scenario()
+async def test_a_large_chunk_on_a_slow_line_is_no_stall(stand: S3Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the tier, that others go on asking; one of the same size that was to be sent long ago is."""
-
-    async def scenario() -> None:
-        for rate, is_stalled in ((1.0, False), (1e12, True)):
-            monkeypatch.setattr(pace, "SLOW_BYTES_PER_S", rate)
-            stand.switches.turn_off()
-            await stand.tier.remove([chunk(1).header.storage_key])
-            looked = stand.switches.hears("PUT")
-            sending = asyncio.ensure_future(write(stand.tier, chunk(1)))
-            await asyncio.to_thread(looked.wait, 10.0)
-            assert bool(stand.tier.stalled_s()) == is_stalled
-            stand.switches.turn_off()
-            await sending
-        assert stand.tier.stalled_s() == 0.0
-
-    stand.run(scenario)
+    for rate, is_stalled in ((1.0, False), (1e12, True)):
+        monkeypatch.setattr(pace, "SLOW_BYTES_PER_S", rate)
+        stand.switches.turn_off()
+        await stand.tier.remove([chunk(1).header.storage_key])
+        looked = stand.switches.hears("PUT")
+        sending = asyncio.ensure_future(write(stand.tier, chunk(1)))
+        await asyncio.to_thread(looked.wait, 10.0)
+        assert bool(stand.tier.stalled_s()) == is_stalled
+        stand.switches.turn_off()
+        await sending
+    assert stand.tier.stalled_s() == 0.0
 
 
 @pytest.mark.parametrize("way", ["read", "read ahead", "write"])

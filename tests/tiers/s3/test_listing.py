@@ -20,6 +20,7 @@ from kvstore.tiers.s3.refusals import Refused
 from tests.contracts.chunks import chunk
 from tests.contracts.shared.s3_stand import S3Stand
 from tests.contracts.shared.stands import write
+from tests.scenario import scenario
 
 SETTINGS = S3Settings(bucket="bucket", prefix="p")
 
@@ -140,18 +141,17 @@ def test_a_store_that_is_busy_for_a_while_ends_no_scan(stand: S3Stand, monkeypat
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_an_object_that_was_stored_anew_since_it_was_listed_is_as_old_as_it_is(stand: S3Stand, whole: bool) -> None:
+@scenario()
+async def test_an_object_that_was_stored_anew_since_it_was_listed_is_as_old_as_it_is(
+    stand: S3Stand, whole: bool
+) -> None:
     """A page takes minutes to read whole. A node that puts damage right meanwhile, and is told OBJECT, would lose it to
     a deletion by age."""
-
-    async def scenario() -> None:
-        await write(stand.tier, chunk(1))
-        [([now], _)] = await asyncio.to_thread(lambda: list(listing.pages(stand.settings)))
-        before = now._replace(etag='"of-another-one"', byte_count=now.byte_count - 1, modified_s=now.modified_s - 3600)
-        [found] = await asyncio.to_thread(listing.examine, stand.settings, [before], whole=whole)
-        assert found.listed.modified_s == pytest.approx(now.modified_s, abs=1.0)
-
-    stand.run(scenario)
+    await write(stand.tier, chunk(1))
+    [([now], _)] = await asyncio.to_thread(lambda: list(listing.pages(stand.settings)))
+    before = now._replace(etag='"of-another-one"', byte_count=now.byte_count - 1, modified_s=now.modified_s - 3600)
+    [found] = await asyncio.to_thread(listing.examine, stand.settings, [before], whole=whole)
+    assert found.listed.modified_s == pytest.approx(now.modified_s, abs=1.0)
 
 
 def examined(stand: S3Stand) -> list[Listed]:
@@ -160,25 +160,24 @@ def examined(stand: S3Stand) -> list[Listed]:
 
 
 @pytest.mark.parametrize("never_matches", [False, True])
-def test_a_deletion_spares_what_was_stored_anew_since_it_was_examined(stand: S3Stand, never_matches: bool) -> None:
+@scenario()
+async def test_a_deletion_spares_what_was_stored_anew_since_it_was_examined(
+    stand: S3Stand, never_matches: bool
+) -> None:
     """A node may have put damage right meanwhile, and was told OBJECT. Ceph's gateway finds no match for any ETag."""
+    for number in range(3):
+        await write(stand.tier, chunk(number))
+    stand.switches.never_matches = never_matches
 
-    async def scenario() -> None:
-        for number in range(3):
-            await write(stand.tier, chunk(number))
-        stand.switches.never_matches = never_matches
+    def scan() -> None:
+        mended, kept, doomed = examined(stand)
+        stand.put(mended.storage_key, b"other bytes")
+        kept = kept._replace(modified_s=kept.modified_s - 3600)  # of the same bytes, and written since
+        assert listing.delete_objects(stand.settings, [mended, kept, doomed]) == [False, False, True]
+        assert listing.delete_objects(stand.settings, [doomed]) == [True], "it is gone"
+        assert {each.storage_key for each in examined(stand)} == {mended.storage_key, kept.storage_key}
 
-        def scan() -> None:
-            mended, kept, doomed = examined(stand)
-            stand.put(mended.storage_key, b"other bytes")
-            kept = kept._replace(modified_s=kept.modified_s - 3600)  # of the same bytes, and written since
-            assert listing.delete_objects(stand.settings, [mended, kept, doomed]) == [False, False, True]
-            assert listing.delete_objects(stand.settings, [doomed]) == [True], "it is gone"
-            assert {each.storage_key for each in examined(stand)} == {mended.storage_key, kept.storage_key}
-
-        await asyncio.to_thread(scan)
-
-    stand.run(scenario)
+    await asyncio.to_thread(scan)
 
 
 async def begun_deletion(stand: S3Stand) -> tuple[listing.Listed, asyncio.Task[list[bool]]]:
@@ -207,18 +206,15 @@ def test_a_store_that_looks_at_the_etag_of_a_deletion_spares_what_comes_at_that_
     stand.run(scenario)
 
 
-def test_a_deletion_leaves_alone_what_another_node_writes_at_that_moment(stand: S3Stand) -> None:
+@scenario()
+async def test_a_deletion_leaves_alone_what_another_node_writes_at_that_moment(stand: S3Stand) -> None:
     """The write may end at any time: a deletion without a condition would take what it brought."""
-
-    async def scenario() -> None:
-        doomed, done = await begun_deletion(stand)
-        stand.switches.hears("")
-        stand.switches.refusals = [(409, "ConditionalRequestConflict")]
-        stand.switches.turn_on()
-        assert await done == [False]
-        assert await asyncio.to_thread(examined, stand) == [doomed]
-
-    stand.run(scenario)
+    doomed, done = await begun_deletion(stand)
+    stand.switches.hears("")
+    stand.switches.refusals = [(409, "ConditionalRequestConflict")]
+    stand.switches.turn_on()
+    assert await done == [False]
+    assert await asyncio.to_thread(examined, stand) == [doomed]
 
 
 async def test_only_the_object_that_was_refused_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from tests.contracts.shared.stands import found, write
 from tests.fakes.forward_proxy import forward_proxy
 from tests.fakes.s3_server import STRANGER
 from tests.fakes.tls import encrypted, made_certificates
+from tests.scenario import scenario
 from tests.specs import small_spec
 
 PROBE_S = 10.0
@@ -98,49 +99,42 @@ def test_every_request_says_whose_the_bucket_is_and_those_that_make_an_object_wh
 
 
 @pytest.mark.parametrize("expected", [OWNER, OTHER])
-def test_a_bucket_of_another_owner_is_denied_both_ways(stand: S3Stand, expected: str) -> None:
+@scenario()
+async def test_a_bucket_of_another_owner_is_denied_both_ways(stand: S3Stand, expected: str) -> None:
     """As Amazon's S3 does; moto and Ceph's gateway ask nobody, so the line does it."""
-
-    async def scenario() -> None:
-        await write(stand.tier, chunk(1))
-        stand.switches.owner = OWNER
-        tier = tier_of(replace(stand.settings, expected_owner=expected))
-        is_right = expected == OWNER
-        assert await there(tier, chunk(1)) == is_right
-        assert (await tier.open(chunk(1).name) is not None) == is_right
-        if is_right:
-            await write(tier, chunk(2))
-        else:
-            for error in await said(write(tier, chunk(1)), write(tier, chunk(2))):
-                assert isinstance(error, PermissionDenied)
-                assert "tiers.s3.expected_owner" in error.message
-            assert tier.statistics().state == "read-only"
-        await tier.close()
-
-    stand.run(scenario)
+    await write(stand.tier, chunk(1))
+    stand.switches.owner = OWNER
+    tier = tier_of(replace(stand.settings, expected_owner=expected))
+    is_right = expected == OWNER
+    assert await there(tier, chunk(1)) == is_right
+    assert (await tier.open(chunk(1).name) is not None) == is_right
+    if is_right:
+        await write(tier, chunk(2))
+    else:
+        for error in await said(write(tier, chunk(1)), write(tier, chunk(2))):
+            assert isinstance(error, PermissionDenied)
+            assert "tiers.s3.expected_owner" in error.message
+        assert tier.statistics().state == "read-only"
+    await tier.close()
 
 
-def test_a_bucket_that_is_not_there_is_named(stand: S3Stand) -> None:
-    async def scenario() -> None:
-        tier = tier_of(replace(stand.settings, bucket="kvstore-tests-nowhere"))
-        for error in await said(tier.open(chunk(1).name), write(tier, chunk(1)), there(tier, chunk(1))):
-            assert isinstance(error, Unavailable)
-            assert "tiers.s3.bucket" in error.message
-        await tier.close()
-
-    stand.run(scenario)
+@scenario()
+async def test_a_bucket_that_is_not_there_is_named(stand: S3Stand) -> None:
+    tier = tier_of(replace(stand.settings, bucket="kvstore-tests-nowhere"))
+    for error in await said(tier.open(chunk(1).name), write(tier, chunk(1)), there(tier, chunk(1))):
+        assert isinstance(error, Unavailable)
+        assert "tiers.s3.bucket" in error.message
+    await tier.close()
 
 
-def test_a_bucket_of_another_region_is_found_where_the_answer_names_it(stand: S3Stand) -> None:
-    async def scenario() -> None:
-        stand.switches.region = "eu-central-1"
-        tier = tier_of(replace(stand.settings, region="us-east-1"))
-        await write(tier, chunk(1))
-        assert await found(tier, chunk(1))
-        assert await there(tier, chunk(1))
-        await tier.close()
-
-    stand.run(scenario)
+@scenario()
+async def test_a_bucket_of_another_region_is_found_where_the_answer_names_it(stand: S3Stand) -> None:
+    stand.switches.region = "eu-central-1"
+    tier = tier_of(replace(stand.settings, region="us-east-1"))
+    await write(tier, chunk(1))
+    assert await found(tier, chunk(1))
+    assert await there(tier, chunk(1))
+    await tier.close()
 
 
 def test_credentials_that_expire_while_many_read_cost_nobody_a_chunk(
@@ -194,17 +188,14 @@ def test_credentials_that_come_later_or_are_put_right_need_no_new_start(
     stand.run(scenario)
 
 
-def test_a_server_that_sends_everybody_elsewhere_is_not_asked_on_and_on(stand: S3Stand) -> None:
+@scenario()
+async def test_a_server_that_sends_everybody_elsewhere_is_not_asked_on_and_on(stand: S3Stand) -> None:
     """As one that sends http to https."""
-
-    async def scenario() -> None:
-        stand.switches.refusals = [(301, "Moved")] * 1000
-        for error in await said(stand.tier.open(chunk(1).name), write(stand.tier, chunk(1))):
-            assert isinstance(error, Unavailable)
-            assert "tiers.s3.endpoint_url" in error.message
-        assert len(stand.switches.asked) == 2
-
-    stand.run(scenario)
+    stand.switches.refusals = [(301, "Moved")] * 1000
+    for error in await said(stand.tier.open(chunk(1).name), write(stand.tier, chunk(1))):
+        assert isinstance(error, Unavailable)
+        assert "tiers.s3.endpoint_url" in error.message
+    assert len(stand.switches.asked) == 2
 
 
 # ---------------------------------------------------------------- who may do what
@@ -249,22 +240,20 @@ def two_users(stand: S3Stand) -> Iterator[list[tuple[str, str]]]:
     stand.server.client.delete_bucket_policy(Bucket=stand.server.bucket)
 
 
-def test_a_bucket_of_somebody_else_is_a_miss_and_takes_nothing(stand: S3Stand, stranger: S3Settings) -> None:
-    async def scenario() -> None:
-        await write(stand.tier, chunk(1))
-        tier = tier_of(stranger)
-        for what in (chunk(1), chunk(2)):
-            assert await tier.open(what.name) is None
-            assert not await there(tier, what)
-            with pytest.raises(PermissionDenied, match="s3:PutObject"):
-                await write(tier, what)
-        with pytest.raises(Unavailable, match="s3:DeleteObject"):
-            await tier.remove([chunk(1).header.storage_key])
-        assert await found(stand.tier, chunk(1))
-        assert not await found(stand.tier, chunk(2))
-        await tier.close()
-
-    stand.run(scenario)
+@scenario()
+async def test_a_bucket_of_somebody_else_is_a_miss_and_takes_nothing(stand: S3Stand, stranger: S3Settings) -> None:
+    await write(stand.tier, chunk(1))
+    tier = tier_of(stranger)
+    for what in (chunk(1), chunk(2)):
+        assert await tier.open(what.name) is None
+        assert not await there(tier, what)
+        with pytest.raises(PermissionDenied, match="s3:PutObject"):
+            await write(tier, what)
+    with pytest.raises(Unavailable, match="s3:DeleteObject"):
+        await tier.remove([chunk(1).header.storage_key])
+    assert await found(stand.tier, chunk(1))
+    assert not await found(stand.tier, chunk(2))
+    await tier.close()
 
 
 @pytest.mark.parametrize("lists", [False, True], ids=["what is absent is denied", "what is absent is absent"])
@@ -377,15 +366,13 @@ def test_an_encrypted_line_goes_through_a_proxy_and_wants_the_right_certificate(
     stand.run(scenario)
 
 
-def test_a_proxy_that_is_away_is_named(stand: S3Stand) -> None:
-    async def scenario() -> None:
-        async with forward_proxy() as proxy:
-            gone = proxy.url
-        tier = tier_of(replace(stand.settings, proxy=gone))
-        for error in await said(tier.open(chunk(1).name), write(tier, chunk(1)), there(tier, chunk(1))):
-            assert isinstance(error, Unavailable)
-            assert "tiers.s3.proxy" in error.message
-        assert not stand.switches.asked, "nothing goes by another way"
-        await tier.close()
-
-    stand.run(scenario)
+@scenario()
+async def test_a_proxy_that_is_away_is_named(stand: S3Stand) -> None:
+    async with forward_proxy() as proxy:
+        gone = proxy.url
+    tier = tier_of(replace(stand.settings, proxy=gone))
+    for error in await said(tier.open(chunk(1).name), write(tier, chunk(1)), there(tier, chunk(1))):
+        assert isinstance(error, Unavailable)
+        assert "tiers.s3.proxy" in error.message
+    assert not stand.switches.asked, "nothing goes by another way"
+    await tier.close()

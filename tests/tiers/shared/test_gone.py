@@ -12,6 +12,7 @@ import pytest
 from kvstore.errors import DataLoss
 from kvstore.movement.shared_tiers import HINT_S
 from kvstore.spec import MissReason
+from tests.scenario import scenario
 from tests.tiers.shared.world import Wide, World, run, spoil
 
 
@@ -43,57 +44,51 @@ def test_an_object_that_goes_while_it_is_read_is_no_damage(tmp_path: Path, reaso
     run([node, other], scenario)
 
 
-def test_what_a_device_that_does_not_answer_has_is_not_called_evicted(
+@scenario()
+async def test_what_a_device_that_does_not_answer_has_is_not_called_evicted(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine has dropped it, and another chunk of the same fetch is still on its way."""
+    node = world.one
+    await node.give(1, 2)
+    node.forget_memory()
+    monkeypatch.setattr(node.device.tier, "stalled_s", lambda: 60.0)
+    opened, going = node.shared[0].open, asyncio.Event()
+    gone = node.key(1, 2)
 
-    async def scenario() -> None:
-        node = world.one
-        await node.give(1, 2)
-        node.forget_memory()
-        monkeypatch.setattr(node.device.tier, "stalled_s", lambda: 60.0)
-        opened, going = node.shared[0].open, asyncio.Event()
-        gone = node.key(1, 2)
+    async def opened_late(name: Any, ahead: Sequence[Any] = ()) -> Any:
+        if name.storage_key == gone:
+            return None
+        await going.wait()
+        return await opened(name, ahead)
 
-        async def opened_late(name: Any, ahead: Sequence[Any] = ()) -> Any:
-            if name.storage_key == gone:
-                return None
-            await going.wait()
-            return await opened(name, ahead)
-
-        node.shared[0].open = opened_late
-        session = node.controller.open_session()
-        first = await node.controller.fetch_wide(session, node.query(1, 2))
-        assert first.hit_count == 2
-        await asyncio.sleep(0.01)
-        assert first.chunks[1].loading.lost is MissReason.EVICTED
-        again = await node.controller.fetch_wide(session, node.query(1, 2))
-        assert (again.hit_count, again.reason) == (1, MissReason.UNAVAILABLE)
-        going.set()
-        await asyncio.sleep(0.01)
-        await node.controller.close_session(session)
-
-    world.run(scenario)
+    node.shared[0].open = opened_late
+    session = node.controller.open_session()
+    first = await node.controller.fetch_wide(session, node.query(1, 2))
+    assert first.hit_count == 2
+    await asyncio.sleep(0.01)
+    assert first.chunks[1].loading.lost is MissReason.EVICTED
+    again = await node.controller.fetch_wide(session, node.query(1, 2))
+    assert (again.hit_count, again.reason) == (1, MissReason.UNAVAILABLE)
+    going.set()
+    await asyncio.sleep(0.01)
+    await node.controller.close_session(session)
 
 
-def test_another_nodes_write_of_what_a_device_has_that_does_not_answer_is_no_damage(
+@scenario()
+async def test_another_nodes_write_of_what_a_device_has_that_does_not_answer_is_no_damage(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both nodes stored the chunk, and the engine keeps the first write. The other node's own is on its device."""
-
-    async def scenario() -> None:
-        node, other = world.one, world.other
-        await other.keep(2)  # so that the nodes draw different write ids
-        await node.give(1)
-        await other.give(1)
-        other.forget_memory()
-        with monkeypatch.context() as still:
-            still.setattr(other.device.tier, "stalled_s", lambda: 60.0)
-            assert (await other.fetch(1))[1] is not MissReason.CORRUPT
-        assert await other.fetch(1) == (1, MissReason.NONE)
-
-    world.run(scenario)
+    node, other = world.one, world.other
+    await other.keep(2)  # so that the nodes draw different write ids
+    await node.give(1)
+    await other.give(1)
+    other.forget_memory()
+    with monkeypatch.context() as still:
+        still.setattr(other.device.tier, "stalled_s", lambda: 60.0)
+        assert (await other.fetch(1))[1] is not MissReason.CORRUPT
+    assert await other.fetch(1) == (1, MissReason.NONE)
 
 
 @pytest.mark.parametrize(("reason", "again", "told"), [
@@ -130,55 +125,47 @@ def test_a_copy_that_goes_while_it_is_verified_is_damaged_only_if_it_goes_again(
 
 
 @pytest.mark.parametrize("reason", ["gone", "checksum"])
-def test_a_copy_that_failed_and_was_put_right_meanwhile_is_not_written_again(world: World, reason: str) -> None:
+@scenario()
+async def test_a_copy_that_failed_and_was_put_right_meanwhile_is_not_written_again(world: World, reason: str) -> None:
     """Of many nodes that read one chunk while it goes, the first to store it writes it. Each further write would take
     the chunk from those that read it by then, which would write it, too."""
+    node, other = world.one, world.other
+    await node.give(1)
+    opened = other.shared[0].open
 
-    async def scenario() -> None:
-        node, other = world.one, world.other
-        await node.give(1)
-        opened = other.shared[0].open
+    async def lost(*_: Any) -> None:
+        raise DataLoss("it went", reason=reason)
 
-        async def lost(*_: Any) -> None:
-            raise DataLoss("it went", reason=reason)
+    async def opened_and_lost(name: Any, ahead: Sequence[Any] = ()) -> Any:
+        stored = await opened(name, ahead)
+        stored.read = lost
+        return stored
 
-        async def opened_and_lost(name: Any, ahead: Sequence[Any] = ()) -> Any:
-            stored = await opened(name, ahead)
-            stored.read = lost
-            return stored
-
-        other.shared[0].open = opened_and_lost
-        assert (await other.fetch(1))[0] == 0
-        other.shared[0].open = opened
-        await other.give(1)
-        assert not other.shared[0].statistics().written_bytes
-
-    world.run(scenario)
+    other.shared[0].open = opened_and_lost
+    assert (await other.fetch(1))[0] == 0
+    other.shared[0].open = opened
+    await other.give(1)
+    assert not other.shared[0].statistics().written_bytes
 
 
-def test_what_another_node_sends_is_found_soon_after_it_was_not(world: World) -> None:
+@scenario()
+async def test_what_another_node_sends_is_found_soon_after_it_was_not(world: World) -> None:
     """As by an engine that waits for the prompt that one of another node has computed: it looked too early."""
-
-    async def scenario() -> None:
-        node, other = world.one, world.other
-        assert (await other.fetch(1))[0] == 0
-        await node.give(1)
-        await asyncio.sleep(other.controller.parts.movement.shared_tiers.absent_s)
-        assert (await other.fetch(1))[0] == 1
-
-    world.run(scenario)
+    node, other = world.one, world.other
+    assert (await other.fetch(1))[0] == 0
+    await node.give(1)
+    await asyncio.sleep(other.controller.parts.movement.shared_tiers.absent_s)
+    assert (await other.fetch(1))[0] == 1
 
 
-def test_a_copy_that_another_node_put_right_is_bad_no_more(world: World) -> None:
-    async def scenario() -> None:
-        node, other = world.one, world.other
-        await node.give(1)
-        good = dict(world.engine.values)
-        spoil(world.engine, node, 1)
-        assert (await other.fetch(1))[0] == 0
-        world.engine.values.update(good)
-        await asyncio.sleep(HINT_S)
-        assert (await other.fetch(1))[0] == 1
-        assert not other.controller.parts.movement.shared_tiers.tiers[0].bad
-
-    world.run(scenario)
+@scenario()
+async def test_a_copy_that_another_node_put_right_is_bad_no_more(world: World) -> None:
+    node, other = world.one, world.other
+    await node.give(1)
+    good = dict(world.engine.values)
+    spoil(world.engine, node, 1)
+    assert (await other.fetch(1))[0] == 0
+    world.engine.values.update(good)
+    await asyncio.sleep(HINT_S)
+    assert (await other.fetch(1))[0] == 1
+    assert not other.controller.parts.movement.shared_tiers.tiers[0].bad

@@ -16,6 +16,7 @@ from kvstore.movement.writes import LANE_COUNT
 from kvstore.spec import LEVELS, Durability, MissReason
 from kvstore.tiers import ChunkName
 from tests.fakes import Switch
+from tests.scenario import scenario
 from tests.specs import small_spec
 from tests.tiers.service import DeviceService
 from tests.tiers.shared.world import PATH, Node, Wide, run
@@ -58,23 +59,21 @@ def test_every_level_is_reached_by_itself_and_the_old_one_is_the_nodes_own(wide:
     run([node], scenario)
 
 
-def test_a_level_of_no_tier_says_which_setting_adds_it_and_no_store_can_ask_for_it() -> None:
-    service = DeviceService()
-
-    async def scenario() -> None:
-        service.controller.run_without("the redis tier is off: no such file (tiers.redis.url)")
-        await service.keep(*PATH)
-        found = await settled(service, *PATH)
-        assert reached(found) == {MEMORY, LOCAL}
-        assert "tiers.redis.url" in found.missing[SHARED]
-        assert "the redis tier is off" in found.missing[SHARED]
-        assert "tiers.s3.bucket" in found.missing[OBJECT]
-        for level, name in ((SHARED, "tiers.redis.url"), (OBJECT, "tiers.s3.bucket")):
-            with pytest.raises(InvalidRequest, match=name):
-                await service.store(service.session, 9, durability=level)
-        assert (await settled(service, *PATH, wanted=OBJECT)).is_settled, "nobody waits for what cannot be"
-
-    service.run(scenario)
+@scenario(DeviceService)
+async def test_a_level_of_no_tier_says_which_setting_adds_it_and_no_store_can_ask_for_it(
+    service: DeviceService,
+) -> None:
+    service.controller.run_without("the redis tier is off: no such file (tiers.redis.url)")
+    await service.keep(*PATH)
+    found = await settled(service, *PATH)
+    assert reached(found) == {MEMORY, LOCAL}
+    assert "tiers.redis.url" in found.missing[SHARED]
+    assert "the redis tier is off" in found.missing[SHARED]
+    assert "tiers.s3.bucket" in found.missing[OBJECT]
+    for level, name in ((SHARED, "tiers.redis.url"), (OBJECT, "tiers.s3.bucket")):
+        with pytest.raises(InvalidRequest, match=name):
+            await service.store(service.session, 9, durability=level)
+    assert (await settled(service, *PATH, wanted=OBJECT)).is_settled, "nobody waits for what cannot be"
 
 
 @pytest.mark.parametrize("level", [SHARED, OBJECT])

@@ -13,109 +13,95 @@ from kvstore.presence import PARTIAL, STATE_MASK
 from kvstore.spec import ChunkState, Durability, MissReason, Tier
 from tests.fakes import EngineSettings, EngineTier, ObjectSettings, ObjectTier, Switch
 from tests.fakes.engine import ENGINES
+from tests.scenario import scenario
 from tests.simulated import InlineWorkers
 from tests.tiers.shared.world import PATH, Node, World, redeemed, run, spoil, tiers_of
 
 
-def test_what_one_node_stores_another_gets_and_keeps(world: World) -> None:
-    async def scenario() -> None:
-        await world.one.give(*PATH)
-        other = world.other
-        found = await other.lookup(*PATH, 4)
-        assert (found.hit_count, tiers_of(found), found.runs[-1].state) == (3, [(Tier.REDIS, 3)], ChunkState.MISS)
-        result = await other.controller.fetch_wide(other.session, other.query(*PATH))
-        assert (result.hit_count, result.tier, result.reason) == (3, Tier.REDIS, MissReason.NONE)
-        other.controller.release(other.session, [result.lease_id])
-        assert await other.fetch(*PATH) == (3, MissReason.NONE)
-        assert (await other.settled(*PATH)).durability is Durability.LOCAL
-        world.engine.values.clear()
-        await other.restart()
-        assert await other.fetch(*PATH) == (3, MissReason.NONE)
-
-    world.run(scenario)
+@scenario()
+async def test_what_one_node_stores_another_gets_and_keeps(world: World) -> None:
+    await world.one.give(*PATH)
+    other = world.other
+    found = await other.lookup(*PATH, 4)
+    assert (found.hit_count, tiers_of(found), found.runs[-1].state) == (3, [(Tier.REDIS, 3)], ChunkState.MISS)
+    result = await other.controller.fetch_wide(other.session, other.query(*PATH))
+    assert (result.hit_count, result.tier, result.reason) == (3, Tier.REDIS, MissReason.NONE)
+    other.controller.release(other.session, [result.lease_id])
+    assert await other.fetch(*PATH) == (3, MissReason.NONE)
+    assert (await other.settled(*PATH)).durability is Durability.LOCAL
+    world.engine.values.clear()
+    await other.restart()
+    assert await other.fetch(*PATH) == (3, MissReason.NONE)
 
 
-def test_a_chain_goes_on_where_the_node_ends(world: World) -> None:
-    async def scenario() -> None:
-        await world.one.give(*PATH)
-        await world.other.keep(1)
-        found = await world.other.lookup(*PATH)
-        assert tiers_of(found) == [(Tier.DRAM, 1), (Tier.REDIS, 2)]
-        assert await world.other.fetch(*PATH) == (3, MissReason.NONE)
-
-    world.run(scenario)
+@scenario()
+async def test_a_chain_goes_on_where_the_node_ends(world: World) -> None:
+    await world.one.give(*PATH)
+    await world.other.keep(1)
+    found = await world.other.lookup(*PATH)
+    assert tiers_of(found) == [(Tier.DRAM, 1), (Tier.REDIS, 2)]
+    assert await world.other.fetch(*PATH) == (3, MissReason.NONE)
 
 
-def test_a_gap_in_what_the_node_has_is_filled(world: World) -> None:
+@scenario()
+async def test_a_gap_in_what_the_node_has_is_filled(world: World) -> None:
     """A chunk in the middle went; what comes after it is here still."""
-
-    async def scenario() -> None:
-        one = world.one
-        await one.give(*PATH)
-        row = one.row(1, 2)
-        one.controller.parts.movement.remove(row, MissReason.CORRUPT)
-        found = await one.lookup(*PATH)
-        assert tiers_of(found) == [(Tier.DRAM, 1), (Tier.REDIS, 1), (Tier.DRAM, 1)]
-        assert await one.fetch(*PATH) == (3, MissReason.NONE)
-        assert not one.ghosts()
-
-    world.run(scenario)
+    one = world.one
+    await one.give(*PATH)
+    row = one.row(1, 2)
+    one.controller.parts.movement.remove(row, MissReason.CORRUPT)
+    found = await one.lookup(*PATH)
+    assert tiers_of(found) == [(Tier.DRAM, 1), (Tier.REDIS, 1), (Tier.DRAM, 1)]
+    assert await one.fetch(*PATH) == (3, MissReason.NONE)
+    assert not one.ghosts()
 
 
-def test_rows_that_cannot_be_had_leave_no_hold(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        await world.one.give(*PATH)
-        other, made = world.other, []
-        catalog = other.controller.parts.catalog
-        known_row = catalog.known_row
+@scenario()
+async def test_rows_that_cannot_be_had_leave_no_hold(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    await world.one.give(*PATH)
+    other, made = world.other, []
+    catalog = other.controller.parts.catalog
+    known_row = catalog.known_row
 
-        def failing(*arguments: Any) -> int:
-            made.append(arguments)
-            if len(made) == 2:
-                raise MemoryError
-            return known_row(*arguments)
+    def failing(*arguments: Any) -> int:
+        made.append(arguments)
+        if len(made) == 2:
+            raise MemoryError
+        return known_row(*arguments)
 
-        monkeypatch.setattr(catalog, "known_row", failing)
-        with pytest.raises(MemoryError):
-            await other.fetch(*PATH)
-        other.is_empty()
-        assert await other.fetch(*PATH) == (3, MissReason.NONE)
-
-    world.run(scenario)
+    monkeypatch.setattr(catalog, "known_row", failing)
+    with pytest.raises(MemoryError):
+        await other.fetch(*PATH)
+    other.is_empty()
+    assert await other.fetch(*PATH) == (3, MissReason.NONE)
 
 
-def test_what_left_the_node_comes_back(world: World) -> None:
-    async def scenario() -> None:
-        one = world.one
-        await one.give(*PATH)
-        for row in reversed([*one.mapped.rows()]):
-            one.controller.parts.movement.remove(row, MissReason.EVICTED)
-        one.is_empty()
-        assert await one.fetch(*PATH) == (3, MissReason.NONE)
-
-    world.run(scenario)
+@scenario()
+async def test_what_left_the_node_comes_back(world: World) -> None:
+    one = world.one
+    await one.give(*PATH)
+    for row in reversed([*one.mapped.rows()]):
+        one.controller.parts.movement.remove(row, MissReason.EVICTED)
+    one.is_empty()
+    assert await one.fetch(*PATH) == (3, MissReason.NONE)
 
 
-def test_what_was_nowhere_a_moment_ago_comes_back_once_it_was_stored(world: World) -> None:
-    async def scenario() -> None:
-        one = world.one
-        assert (await one.lookup(*PATH)).hit_count == 0
-        await one.give(*PATH)
-        for row in reversed([*one.mapped.rows()]):
-            one.controller.parts.movement.remove(row, MissReason.EVICTED)
-        assert await one.fetch(*PATH) == (3, MissReason.NONE)
-
-    world.run(scenario)
+@scenario()
+async def test_what_was_nowhere_a_moment_ago_comes_back_once_it_was_stored(world: World) -> None:
+    one = world.one
+    assert (await one.lookup(*PATH)).hit_count == 0
+    await one.give(*PATH)
+    for row in reversed([*one.mapped.rows()]):
+        one.controller.parts.movement.remove(row, MissReason.EVICTED)
+    assert await one.fetch(*PATH) == (3, MissReason.NONE)
 
 
-def test_a_ticket_brings_what_was_found(world: World) -> None:
-    async def scenario() -> None:
-        await world.one.give(*PATH)
-        await world.other.keep(1)
-        found = await world.other.lookup(*PATH, readers=1)
-        assert await redeemed(world.other, found.ticket) == 3
-
-    world.run(scenario)
+@scenario()
+async def test_a_ticket_brings_what_was_found(world: World) -> None:
+    await world.one.give(*PATH)
+    await world.other.keep(1)
+    found = await world.other.lookup(*PATH, readers=1)
+    assert await redeemed(world.other, found.ticket) == 3
 
 
 def test_the_fastest_tier_that_has_a_chunk_is_read(tmp_path: Path) -> None:
@@ -181,16 +167,13 @@ def test_no_room_in_memory_is_a_shorter_prefix(tmp_path: Path) -> None:
     run([world.one, world.other, small], scenario)
 
 
-def test_clients_see_that_what_is_not_here_may_be_elsewhere(world: World) -> None:
+@scenario()
+async def test_clients_see_that_what_is_not_here_may_be_elsewhere(world: World) -> None:
     """What left is no miss: they call."""
-
-    async def scenario() -> None:
-        one = world.one
-        await one.give(1)
-        presence = one.controller.parts.catalog.presence
-        words = presence.mapping.bytes.view(np.uint64)
-        assert int(words[0]) & PARTIAL
-        one.controller.parts.movement.remove(next(one.mapped.rows()), MissReason.EVICTED)
-        assert not (presence.known() & np.uint64(STATE_MASK)).any()
-
-    world.run(scenario)
+    one = world.one
+    await one.give(1)
+    presence = one.controller.parts.catalog.presence
+    words = presence.mapping.bytes.view(np.uint64)
+    assert int(words[0]) & PARTIAL
+    one.controller.parts.movement.remove(next(one.mapped.rows()), MissReason.EVICTED)
+    assert not (presence.known() & np.uint64(STATE_MASK)).any()

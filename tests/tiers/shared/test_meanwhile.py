@@ -12,52 +12,47 @@ from kvstore.movement.sources import STALL_S, LocalSource
 from kvstore.movement.writes import LANE_COUNT
 from kvstore.spec import MissReason, StoreState, Tier
 from tests.fakes import EngineSettings, EngineTier, ObjectSettings, ObjectTier, Switch
+from tests.scenario import scenario
 from tests.simulated import InlineWorkers
 from tests.specs import small_spec
 from tests.tiers.shared.world import LOOKUP_S, PATH, Node, World, run, tiers_of
 
 
-def test_a_store_meanwhile_wins(world: World) -> None:
+@scenario()
+async def test_a_store_meanwhile_wins(world: World) -> None:
     """The same chunk is on its way in while somebody stores it."""
-
-    async def scenario() -> None:
-        await world.one.give(1)
-        other = world.other
-        assert (await other.lookup(1)).hit_count == 1
-        world.switches.turn_on(Switch.STALLED)
-        coming = asyncio.ensure_future(other.fetch(1))
-        await asyncio.sleep(0.1)
-        done = await other.store(other.session, 1)
-        assert done.states == (StoreState.COMMITTED,)
-        world.switches.turn_off()
-        await coming
-        assert await other.fetch(1) == (1, MissReason.NONE)
-        stats = other.controller.stats()
-        assert stats.used_bytes == other.layout.total_bytes
-
-    world.run(scenario)
+    await world.one.give(1)
+    other = world.other
+    assert (await other.lookup(1)).hit_count == 1
+    world.switches.turn_on(Switch.STALLED)
+    coming = asyncio.ensure_future(other.fetch(1))
+    await asyncio.sleep(0.1)
+    done = await other.store(other.session, 1)
+    assert done.states == (StoreState.COMMITTED,)
+    world.switches.turn_off()
+    await coming
+    assert await other.fetch(1) == (1, MissReason.NONE)
+    stats = other.controller.stats()
+    assert stats.used_bytes == other.layout.total_bytes
 
 
-def test_a_load_that_hangs_keeps_nobody_from_what_is_here_by_now(world: World) -> None:
+@scenario()
+async def test_a_load_that_hangs_keeps_nobody_from_what_is_here_by_now(world: World) -> None:
     """All three chunks hang; then they are stored, and one is on the device alone."""
-
-    async def scenario() -> None:
-        await world.one.give(*PATH)
-        other = world.other
-        assert (await other.lookup(*PATH)).hit_count == 3
-        world.switches.turn_on(Switch.STALLED)
-        assert await other.fetch(*PATH) == (0, MissReason.UNAVAILABLE)
-        assert (await other.keep(*PATH)).committed_count == 3
-        other.drop(other.row(*PATH))
-        assert await other.fetch(*PATH) == (3, MissReason.NONE)
-        assert await other.fetch(*PATH) == (3, MissReason.NONE)
-        world.switches.turn_off()
-        await asyncio.sleep(6.0)
-        stats = other.controller.stats()
-        assert (stats.used_bytes, stats.loading_bytes) == (3 * other.layout.total_bytes, 0)
-        assert await other.fetch(*PATH) == (3, MissReason.NONE)
-
-    world.run(scenario)
+    await world.one.give(*PATH)
+    other = world.other
+    assert (await other.lookup(*PATH)).hit_count == 3
+    world.switches.turn_on(Switch.STALLED)
+    assert await other.fetch(*PATH) == (0, MissReason.UNAVAILABLE)
+    assert (await other.keep(*PATH)).committed_count == 3
+    other.drop(other.row(*PATH))
+    assert await other.fetch(*PATH) == (3, MissReason.NONE)
+    assert await other.fetch(*PATH) == (3, MissReason.NONE)
+    world.switches.turn_off()
+    await asyncio.sleep(6.0)
+    stats = other.controller.stats()
+    assert (stats.used_bytes, stats.loading_bytes) == (3 * other.layout.total_bytes, 0)
+    assert await other.fetch(*PATH) == (3, MissReason.NONE)
 
 
 def test_a_load_that_hangs_keeps_nobody_from_a_slower_tier(tmp_path: Path) -> None:
@@ -80,124 +75,110 @@ def test_a_load_that_hangs_keeps_nobody_from_a_slower_tier(tmp_path: Path) -> No
     run([one, other], scenario)
 
 
-def test_a_load_that_ends_while_a_store_is_in_flight_leaves_it_alone(world: World) -> None:
-    async def scenario() -> None:
-        await world.one.give(1)
-        other = world.other
-        assert (await other.lookup(1)).hit_count == 1
-        world.switches.turn_on(Switch.STALLED)
-        coming = asyncio.ensure_future(other.fetch(1))
-        await asyncio.sleep(0.1)
-        result = await other.reserve(other.session, 1)
-        fills = other.stage(other.session, result, 1)
-        world.switches.turn_off()
-        await coming
-        done = await other.controller.commit(other.session, result.reservation_id, fills)
-        assert done.states == (StoreState.COMMITTED,)
-        assert await other.fetch(1) == (1, MissReason.NONE)
-
-    world.run(scenario)
+@scenario()
+async def test_a_load_that_ends_while_a_store_is_in_flight_leaves_it_alone(world: World) -> None:
+    await world.one.give(1)
+    other = world.other
+    assert (await other.lookup(1)).hit_count == 1
+    world.switches.turn_on(Switch.STALLED)
+    coming = asyncio.ensure_future(other.fetch(1))
+    await asyncio.sleep(0.1)
+    result = await other.reserve(other.session, 1)
+    fills = other.stage(other.session, result, 1)
+    world.switches.turn_off()
+    await coming
+    done = await other.controller.commit(other.session, result.reservation_id, fills)
+    assert done.states == (StoreState.COMMITTED,)
+    assert await other.fetch(1) == (1, MissReason.NONE)
 
 
-def test_a_fetch_that_is_cancelled_leaves_nothing(world: World) -> None:
-    async def scenario() -> None:
-        await world.one.give(*PATH)
-        other = world.other
-        world.switches.turn_on(Switch.STALLED)
-        asked = asyncio.ensure_future(other.controller.fetch_wide(other.session, other.query(*PATH)))
-        await asyncio.sleep(LOOKUP_S / 2)
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
-        other.is_empty()
-        world.switches.turn_off()
-        assert await other.fetch(*PATH) == (3, MissReason.NONE)
-
-    world.run(scenario)
+@scenario()
+async def test_a_fetch_that_is_cancelled_leaves_nothing(world: World) -> None:
+    await world.one.give(*PATH)
+    other = world.other
+    world.switches.turn_on(Switch.STALLED)
+    asked = asyncio.ensure_future(other.controller.fetch_wide(other.session, other.query(*PATH)))
+    await asyncio.sleep(LOOKUP_S / 2)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    other.is_empty()
+    world.switches.turn_off()
+    assert await other.fetch(*PATH) == (3, MissReason.NONE)
 
 
-def test_what_the_node_stored_meanwhile_is_not_taken_for_what_was_read(world: World) -> None:
+@scenario()
+async def test_what_the_node_stored_meanwhile_is_not_taken_for_what_was_read(world: World) -> None:
     """A chunk that was stored, and went to the device alone, while it was on its way in from elsewhere: two writes of
     the same bytes, of which the node knows its own."""
-
-    async def scenario() -> None:
-        await world.one.give(1)
-        other = world.other
-        assert (await other.lookup(1)).hit_count == 1
-        world.switches.turn_on(Switch.STALLED)
-        coming = asyncio.ensure_future(other.fetch(1))
-        await asyncio.sleep(0.1)
-        await other.keep(1)
-        (row,) = other.mapped.rows()
-        other.drop(row)
-        world.switches.turn_off()
-        await coming
-        await asyncio.sleep(6.0)
-        assert row not in other.mapped, "it was read under another write"
-        assert await other.fetch(1) == (1, MissReason.NONE)
-
-    world.run(scenario)
+    await world.one.give(1)
+    other = world.other
+    assert (await other.lookup(1)).hit_count == 1
+    world.switches.turn_on(Switch.STALLED)
+    coming = asyncio.ensure_future(other.fetch(1))
+    await asyncio.sleep(0.1)
+    await other.keep(1)
+    (row,) = other.mapped.rows()
+    other.drop(row)
+    world.switches.turn_off()
+    await coming
+    await asyncio.sleep(6.0)
+    assert row not in other.mapped, "it was read under another write"
+    assert await other.fetch(1) == (1, MissReason.NONE)
 
 
-def test_a_load_that_hangs_on_the_device_keeps_nobody_from_a_shared_tier(
+@scenario()
+async def test_a_load_that_hangs_on_the_device_keeps_nobody_from_a_shared_tier(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device answers nobody for half a minute. Later it gives its copy, too: once is enough."""
-
-    async def scenario() -> None:
-        node = world.one
-        await node.give(*PATH)
-        node.forget_memory()
-        with monkeypatch.context() as slow:
-            slow.setattr(node.nvme._readers._chance, "uniform", lambda *_: 30.0)  # type: ignore[attr-defined]  # a twin's
-            hanging = asyncio.ensure_future(node.fetch(*PATH))
-            await asyncio.sleep(STALL_S + 0.5)
-        began_s = node.clock.monotonic()
-        assert await node.fetch(*PATH) == (3, MissReason.NONE)
-        assert node.clock.monotonic() - began_s < 1.0
-        assert (await hanging)[1] is MissReason.UNAVAILABLE
-        await asyncio.sleep(60.0)
-        stats = node.controller.stats()
-        assert (stats.used_bytes, stats.loading_bytes) == (3 * node.layout.total_bytes, 0)
-
-    world.run(scenario)
+    node = world.one
+    await node.give(*PATH)
+    node.forget_memory()
+    with monkeypatch.context() as slow:
+        slow.setattr(node.nvme._readers._chance, "uniform", lambda *_: 30.0)  # type: ignore[attr-defined]  # a twin's
+        hanging = asyncio.ensure_future(node.fetch(*PATH))
+        await asyncio.sleep(STALL_S + 0.5)
+    began_s = node.clock.monotonic()
+    assert await node.fetch(*PATH) == (3, MissReason.NONE)
+    assert node.clock.monotonic() - began_s < 1.0
+    assert (await hanging)[1] is MissReason.UNAVAILABLE
+    await asyncio.sleep(60.0)
+    stats = node.controller.stats()
+    assert (stats.used_bytes, stats.loading_bytes) == (3 * node.layout.total_bytes, 0)
 
 
-def test_a_load_that_goes_on_beside_a_long_sync_is_not_begun_elsewhere(
+@scenario()
+async def test_a_load_that_goes_on_beside_a_long_sync_is_not_begun_elsewhere(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device is stalled as a whole, and gives what was asked for. The shared tier gives nothing: who asked it anew
     would lose what is on its way."""
-
-    async def scenario() -> None:
-        node = world.one
-        await node.give(*PATH)
-        node.forget_memory()
-        with monkeypatch.context() as slow:
-            slow.setattr(node.nvme._readers._chance, "uniform", lambda *_: 1.0)  # type: ignore[attr-defined]  # a twin's
-            first = asyncio.ensure_future(node.fetch(*PATH))
-            await asyncio.sleep(1.5)
-            slow.setattr(node.nvme, "stalled_s", lambda: STALL_S + 1.0)
-            world.switches.turn_on(Switch.STALLED)
-            assert await node.fetch(*PATH) == await first == (3, MissReason.NONE)
-
-    world.run(scenario)
-
-
-def test_who_joins_many_loads_asks_once_whether_their_tier_hangs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer costs a pass over all calls of the tier, of which a long load has thousands."""
-
-    async def scenario() -> None:
-        node, asked = world.one, list[LocalSource]()
-        await node.give(*PATH)
-        node.forget_memory()
+    node = world.one
+    await node.give(*PATH)
+    node.forget_memory()
+    with monkeypatch.context() as slow:
+        slow.setattr(node.nvme._readers._chance, "uniform", lambda *_: 1.0)  # type: ignore[attr-defined]  # a twin's
         first = asyncio.ensure_future(node.fetch(*PATH))
-        while not node.controller.stats().loading_bytes:  # noqa: ASYNC110 - virtual time
-            await asyncio.sleep(0)
-        monkeypatch.setattr(LocalSource, "is_stalled", property(asked.append))
+        await asyncio.sleep(1.5)
+        slow.setattr(node.nvme, "stalled_s", lambda: STALL_S + 1.0)
+        world.switches.turn_on(Switch.STALLED)
         assert await node.fetch(*PATH) == await first == (3, MissReason.NONE)
-        assert len(asked) == 1
 
-    world.run(scenario)
+
+@scenario()
+async def test_who_joins_many_loads_asks_once_whether_their_tier_hangs(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer costs a pass over all calls of the tier, of which a long load has thousands."""
+    node, asked = world.one, list[LocalSource]()
+    await node.give(*PATH)
+    node.forget_memory()
+    first = asyncio.ensure_future(node.fetch(*PATH))
+    while not node.controller.stats().loading_bytes:  # noqa: ASYNC110 - virtual time
+        await asyncio.sleep(0)
+    monkeypatch.setattr(LocalSource, "is_stalled", property(asked.append))
+    assert await node.fetch(*PATH) == await first == (3, MissReason.NONE)
+    assert len(asked) == 1
 
 
 async def read_back(node: Node, world: World) -> int:
@@ -215,117 +196,104 @@ async def read_back(node: Node, world: World) -> int:
     return row
 
 
-def test_a_row_that_was_read_back_for_a_move_is_lent_for_that_chunk_alone(world: World) -> None:
+@scenario()
+async def test_a_row_that_was_read_back_for_a_move_is_lent_for_that_chunk_alone(world: World) -> None:
     """A ticket holds the chunk when its move ends, so memory keeps it; then it leaves, and its row is another
     chunk's."""
-
-    async def scenario() -> None:
-        node = world.one
-        row = await read_back(node, world)
-        ticket = node.controller.lookups.lookup(node.query(1), readers=1).ticket
-        world.switches.turn_off()
-        await node.quiet()
-        assert node.counters()["read_back_chunks"] == 1
-        node.controller.release_ticket(ticket)
-        node.controller.parts.movement.remove(row, MissReason.EVICTED)
-        await node.give(2)
-        assert node.row(2) == row
-        assert row in node.mapped, "nothing needed its room"
-
-    world.run(scenario)
+    node = world.one
+    row = await read_back(node, world)
+    ticket = node.controller.lookups.lookup(node.query(1), readers=1).ticket
+    world.switches.turn_off()
+    await node.quiet()
+    assert node.counters()["read_back_chunks"] == 1
+    node.controller.release_ticket(ticket)
+    node.controller.parts.movement.remove(row, MissReason.EVICTED)
+    await node.give(2)
+    assert node.row(2) == row
+    assert row in node.mapped, "nothing needed its room"
 
 
-def test_a_chunk_that_was_used_while_it_was_read_back_for_a_move_stays_in_memory(world: World) -> None:
-    async def scenario() -> None:
-        node = world.one
-        row = await read_back(node, world)
-        assert await node.fetch(1) == (1, MissReason.NONE)
-        world.switches.turn_off()
-        await node.quiet()
-        assert node.key(1) in world.engine.values
-        assert row in node.mapped, "its reader may come again"
-
-    world.run(scenario)
+@scenario()
+async def test_a_chunk_that_was_used_while_it_was_read_back_for_a_move_stays_in_memory(world: World) -> None:
+    node = world.one
+    row = await read_back(node, world)
+    assert await node.fetch(1) == (1, MissReason.NONE)
+    world.switches.turn_off()
+    await node.quiet()
+    assert node.key(1) in world.engine.values
+    assert row in node.mapped, "its reader may come again"
 
 
-def test_a_chunk_that_a_reader_kept_when_its_move_ended_stays_when_it_is_moved_again(world: World) -> None:
+@scenario()
+async def test_a_chunk_that_a_reader_kept_when_its_move_ended_stays_when_it_is_moved_again(world: World) -> None:
     """Its engine lost it, and a store has it written there anew."""
-
-    async def scenario() -> None:
-        node = world.one
-        row = await read_back(node, world)
-        lease = node.controller.fetches.fetch(node.session, node.query(1)).lease_id
-        world.switches.turn_off()
-        await node.quiet()
-        node.controller.release(node.session, [lease])
-        world.engine.values.clear()
-        node.controller.parts.movement.shared_tiers.tiers[0].take(row)
-        node.controller.parts.movement.write_down(row)
-        await node.quiet()
-        assert node.key(1) in world.engine.values
-        assert row in node.mapped
-
-    world.run(scenario)
+    node = world.one
+    row = await read_back(node, world)
+    lease = node.controller.fetches.fetch(node.session, node.query(1)).lease_id
+    world.switches.turn_off()
+    await node.quiet()
+    node.controller.release(node.session, [lease])
+    world.engine.values.clear()
+    node.controller.parts.movement.shared_tiers.tiers[0].take(row)
+    node.controller.parts.movement.write_down(row)
+    await node.quiet()
+    assert node.key(1) in world.engine.values
+    assert row in node.mapped
 
 
-def test_a_chunk_that_a_move_finds_on_its_way_to_a_reader_stays_in_memory(
+@scenario()
+async def test_a_chunk_that_a_move_finds_on_its_way_to_a_reader_stays_in_memory(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        node = world.one
-        world.switches.turn_on(Switch.AWAY)
-        await node.keep(1)
-        await asyncio.sleep(1.0)
-        row = node.row(1)
-        node.drop(row)
-        world.switches.turn_off()
-        with monkeypatch.context() as slow:
-            slow.setattr(node.nvme._readers._chance, "uniform", lambda *_: 0.5)  # type: ignore[attr-defined]  # a twin's
-            coming = asyncio.ensure_future(node.fetch(1))
-            await asyncio.sleep(0.1)
-            node.controller.parts.movement.shared_writes[0].demand(row)
-            assert await coming == (1, MissReason.NONE)
-        await node.quiet()
-        assert node.key(1) in world.engine.values
-        assert row in node.mapped
-        assert node.counters()["read_back_chunks"] == 0
-
-    world.run(scenario)
+    node = world.one
+    world.switches.turn_on(Switch.AWAY)
+    await node.keep(1)
+    await asyncio.sleep(1.0)
+    row = node.row(1)
+    node.drop(row)
+    world.switches.turn_off()
+    with monkeypatch.context() as slow:
+        slow.setattr(node.nvme._readers._chance, "uniform", lambda *_: 0.5)  # type: ignore[attr-defined]  # a twin's
+        coming = asyncio.ensure_future(node.fetch(1))
+        await asyncio.sleep(0.1)
+        node.controller.parts.movement.shared_writes[0].demand(row)
+        assert await coming == (1, MissReason.NONE)
+    await node.quiet()
+    assert node.key(1) in world.engine.values
+    assert row in node.mapped
+    assert node.counters()["read_back_chunks"] == 0
 
 
-def test_a_chunk_that_waits_and_is_gone_keeps_no_other_from_a_tier(
+@scenario()
+async def test_a_chunk_that_waits_and_is_gone_keeps_no_other_from_a_tier(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One question asks for several waiting chunks. One of them left, its model was forgotten, and the number of its
     namespace is a model's of shorter chunks."""
+    node = world.one
+    write, goes_on = node.shared[0].write, asyncio.Event()
 
-    async def scenario() -> None:
-        node = world.one
-        write, goes_on = node.shared[0].write, asyncio.Event()
+    async def held(*arguments: Any) -> None:
+        await goes_on.wait()
+        await write(*arguments)
 
-        async def held(*arguments: Any) -> None:
-            await goes_on.wait()
-            await write(*arguments)
-
-        monkeypatch.setattr(node.shared[0], "write", held)
-        for number in range(LANE_COUNT):
-            await node.keep(number)
-        await node.keep(100)
-        forgotten = node.of(small_spec(model_id="forgotten"))
-        for number in (1, 2):
-            await forgotten.keep(number)
-        for row in [forgotten.row(number) for number in (1, 2)]:
-            node.controller.parts.movement.remove(row, MissReason.EVICTED)
-        catalog = node.controller.parts.catalog
-        monkeypatch.setattr(catalog.registered, "_count_max", len(catalog.models))
-        shorter = node.of(small_spec(model_id="shorter", chunk_tokens=4))
-        assert forgotten.model not in catalog.models
-        with monkeypatch.context() as short:
-            short.setattr("tests.controller.service.CHUNK", 4)
-            await shorter.store(shorter.session, 1)
-        goes_on.set()
-        await node.quiet()
-        assert node.key(100) in world.engine.values
-        assert node.counters()["redis_refused_chunks"] == 0
-
-    world.run(scenario)
+    monkeypatch.setattr(node.shared[0], "write", held)
+    for number in range(LANE_COUNT):
+        await node.keep(number)
+    await node.keep(100)
+    forgotten = node.of(small_spec(model_id="forgotten"))
+    for number in (1, 2):
+        await forgotten.keep(number)
+    for row in [forgotten.row(number) for number in (1, 2)]:
+        node.controller.parts.movement.remove(row, MissReason.EVICTED)
+    catalog = node.controller.parts.catalog
+    monkeypatch.setattr(catalog.registered, "_count_max", len(catalog.models))
+    shorter = node.of(small_spec(model_id="shorter", chunk_tokens=4))
+    assert forgotten.model not in catalog.models
+    with monkeypatch.context() as short:
+        short.setattr("tests.controller.service.CHUNK", 4)
+        await shorter.store(shorter.session, 1)
+    goes_on.set()
+    await node.quiet()
+    assert node.key(100) in world.engine.values
+    assert node.counters()["redis_refused_chunks"] == 0

@@ -17,6 +17,7 @@ from kvstore.controller.operators.operators import LAND_S_MAX
 from kvstore.controller.operators.values import ChangeNews, Tally
 from kvstore.errors import InvalidRequest
 from tests.fakes import Switch
+from tests.scenario import scenario
 from tests.tiers.service import KIB, DeviceService
 from tests.tiers.shared.world import Wide, run
 
@@ -44,21 +45,19 @@ def stall(service: DeviceService, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(workers._chance, "uniform", lambda *_: NEVER_S)  # type: ignore[attr-defined]
 
 
-def test_a_move_to_a_device_that_stalls_ends_and_counts_what_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    service = DeviceService(**ROOMY)
-
-    async def scenario() -> None:
-        stall(service, monkeypatch)
-        for token in range(COUNT):
-            await service.store(service.session, token)
-        operators = Operators(service.parts, service.controller)
-        tally, took_s = await ended(service, operators.move(Selection(), "nvme", keep=False, dry_run=False))
-        assert tally.counts == {"failed": BATCH_COUNT, "not tried": COUNT - BATCH_COUNT}
-        assert tally.problem.startswith("nvme: ")
-        assert took_s <= BATCH_S_MAX + 1
-        assert service.controller.lookups.lookup(service.query(COUNT - 1)).hit_count == 1, "nothing was given up"
-
-    service.run(scenario)
+@scenario(lambda: DeviceService(**ROOMY))
+async def test_a_move_to_a_device_that_stalls_ends_and_counts_what_was_not_tried(
+    service: DeviceService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stall(service, monkeypatch)
+    for token in range(COUNT):
+        await service.store(service.session, token)
+    operators = Operators(service.parts, service.controller)
+    tally, took_s = await ended(service, operators.move(Selection(), "nvme", keep=False, dry_run=False))
+    assert tally.counts == {"failed": BATCH_COUNT, "not tried": COUNT - BATCH_COUNT}
+    assert tally.problem.startswith("nvme: ")
+    assert took_s <= BATCH_S_MAX + 1
+    assert service.controller.lookups.lookup(service.query(COUNT - 1)).hit_count == 1, "nothing was given up"
 
 
 def test_a_drain_into_a_bucket_that_stalls_ends_and_nothing_is_given_up(tmp_path: Path) -> None:
@@ -106,58 +105,52 @@ def test_a_move_that_gets_on_slowly_is_not_ended(tmp_path: Path) -> None:
     run([node], scenario)
 
 
-def test_what_a_stalled_device_has_is_neither_verified_nor_brought_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    service = DeviceService(**ROOMY)
-
-    async def scenario() -> None:
-        for token in range(COUNT):
-            await service.keep(token)
-        stall(service, monkeypatch)
-        operators = Operators(service.parts, service.controller)
-        tally, took_s = await ended(service, operators.verify(Selection(tier="nvme"), dry_run=False))
-        assert tally.counts == {"nvme: not read": COUNT}
-        assert "was not given" in tally.problem
-        assert took_s <= LOOK_S_MAX + 1
-        assert service.parts.catalog.table.held(), "the look that has not ended holds its chunk"
-        service.forget_memory()
-        tally, took_s = await ended(service, operators.move(Selection(), "memory", keep=False, dry_run=False))
-        assert set(tally.counts) <= {"failed", "not tried", "no tier answers", "in memory already"}
-        assert took_s <= BATCH_S_MAX + 1
-
-    service.run(scenario)
+@scenario(lambda: DeviceService(**ROOMY))
+async def test_what_a_stalled_device_has_is_neither_verified_nor_brought_for_ever(
+    service: DeviceService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for token in range(COUNT):
+        await service.keep(token)
+    stall(service, monkeypatch)
+    operators = Operators(service.parts, service.controller)
+    tally, took_s = await ended(service, operators.verify(Selection(tier="nvme"), dry_run=False))
+    assert tally.counts == {"nvme: not read": COUNT}
+    assert "was not given" in tally.problem
+    assert took_s <= LOOK_S_MAX + 1
+    assert service.parts.catalog.table.held(), "the look that has not ended holds its chunk"
+    service.forget_memory()
+    tally, took_s = await ended(service, operators.move(Selection(), "memory", keep=False, dry_run=False))
+    assert set(tally.counts) <= {"failed", "not tried", "no tier answers", "in memory already"}
+    assert took_s <= BATCH_S_MAX + 1
 
 
-def test_what_is_brought_while_the_device_falls_silent_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    service = DeviceService(**ROOMY)
-
-    async def scenario() -> None:
-        for token in range(COUNT):
-            await service.keep(token)
-        service.forget_memory()
-        stall(service, monkeypatch)
-        operators = Operators(service.parts, service.controller)
-        tally, took_s = await ended(service, operators.move(Selection(), "memory", keep=False, dry_run=False))
-        assert tally.counts["not tried"] == COUNT - BATCH_COUNT
-        assert sum(tally.counts.values()) == COUNT
-        assert "kvstore tiers" in tally.problem
-        assert BATCH_S_MAX <= took_s <= BATCH_S_MAX + 1
-
-    service.run(scenario)
+@scenario(lambda: DeviceService(**ROOMY))
+async def test_what_is_brought_while_the_device_falls_silent_is_told(
+    service: DeviceService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for token in range(COUNT):
+        await service.keep(token)
+    service.forget_memory()
+    stall(service, monkeypatch)
+    operators = Operators(service.parts, service.controller)
+    tally, took_s = await ended(service, operators.move(Selection(), "memory", keep=False, dry_run=False))
+    assert tally.counts["not tried"] == COUNT - BATCH_COUNT
+    assert sum(tally.counts.values()) == COUNT
+    assert "kvstore tiers" in tally.problem
+    assert BATCH_S_MAX <= took_s <= BATCH_S_MAX + 1
 
 
-def test_a_prefetch_from_a_device_that_stalls_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    service = DeviceService(**ROOMY)
-
-    async def scenario() -> None:
-        await service.keep(1, 2)
-        service.forget_memory()
-        stall(service, monkeypatch)
-        operators = Operators(service.parts, service.controller)
-        tally, took_s = await ended(service, operators.prefetch(service.session, service.query(1, 2), dry_run=False))
-        assert tally.counts == {"failed": 2}
-        assert HEARTBEAT_S < took_s <= BATCH_S_MAX + 1
-
-    service.run(scenario)
+@scenario(lambda: DeviceService(**ROOMY))
+async def test_a_prefetch_from_a_device_that_stalls_is_heard_of(
+    service: DeviceService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await service.keep(1, 2)
+    service.forget_memory()
+    stall(service, monkeypatch)
+    operators = Operators(service.parts, service.controller)
+    tally, took_s = await ended(service, operators.prefetch(service.session, service.query(1, 2), dry_run=False))
+    assert tally.counts == {"failed": 2}
+    assert HEARTBEAT_S < took_s <= BATCH_S_MAX + 1
 
 
 async def test_a_caller_that_goes_between_two_heartbeats_ends_the_change(monkeypatch: pytest.MonkeyPatch) -> None:

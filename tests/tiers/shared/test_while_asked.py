@@ -13,73 +13,66 @@ from kvstore.keys import ROOT_DIGEST
 from kvstore.movement.questions import PROBE_COUNT_MAX
 from kvstore.spec import MissReason
 from tests.fakes import Switch
+from tests.scenario import scenario
 from tests.specs import small_spec
 from tests.tiers.shared.world import LOOKUP_S, PATH, Wide, World, redeemed, run
 
 
-def test_a_chunk_whose_parent_is_still_coming_stays(world: World) -> None:
+@scenario()
+async def test_a_chunk_whose_parent_is_still_coming_stays(world: World) -> None:
     """Two fetches share a prefix. What the second one adds is there before the prefix is."""
+    path = (1, 2, 3, 4)
+    await world.one.give(*path)
+    other = world.other
+    tier, slow = other.shared[0], [0.5, 0.5]
+    real = tier.open
 
-    async def scenario() -> None:
-        path = (1, 2, 3, 4)
-        await world.one.give(*path)
-        other = world.other
-        tier, slow = other.shared[0], [0.5, 0.5]
-        real = tier.open
+    async def opens(name: Any, ahead: Any = ()) -> Any:
+        await asyncio.sleep(slow.pop() if slow else 0.0)
+        return await real(name)
 
-        async def opens(name: Any, ahead: Any = ()) -> Any:
-            await asyncio.sleep(slow.pop() if slow else 0.0)
-            return await real(name)
-
-        tier.open = opens
-        first = asyncio.ensure_future(other.fetch(1, 2))
-        await asyncio.sleep(0.1)
-        assert await other.fetch(*path) == (4, MissReason.NONE)
-        assert await first == (2, MissReason.NONE)
-        assert (other.controller.stats().chunk_count, other.ghosts()) == (4, [])
-
-    world.run(scenario)
+    tier.open = opens
+    first = asyncio.ensure_future(other.fetch(1, 2))
+    await asyncio.sleep(0.1)
+    assert await other.fetch(*path) == (4, MissReason.NONE)
+    assert await first == (2, MissReason.NONE)
+    assert (other.controller.stats().chunk_count, other.ghosts()) == (4, [])
 
 
-def test_a_ticket_is_for_what_is_here_when_it_is_given(world: World) -> None:
+@scenario()
+async def test_a_ticket_is_for_what_is_here_when_it_is_given(world: World) -> None:
     """A chunk leaves while shared tiers are asked."""
-
-    async def scenario() -> None:
-        other = world.other
-        await other.store(other.session, 1, 2)
-        world.switches.turn_on(Switch.STALLED)
-        asked = asyncio.ensure_future(other.lookup(*PATH, readers=1))
-        await asyncio.sleep(LOOKUP_S / 2)
-        other.controller.parts.movement.remove(other.row(1, 2), MissReason.EVICTED)
-        found = await asked
-        assert found.hit_count == 1
-        assert await redeemed(other, found.ticket) == 1
-
-    world.run(scenario)
+    other = world.other
+    await other.store(other.session, 1, 2)
+    world.switches.turn_on(Switch.STALLED)
+    asked = asyncio.ensure_future(other.lookup(*PATH, readers=1))
+    await asyncio.sleep(LOOKUP_S / 2)
+    other.controller.parts.movement.remove(other.row(1, 2), MissReason.EVICTED)
+    found = await asked
+    assert found.hit_count == 1
+    assert await redeemed(other, found.ticket) == 1
 
 
-def test_what_left_the_node_behind_a_gap_while_a_tier_was_asked_is_no_hit(
+@scenario()
+async def test_what_left_the_node_behind_a_gap_while_a_tier_was_asked_is_no_hit(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        await world.one.give(1)
-        other = world.other
-        await other.store(other.session, 1, 2)
-        movement = other.controller.parts.movement
-        movement.remove(other.row(1), MissReason.EVICTED)
-        assert (await other.lookup(1, 2)).hit_count == 2
-        movement.shared_tiers._hints.clear()
-        tier = movement.shared_tiers.tiers[0].tier
-        probe = tier.probe
+    await world.one.give(1)
+    other = world.other
+    await other.store(other.session, 1, 2)
+    movement = other.controller.parts.movement
+    movement.remove(other.row(1), MissReason.EVICTED)
+    assert (await other.lookup(1, 2)).hit_count == 2
+    movement.shared_tiers._hints.clear()
+    tier = movement.shared_tiers.tiers[0].tier
+    probe = tier.probe
 
-        async def meanwhile(*asked: object) -> object:
-            movement.remove(other.row(1, 2), MissReason.EVICTED)
-            return await probe(*asked)
+    async def meanwhile(*asked: object) -> object:
+        movement.remove(other.row(1, 2), MissReason.EVICTED)
+        return await probe(*asked)
 
-        monkeypatch.setattr(tier, "probe", meanwhile)
-        assert (await other.lookup(1, 2)).hit_count == 1
-
-    world.run(scenario)
+    monkeypatch.setattr(tier, "probe", meanwhile)
+    assert (await other.lookup(1, 2)).hit_count == 1
 
 
 def test_a_document_that_nobody_has_hides_no_other(tmp_path: Path) -> None:
@@ -97,118 +90,106 @@ def test_a_document_that_nobody_has_hides_no_other(tmp_path: Path) -> None:
     run([one, other], scenario)
 
 
-def test_a_chain_that_turns_back_leaves_no_rows(world: World) -> None:
-    async def scenario() -> None:
-        other = world.other
-        world.switches.turn_on(Switch.LYING)
-        query = other.query(1, 2)
-        first, second = query.digests
-        for digests in ([first, first], [first, second, first], [ROOT_DIGEST, first], [first, ROOT_DIGEST, second]):
-            result = await other.controller.fetch_wide(other.session, query._replace(digests=digests))
-            other.controller.release(other.session, [result.lease_id])
-            await asyncio.sleep(0.1)
-            other.is_empty()
-
-    world.run(scenario)
-
-
-def test_chains_that_cross_leave_no_rows(world: World) -> None:
-    """Two fetches name the same chunks, each the other way round, while the first is on its way."""
-
-    async def scenario() -> None:
-        other = world.other
-        query = other.query(1, 2)
-        world.switches.turn_on(Switch.LYING)
-        await other.controller.lookup_wide(query)
-        world.switches.turn_on(Switch.STALLED)
-        for digests in (query.digests, query.digests[::-1]):
-            result = await other.controller.fetch_wide(other.session, query._replace(digests=digests))
-            other.controller.release(other.session, [result.lease_id])
-        world.switches.turn_off()
-        await asyncio.sleep(10.0)
+@scenario()
+async def test_a_chain_that_turns_back_leaves_no_rows(world: World) -> None:
+    other = world.other
+    world.switches.turn_on(Switch.LYING)
+    query = other.query(1, 2)
+    first, second = query.digests
+    for digests in ([first, first], [first, second, first], [ROOT_DIGEST, first], [first, ROOT_DIGEST, second]):
+        result = await other.controller.fetch_wide(other.session, query._replace(digests=digests))
+        other.controller.release(other.session, [result.lease_id])
+        await asyncio.sleep(0.1)
         other.is_empty()
 
-    world.run(scenario)
+
+@scenario()
+async def test_chains_that_cross_leave_no_rows(world: World) -> None:
+    """Two fetches name the same chunks, each the other way round, while the first is on its way."""
+    other = world.other
+    query = other.query(1, 2)
+    world.switches.turn_on(Switch.LYING)
+    await other.controller.lookup_wide(query)
+    world.switches.turn_on(Switch.STALLED)
+    for digests in (query.digests, query.digests[::-1]):
+        result = await other.controller.fetch_wide(other.session, query._replace(digests=digests))
+        other.controller.release(other.session, [result.lease_id])
+    world.switches.turn_off()
+    await asyncio.sleep(10.0)
+    other.is_empty()
 
 
-def test_a_session_that_ends_while_its_fetch_asks_leases_nothing(world: World) -> None:
-    async def scenario() -> None:
-        other = world.other
-        await other.keep(1)
-        world.switches.turn_on(Switch.STALLED)
-        asked = asyncio.ensure_future(other.controller.fetch_wide(other.session, other.query(*PATH)))
-        await asyncio.sleep(LOOKUP_S / 2)
-        await other.controller.close_session(other.session)
-        with pytest.raises(Unavailable):
-            await asked
-        assert other.controller.stats().lease_count == 0
-
-    world.run(scenario)
+@scenario()
+async def test_a_session_that_ends_while_its_fetch_asks_leases_nothing(world: World) -> None:
+    other = world.other
+    await other.keep(1)
+    world.switches.turn_on(Switch.STALLED)
+    asked = asyncio.ensure_future(other.controller.fetch_wide(other.session, other.query(*PATH)))
+    await asyncio.sleep(LOOKUP_S / 2)
+    await other.controller.close_session(other.session)
+    with pytest.raises(Unavailable):
+        await asked
+    assert other.controller.stats().lease_count == 0
 
 
-def test_a_fetch_of_what_others_have_finds_no_namespace_here(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+@scenario()
+async def test_a_fetch_of_what_others_have_finds_no_namespace_here(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """limits.namespace_count_max refuses stores, not fetches."""
-
-    async def scenario() -> None:
-        world.switches.turn_on(Switch.LYING)
-        monkeypatch.setattr(world.other.controller.parts.catalog.spaces, "_count_max", 0)
-        assert await world.other.fetch(1) == (0, MissReason.COLD)
-
-    world.run(scenario)
+    world.switches.turn_on(Switch.LYING)
+    monkeypatch.setattr(world.other.controller.parts.catalog.spaces, "_count_max", 0)
+    assert await world.other.fetch(1) == (0, MissReason.COLD)
 
 
-def test_chunks_of_many_parts_are_named_no_further_than_they_are_asked_for(world: World) -> None:
+@scenario()
+async def test_chunks_of_many_parts_are_named_no_further_than_they_are_asked_for(world: World) -> None:
     """Nobody else is answered meanwhile."""
+    controller, named = world.other.controller, []
+    names = controller.parts.movement.names
+    real = names.keys
 
-    async def scenario() -> None:
-        controller, named = world.other.controller, []
-        names = controller.parts.movement.names
-        real = names.keys
+    def keys(*arguments: Any) -> list[bytes]:
+        found = real(*arguments)
+        named.extend(found)
+        return found
 
-        def keys(*arguments: Any) -> list[bytes]:
-            found = real(*arguments)
-            named.extend(found)
-            return found
-
-        names.keys = keys  # type: ignore[method-assign]
-        query = world.other.query(1, hidden_layers=(0, 1))
-        digests = [number.to_bytes(32, "big") for number in range(1, 2000)]
-        await controller.lookup_wide(query._replace(digests=digests))
-        assert 0 < len(named) <= PROBE_COUNT_MAX
-
-    world.run(scenario)
+    names.keys = keys  # type: ignore[method-assign]
+    query = world.other.query(1, hidden_layers=(0, 1))
+    digests = [number.to_bytes(32, "big") for number in range(1, 2000)]
+    await controller.lookup_wide(query._replace(digests=digests))
+    assert 0 < len(named) <= PROBE_COUNT_MAX
 
 
-def test_a_model_of_which_only_shared_tiers_have_chunks_stays_while_a_ticket_or_a_call_needs_it(world: World) -> None:
+@scenario()
+async def test_a_model_of_which_only_shared_tiers_have_chunks_stays_while_a_ticket_or_a_call_needs_it(
+    world: World,
+) -> None:
     """No row of the node keeps it."""
-
-    async def scenario() -> None:
-        await world.one.give(*PATH)
-        other = world.other
-        other.controller.parts.catalog.registered._count_max = 1
-        new = small_spec(model_id="new")
-        held = await other.lookup(*PATH, readers=1)
-        assert held.hit_count == len(PATH)
-        assert other.ghosts() == []
+    await world.one.give(*PATH)
+    other = world.other
+    other.controller.parts.catalog.registered._count_max = 1
+    new = small_spec(model_id="new")
+    held = await other.lookup(*PATH, readers=1)
+    assert held.hit_count == len(PATH)
+    assert other.ghosts() == []
+    with pytest.raises(Exhausted, match="all of them are in use"):
+        other.controller.register_model(new)
+    assert await redeemed(other, held.ticket) == len(PATH)
+    await other.fetch(*PATH)  # what came is entered
+    await other.quiet()
+    for row in reversed(list(other.controller.parts.catalog.table.rows())):
+        other.controller.parts.movement.remove(row, MissReason.EVICTED)
+    world.switches.turn_on(Switch.STALLED)
+    for call in (other.lookup(7, 8), other.controller.fetch_wide(other.session, other.query(9))):
+        asked = asyncio.ensure_future(call)
+        await asyncio.sleep(LOOKUP_S / 2)
         with pytest.raises(Exhausted, match="all of them are in use"):
             other.controller.register_model(new)
-        assert await redeemed(other, held.ticket) == len(PATH)
-        await other.fetch(*PATH)  # what came is entered
-        await other.quiet()
-        for row in reversed(list(other.controller.parts.catalog.table.rows())):
-            other.controller.parts.movement.remove(row, MissReason.EVICTED)
-        world.switches.turn_on(Switch.STALLED)
-        for call in (other.lookup(7, 8), other.controller.fetch_wide(other.session, other.query(9))):
-            asked = asyncio.ensure_future(call)
-            await asyncio.sleep(LOOKUP_S / 2)
-            with pytest.raises(Exhausted, match="all of them are in use"):
-                other.controller.register_model(new)
-            await asked
-        assert not list(other.controller.parts.catalog.table.rows())
-        other.controller.register_model(new)
-        assert other.model not in other.controller.parts.catalog.models
-
-    world.run(scenario)
+        await asked
+    assert not list(other.controller.parts.catalog.table.rows())
+    other.controller.register_model(new)
+    assert other.model not in other.controller.parts.catalog.models
 
 
 def test_what_another_question_found_meanwhile_is_not_nowhere(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from kvstore.seams.memory import Bytes
 from kvstore.spec import Durability, MissReason
 from kvstore.tiers import UploadState
 from tests.fakes import FilesSettings, FilesTier, Switch
+from tests.scenario import scenario
 from tests.simulated import InlineWorkers
 from tests.specs import small_spec
 from tests.tiers.service import KIB, DeviceService
@@ -28,19 +29,16 @@ def wide(tmp_path: Path) -> Wide:
     return Wide(tmp_path)
 
 
-def test_partial_chunks_stay_on_their_node(world: World) -> None:
+@scenario()
+async def test_partial_chunks_stay_on_their_node(world: World) -> None:
     """They are of little use to others."""
-
-    async def scenario() -> None:
-        one = world.one
-        await one.give(1)
-        target = one.controller.parts.movement.shared_writes[0].target
-        (row,) = one.mapped.rows()
-        assert (target.has(row), target.admits(row)) == (True, True)
-        one.controller.parts.catalog.table.token_counts[row] = 4
-        assert not target.admits(row)
-
-    world.run(scenario)
+    one = world.one
+    await one.give(1)
+    target = one.controller.parts.movement.shared_writes[0].target
+    (row,) = one.mapped.rows()
+    assert (target.has(row), target.admits(row)) == (True, True)
+    one.controller.parts.catalog.table.token_counts[row] = 4
+    assert not target.admits(row)
 
 
 def test_values_that_may_be_replaced_stay_on_their_node(world: World) -> None:
@@ -59,17 +57,15 @@ def test_values_that_may_be_replaced_stay_on_their_node(world: World) -> None:
     node.run(scenario)
 
 
-def test_a_row_that_is_used_again_has_no_hints(world: World) -> None:
-    async def scenario() -> None:
-        one = world.one
-        await one.give(1)
-        (row,) = one.mapped.rows()
-        one.controller.parts.movement.remove(row, MissReason.EVICTED)
-        await one.give(2)
-        assert one.mapped.rows().__next__() == row
-        assert await world.other.fetch(2) == (1, MissReason.NONE)
-
-    world.run(scenario)
+@scenario()
+async def test_a_row_that_is_used_again_has_no_hints(world: World) -> None:
+    one = world.one
+    await one.give(1)
+    (row,) = one.mapped.rows()
+    one.controller.parts.movement.remove(row, MissReason.EVICTED)
+    await one.give(2)
+    assert one.mapped.rows().__next__() == row
+    assert await world.other.fetch(2) == (1, MissReason.NONE)
 
 
 def test_no_store_of_values_can_ask_for_a_level_beyond_the_node(world: World) -> None:
