@@ -16,21 +16,23 @@ class Runner(Protocol):
     def run(self, scenario: Callable[[], Awaitable[None]]) -> None: ...
 
 
-def scenario(make: Callable[[], Runner] | None = None) -> Callable[[Test], Callable[..., None]]:
-    """The test's first argument runs it: a fixture, or what ``make`` returns, which is no fixture then."""
+def scenario(make: Callable[..., Runner] | None = None) -> Callable[[Test], Callable[..., None]]:
+    """The test's first argument runs it: a fixture, or what ``make`` returns of the fixtures that it names."""
 
     def of(test: Test) -> Callable[..., None]:
         signature = inspect.signature(test)
-        names = [*signature.parameters]
+        wanted = signature.parameters
+        first = next(iter(wanted))
+        made_of = inspect.signature(make).parameters if make is not None else {first: wanted[first]}
+        all_of_it = {**made_of, **{name: wanted[name] for name in wanted if name != first}}
 
         @functools.wraps(test)
         def whole(**fixtures: Any) -> None:
-            runner = fixtures.pop(names[0]) if make is None else make()
-            runner.run(functools.partial(test, runner, **fixtures))
+            given = [fixtures[name] for name in made_of]
+            runner = make(*given) if make is not None else given[0]
+            runner.run(functools.partial(test, runner, **{name: fixtures[name] for name in wanted if name != first}))
 
-        if make is not None:
-            others = [signature.parameters[name] for name in names[1:]]
-            whole.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        whole.__signature__ = signature.replace(parameters=[*all_of_it.values()])  # type: ignore[attr-defined]
         return whole
 
     return of

@@ -34,7 +34,7 @@ def done(service: Service, plan: ClearingPlan) -> list[tuple[Fate, bool]]:
     return [service.parts.movement.clearing.do(plan, place) for place in range(len(plan))]
 
 
-@scenario(DeviceService)
+@scenario(lambda: DeviceService())
 async def test_a_word_about_memory_takes_nothing_that_the_device_acknowledged_meanwhile(service: DeviceService) -> None:
     await service.store(service.session, 1, 2)
     table = service.parts.catalog.table
@@ -46,7 +46,7 @@ async def test_a_word_about_memory_takes_nothing_that_the_device_acknowledged_me
     assert await service.fetch(1, 2) == (2, MissReason.NONE)
 
 
-@scenario(DeviceService)
+@scenario(lambda: DeviceService())
 async def test_what_hangs_on_a_chunk_that_another_tier_has_by_now_stays(service: DeviceService) -> None:
     await service.keep(1, 2)
     table, movement = service.parts.catalog.table, service.parts.movement

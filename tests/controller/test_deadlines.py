@@ -246,7 +246,7 @@ def test_a_session_that_ends_waits_once_for_the_movers_of_all_its_stores() -> No
     run(scenario, job_s=100.0)
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_a_value_that_is_being_read_is_waited_for_as_long_as_the_caller_hears_the_answer(
     service: ValueService,
 ) -> None:

@@ -74,7 +74,7 @@ async def test_chunks_that_are_written_while_it_looks_for_more_are_counted() -> 
         assert news.tally.counts[Transit.WRITTEN] == 3, dry_run
 
 
-@scenario(DeviceService)
+@scenario(lambda: DeviceService())
 async def test_what_a_tier_refuses_is_not_called_written(service: DeviceService) -> None:
     """A refused chunk leaves the backlog, and is tried again later."""
 

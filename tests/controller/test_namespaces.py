@@ -56,7 +56,7 @@ async def test_past_the_limit_a_store_is_refused_by_name_and_the_others_go_on() 
     assert [service.check(session, path) for path in (1, 3)] == [1, 1]
 
 
-@scenario(DeviceService)
+@scenario(lambda: DeviceService())
 async def test_a_clean_stop_names_the_namespaces_that_hold_chunks_and_no_others(service: DeviceService) -> None:
     """So a restart forgets those that are empty, and every chunk stays in its own."""
     request = ReserveRequest(service.query(9), [token_digest(service.tokens(9))])

@@ -14,7 +14,7 @@ from tests.scenario import scenario
 from tests.tiers.values import ValueService
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_a_reader_that_stands_still_keeps_no_value_for_ever(service: ValueService) -> None:
     await service.put(1)
     reader = service.controller.open_session()

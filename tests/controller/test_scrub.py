@@ -114,7 +114,7 @@ async def test_what_a_check_finds_is_no_news_of_the_chunk_that_has_the_row_by_th
     assert service.controller.fetches.fetch(session, service.query(2)).hit_count == 1
 
 
-@scenario(DeviceService)
+@scenario(lambda: DeviceService())
 async def test_where_little_is_stored_it_is_not_read_all_the_time(service: DeviceService) -> None:
     checks, counters = service.parts.movement.checks, service.parts.counters
     checks._policies = PolicySettings()

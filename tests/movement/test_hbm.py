@@ -86,7 +86,7 @@ class HbmService(DeviceService):
         await soon(lambda: self.row(*path) in self.hbm)
 
 
-@scenario(HbmService)
+@scenario(lambda: HbmService())
 async def test_filled_by_use_and_told(service: HbmService) -> None:
     await service.store(service.session, 1, 2)
     plain = service.controller.fetches.fetch(service.session, service.query(1, 2))
@@ -105,7 +105,7 @@ async def test_filled_by_use_and_told(service: HbmService) -> None:
     assert [each.stats.name for each in service.parts.movement.accounts()] == ["hbm", "dram", "nvme"]
 
 
-@scenario(HbmService)
+@scenario(lambda: HbmService())
 async def test_what_leaves_memory_leaves_the_device_and_is_read_from_nowhere_there(service: HbmService) -> None:
     await service.keep(1)
     await service.bring(1)
@@ -118,7 +118,7 @@ async def test_what_leaves_memory_leaves_the_device_and_is_read_from_nowhere_the
     assert service.ask(1).chunks[0].on_device is None
 
 
-@scenario(HbmService)
+@scenario(lambda: HbmService())
 async def test_a_chunk_without_another_copy_is_lost_with_memory(service: HbmService) -> None:
     await service.keep(1)
     await service.bring(1)
@@ -127,7 +127,7 @@ async def test_a_chunk_without_another_copy_is_lost_with_memory(service: HbmServ
     assert service.pool.free_bytes == service.pool.capacity_bytes
 
 
-@scenario(HbmService)
+@scenario(lambda: HbmService())
 async def test_the_least_recently_used_go_first_and_held_ones_stay(service: HbmService) -> None:
     for number in range(1, 7):
         await service.keep(number)
@@ -144,7 +144,7 @@ async def test_the_least_recently_used_go_first_and_held_ones_stay(service: HbmS
     assert service.counters()["hbm_demoted_chunks"] == 2
 
 
-@scenario(HbmService)
+@scenario(lambda: HbmService())
 async def test_a_chain_longer_than_the_pool_keeps_its_beginning(service: HbmService) -> None:
     path = tuple(range(1, 8))
     await service.store(service.session, *path)
@@ -156,7 +156,7 @@ async def test_a_chain_longer_than_the_pool_keeps_its_beginning(service: HbmServ
 
 
 @pytest.mark.parametrize("place", ["header", "strip"])
-@scenario(HbmService)
+@scenario(lambda: HbmService())
 async def test_a_check_finds_what_somebody_wrote_there(service: HbmService, place: str) -> None:
     await service.keep(1)
     await service.bring(1)
@@ -172,7 +172,7 @@ async def test_a_check_finds_what_somebody_wrote_there(service: HbmService, plac
     assert service.check(service.session, 1) == 1
 
 
-@scenario(HbmService)
+@scenario(lambda: HbmService())
 async def test_a_copy_that_left_memory_on_its_way_does_not_count(service: HbmService) -> None:
     await service.keep(1)
     row = service.row(1)
@@ -182,7 +182,7 @@ async def test_a_copy_that_left_memory_on_its_way_does_not_count(service: HbmSer
     assert row not in service.hbm
 
 
-@scenario(HbmService)
+@scenario(lambda: HbmService())
 async def test_a_device_that_fails_costs_copies_and_nothing_else(service: HbmService) -> None:
     await service.store(service.session, 1, 2)
     service.moving.fails = True
@@ -195,7 +195,7 @@ async def test_a_device_that_fails_costs_copies_and_nothing_else(service: HbmSer
     assert service.hbm.tier.statistics().state == "up"
 
 
-@scenario(HbmService)
+@scenario(lambda: HbmService())
 async def test_each_job_fails_in_turn(service: HbmService) -> None:
     """A copy that does not come, a check without a result: the service has the chunk, and the device no wrong one."""
     await service.keep(1)
@@ -217,7 +217,7 @@ async def test_each_job_fails_in_turn(service: HbmService) -> None:
     raise AssertionError("it never ended well")
 
 
-@scenario(HbmService)
+@scenario(lambda: HbmService())
 async def test_a_stop_gives_the_memory_back(service: HbmService) -> None:
     await service.keep(1)
     await service.bring(1)
@@ -242,7 +242,7 @@ class Hanging(Moving):
         return self.taken[-1]
 
 
-@scenario(HbmService)
+@scenario(lambda: HbmService())
 async def test_a_device_that_hangs_is_seen_and_nothing_piles_up_behind_it(service: HbmService) -> None:
     hanging = Hanging()
     tier, copies = service.hbm.tier, service.hbm
@@ -275,7 +275,7 @@ class Later(SystemClock):
         return super().monotonic() + self._seconds
 
 
-@scenario(HbmService)
+@scenario(lambda: HbmService())
 async def test_a_cancelled_copy_does_not_wait_for_the_device_and_its_room_is_free_afterwards(
     service: HbmService,
 ) -> None:
@@ -295,7 +295,7 @@ async def test_a_cancelled_copy_does_not_wait_for_the_device_and_its_room_is_fre
     assert row not in service.hbm
 
 
-@scenario(HbmService)
+@scenario(lambda: HbmService())
 async def test_the_tiers_below_are_closed_before_a_device_that_hangs_is_waited_for(service: HbmService) -> None:
     await service.keep(1)
     closed: list[str] = []
@@ -312,7 +312,7 @@ async def test_the_tiers_below_are_closed_before_a_device_that_hangs_is_waited_f
     assert closed == ["nvme", "hbm"]
 
 
-@scenario(HbmService)
+@scenario(lambda: HbmService())
 async def test_a_larger_chunk_drives_out_neighbours_not_half_the_pool(service: HbmService) -> None:
     small, count = 8192, 2048
     pool = Pool(HostDevice(service.memory), service.memory, count * small)

@@ -53,32 +53,29 @@ def service() -> DeviceService:
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.0005])
-def test_a_stop_waits_for_every_chunk_that_is_being_opened(service: DeviceService, after_s: float) -> None:
+@scenario()
+async def test_a_stop_waits_for_every_chunk_that_is_being_opened(service: DeviceService, after_s: float) -> None:
     """Who stops next closes the device: a job that it still has would be waited for without a limit."""
+    await service.keep(*PATH)
+    service.forget_memory()
+    jobs = 0
+    run = service.nvme._run
 
-    async def scenario() -> None:
-        await service.keep(*PATH)
-        service.forget_memory()
-        jobs = 0
-        run = service.nvme._run
+    async def counted(*arguments: Any) -> Any:
+        nonlocal jobs
+        jobs += 1
+        try:
+            return await run(*arguments)
+        finally:
+            jobs -= 1
 
-        async def counted(*arguments: Any) -> Any:
-            nonlocal jobs
-            jobs += 1
-            try:
-                return await run(*arguments)
-            finally:
-                jobs -= 1
-
-        service.nvme._run = counted  # type: ignore[method-assign]
-        service.controller.fetches.fetch(service.session, service.query(*PATH))
-        await asyncio.sleep(after_s)
-        assert service._group is not None
-        service._group.cancel()
-        await asyncio.gather(service._group, return_exceptions=True)
-        assert jobs == 0
-
-    service.run(scenario)
+    service.nvme._run = counted  # type: ignore[method-assign]
+    service.controller.fetches.fetch(service.session, service.query(*PATH))
+    await asyncio.sleep(after_s)
+    assert service._group is not None
+    service._group.cancel()
+    await asyncio.gather(service._group, return_exceptions=True)
+    assert jobs == 0
 
 
 @scenario()
@@ -102,29 +99,26 @@ async def test_a_bug_in_one_opening_loses_the_batch_and_writes_nothing_into_what
     assert await service.fetch(*PATH) == (len(PATH), MissReason.NONE)
 
 
-def test_a_fetch_that_memory_refuses_half_way_leaves_nothing_on_its_way(service: DeviceService) -> None:
+@scenario()
+async def test_a_fetch_that_memory_refuses_half_way_leaves_nothing_on_its_way(service: DeviceService) -> None:
     """The machine shares no more memory while room for the third chunk is looked for."""
+    await service.keep(*PATH)
+    service.forget_memory()
+    allocate, calls = service.arena.allocate, 0
 
-    async def scenario() -> None:
-        await service.keep(*PATH)
-        service.forget_memory()
-        allocate, calls = service.arena.allocate, 0
+    def refuse(piece_bytes: tuple[int, ...]) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise Unavailable("cannot share memory")
+        return allocate(piece_bytes)
 
-        def refuse(piece_bytes: tuple[int, ...]) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == 3:
-                raise Unavailable("cannot share memory")
-            return allocate(piece_bytes)
-
-        service.arena.allocate = refuse  # type: ignore[method-assign]
-        with pytest.raises(Unavailable):
-            service.controller.fetches.fetch(service.session, service.query(*PATH))
-        await asyncio.sleep(1.0)
-        assert service.controller.parts.movement.loading_bytes == 0
-        assert await service.fetch(*PATH) == (len(PATH), MissReason.NONE)
-
-    service.run(scenario)
+    service.arena.allocate = refuse  # type: ignore[method-assign]
+    with pytest.raises(Unavailable):
+        service.controller.fetches.fetch(service.session, service.query(*PATH))
+    await asyncio.sleep(1.0)
+    assert service.controller.parts.movement.loading_bytes == 0
+    assert await service.fetch(*PATH) == (len(PATH), MissReason.NONE)
 
 
 def test_a_long_load_lets_others_run() -> None:

@@ -19,6 +19,7 @@ from kvstore.controller.fetches import namespaces_of
 from kvstore.errors import InvalidRequest
 from kvstore.server.render import render_lookup, render_store
 from kvstore.spec import Durability, EventKind, Exactness, LayerSpec, MissReason, StoreState
+from tests.scenario import scenario
 from tests.specs import small_spec
 from tests.tiers.service import KIB, DeviceService
 
@@ -166,26 +167,24 @@ class Life:
 
 @pytest.mark.parametrize("capacity_bytes", [8192 * KIB, 768 * KIB])
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_the_longest_of_what_was_acknowledged_is_found(seed: int, capacity_bytes: int) -> None:
-    service = DeviceService(arena_chunks=24, capacity_bytes=capacity_bytes)
-
-    async def scenario() -> None:
-        life = Life(service, seed)
-        for step in range(120):
-            await life.store()
-            for _ in range(3):
-                await life.look(life.text())
-            if step % 30 == 29:
-                await life.restart()
-        for tokens in sorted(life.book.stops.values()):
-            await life.look(tokens)
-        assert life.book.kept
-        if capacity_bytes > 1 << 20:
-            assert life.book.kept == set(life.book.stops.values()), "there was room for all"
-        else:
-            assert life.book.evicted > 0
-
-    service.run(scenario)
+@scenario(lambda capacity_bytes: DeviceService(arena_chunks=24, capacity_bytes=capacity_bytes))
+async def test_the_longest_of_what_was_acknowledged_is_found(
+    service: DeviceService, seed: int, capacity_bytes: int
+) -> None:
+    life = Life(service, seed)
+    for step in range(120):
+        await life.store()
+        for _ in range(3):
+            await life.look(life.text())
+        if step % 30 == 29:
+            await life.restart()
+    for tokens in sorted(life.book.stops.values()):
+        await life.look(tokens)
+    assert life.book.kept
+    if capacity_bytes > 1 << 20:
+        assert life.book.kept == set(life.book.stops.values()), "there was room for all"
+    else:
+        assert life.book.evicted > 0
 
 
 def test_a_full_device_takes_prompts_whose_ends_are_partial() -> None:
@@ -215,48 +214,40 @@ def test_a_full_device_takes_prompts_whose_ends_are_partial() -> None:
     service.run(scenario)
 
 
-def test_what_a_store_names_and_does_not_begin_with_stays_where_it_is() -> None:
+@scenario(lambda: DeviceService())
+async def test_what_a_store_names_and_does_not_begin_with_stays_where_it_is(service: DeviceService) -> None:
     """Only a shorter partial chunk beside the store's own may be put behind others, by whom it belongs to; and not even
     that is dropped. A list that is too long is refused before anything is stored."""
-    service = DeviceService()
     beside, longer, full = (1,) * 5, (2,) * 9, (*range(3, 19),)
     below = (*full, 7, 7, 7)
-
-    async def scenario() -> None:
-        life = Life(service, 0)
-        for tokens in (beside, longer, full, below):
-            await life.store(tokens)
-        known = [life.prompt(tokens).digests[-1] for tokens in (beside, longer, full, below)]
-        await life.store((5,) * 8, also=[*known, bytes(32), b"?" * 32])
-        assert service.counters()["superseded_chunks"] == 1, "of five tokens beside one of eight"
-        with pytest.raises(InvalidRequest, match="supersedes"):
-            await life.store((6,) * 8, also=[b"?" * 32] * 4097)
-        for reservation in service.controller.reservations.of(service.session):
-            await service.controller.abort(service.session, reservation.reservation_id)
-        for tokens in (beside, longer, full, below, (5,) * 8, (6,) * 8):
-            await life.look(tokens)
-            await life.look((*tokens, 0, 0))
-        assert service.counters()["evicted_chunks"] == 0
-
-    service.run(scenario)
+    life = Life(service, 0)
+    for tokens in (beside, longer, full, below):
+        await life.store(tokens)
+    known = [life.prompt(tokens).digests[-1] for tokens in (beside, longer, full, below)]
+    await life.store((5,) * 8, also=[*known, bytes(32), b"?" * 32])
+    assert service.counters()["superseded_chunks"] == 1, "of five tokens beside one of eight"
+    with pytest.raises(InvalidRequest, match="supersedes"):
+        await life.store((6,) * 8, also=[b"?" * 32] * 4097)
+    for reservation in service.controller.reservations.of(service.session):
+        await service.controller.abort(service.session, reservation.reservation_id)
+    for tokens in (beside, longer, full, below, (5,) * 8, (6,) * 8):
+        await life.look(tokens)
+        await life.look((*tokens, 0, 0))
+    assert service.counters()["evicted_chunks"] == 0
 
 
-def test_what_a_longer_chunk_begins_with_goes_first() -> None:
+@scenario(lambda: DeviceService(arena_chunks=6, capacity_bytes=0))
+async def test_what_a_longer_chunk_begins_with_goes_first(service: DeviceService) -> None:
     """And what is used again is as good as any other."""
-    service = DeviceService(arena_chunks=6, capacity_bytes=0)
     old, grown, used = (1,) * 10, (2,) * 8, (3,) * 8
-
-    async def scenario() -> None:
-        life = Life(service, 0)
-        for tokens in (old, grown, (*grown, 2), used, (*used, 3)):
-            await life.store(tokens)
-        await life.look(used)
-        seen: list[Tokens] = []
-        for number in range(4, 12):
-            before = set(life.book.kept)
-            await life.store((number,) * STEP)
-            seen += sorted(before - life.book.kept)
-        assert seen[:2] == [grown, old], "it was stored after the other one, and went before it"
-        assert seen.index(used) > 1
-
-    service.run(scenario)
+    life = Life(service, 0)
+    for tokens in (old, grown, (*grown, 2), used, (*used, 3)):
+        await life.store(tokens)
+    await life.look(used)
+    seen: list[Tokens] = []
+    for number in range(4, 12):
+        before = set(life.book.kept)
+        await life.store((number,) * STEP)
+        seen += sorted(before - life.book.kept)
+    assert seen[:2] == [grown, old], "it was stored after the other one, and went before it"
+    assert seen.index(used) > 1

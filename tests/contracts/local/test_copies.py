@@ -45,68 +45,56 @@ def test_a_chunk_comes_back_whole_and_in_parts(stand: Stand, kind: str) -> None:
     stand.run(scenario)
 
 
-def test_a_header_says_what_was_written(stand: Stand) -> None:
+@scenario()
+async def test_a_header_says_what_was_written(stand: Stand) -> None:
     what = chunk(1)
-
-    async def scenario() -> None:
-        stored = await stand.tier.open(what.name, await write(stand.tier, what))
-        assert stored.header.storage_key == what.header.storage_key
-        assert stored.header.write_id == what.header.write_id
-        stored.close()
-        stored.close()
-
-    stand.run(scenario)
+    stored = await stand.tier.open(what.name, await write(stand.tier, what))
+    assert stored.header.storage_key == what.header.storage_key
+    assert stored.header.write_id == what.header.write_id
+    stored.close()
+    stored.close()
 
 
-def test_reads_into_memory_that_lies_anywhere(stand: Stand) -> None:
+@scenario()
+async def test_reads_into_memory_that_lies_anywhere(stand: Stand) -> None:
     what = chunk(1)
-
-    async def scenario() -> None:
-        residency = await write(stand.tier, what)
-        odd = [np.zeros(slab.byte_count + 7, np.uint8)[7:] for slab in what.layout.slabs]
-        stored = await stand.tier.open(what.name, residency)
-        await stored.read(range(2), odd)
-        stored.close()
-        assert all((one == other).all() for one, other in zip(odd, what.pieces[1:], strict=True))
-
-    stand.run(scenario)
+    residency = await write(stand.tier, what)
+    odd = [np.zeros(slab.byte_count + 7, np.uint8)[7:] for slab in what.layout.slabs]
+    stored = await stand.tier.open(what.name, residency)
+    await stored.read(range(2), odd)
+    stored.close()
+    assert all((one == other).all() for one, other in zip(odd, what.pieces[1:], strict=True))
 
 
-def test_what_was_never_there_is_a_typed_error(stand: Stand) -> None:
+@scenario()
+async def test_what_was_never_there_is_a_typed_error(stand: Stand) -> None:
     what, other = chunk(1), chunk(2)
-
-    async def scenario() -> None:
-        residency = await write(stand.tier, what)
-        for wrong in (residency + 1, residency + 77, 1 << 40, (1 << 55) + 12345):
-            with pytest.raises((DataLoss, Unavailable)):
-                await stand.tier.open(what.name, wrong)
-        with pytest.raises(DataLoss):
-            await stand.tier.open(other.name, residency)
-        with pytest.raises(DataLoss):  # the same place, another model's geometry
-            await stand.tier.open(ChunkName(what.header.storage_key, layouts()["kv tail"]), residency)
-        assert await holds(stand.tier, what, residency)
-        balance(stand.tier)
-
-    stand.run(scenario)
+    residency = await write(stand.tier, what)
+    for wrong in (residency + 1, residency + 77, 1 << 40, (1 << 55) + 12345):
+        with pytest.raises((DataLoss, Unavailable)):
+            await stand.tier.open(what.name, wrong)
+    with pytest.raises(DataLoss):
+        await stand.tier.open(other.name, residency)
+    with pytest.raises(DataLoss):  # the same place, another model's geometry
+        await stand.tier.open(ChunkName(what.header.storage_key, layouts()["kv tail"]), residency)
+    assert await holds(stand.tier, what, residency)
+    balance(stand.tier)
 
 
-def test_two_writes_of_a_chunk_are_told_apart(stand: Stand) -> None:
+@scenario()
+async def test_two_writes_of_a_chunk_are_told_apart(stand: Stand) -> None:
     first, second = chunk(1, write=1), chunk(1, write=2)
-
-    async def scenario() -> None:
-        one, two = await write(stand.tier, first), await write(stand.tier, second)
-        assert one != two
-        assert await holds(stand.tier, first, one)
-        assert await holds(stand.tier, second, two)
-        with pytest.raises(DataLoss):
-            await stand.tier.open(first.name, two)
-        stored = await stand.tier.open(first.any_write, two)
-        assert write_mark(stored.header.write_id) == second.name.mark
-        stored.close()
-        stand.tier.remove([one])
-        assert await holds(stand.tier, second, two)
-
-    stand.run(scenario)
+    one, two = await write(stand.tier, first), await write(stand.tier, second)
+    assert one != two
+    assert await holds(stand.tier, first, one)
+    assert await holds(stand.tier, second, two)
+    with pytest.raises(DataLoss):
+        await stand.tier.open(first.name, two)
+    stored = await stand.tier.open(first.any_write, two)
+    assert write_mark(stored.header.write_id) == second.name.mark
+    stored.close()
+    stand.tier.remove([one])
+    assert await holds(stand.tier, second, two)
 
 
 def test_many_at_once(stand: Stand) -> None:
@@ -132,25 +120,22 @@ def test_many_at_once(stand: Stand) -> None:
     stand.run(scenario)
 
 
-def test_a_removal_waits_for_readers_only_with_the_room(stand: Stand) -> None:
+@scenario()
+async def test_a_removal_waits_for_readers_only_with_the_room(stand: Stand) -> None:
     """Removed while it is open: what is read is the chunk, however much is written meanwhile."""
     what = chunk(1)
-
-    async def scenario() -> None:
-        residency = await write(stand.tier, what)
-        stored = await stand.tier.open(what.name, residency)
-        stand.tier.remove([residency])
-        others = [chunk(100 + number) for number in range(await room(stand))]
-        for other in others:
-            await write(stand.tier, other)
-        target = [np.empty(slab.byte_count, np.uint8) for slab in what.layout.slabs]
-        await stored.read(range(2), target)
-        assert all((one == other).all() for one, other in zip(target, what.pieces[1:], strict=True))
-        stored.close()
-        balance(stand.tier)
-        assert await room(stand) >= 1
-
-    stand.run(scenario)
+    residency = await write(stand.tier, what)
+    stored = await stand.tier.open(what.name, residency)
+    stand.tier.remove([residency])
+    others = [chunk(100 + number) for number in range(await room(stand))]
+    for other in others:
+        await write(stand.tier, other)
+    target = [np.empty(slab.byte_count, np.uint8) for slab in what.layout.slabs]
+    await stored.read(range(2), target)
+    assert all((one == other).all() for one, other in zip(target, what.pieces[1:], strict=True))
+    stored.close()
+    balance(stand.tier)
+    assert await room(stand) >= 1
 
 
 async def cancelled(task: asyncio.Task[Any], delay_s: float) -> Any:
@@ -211,21 +196,18 @@ async def test_a_cancelled_read_leaves_nothing(stand: Stand) -> None:
     balance(stand.tier)
 
 
-def test_a_check_reads_what_a_read_would(stand: Stand) -> None:
+@scenario()
+async def test_a_check_reads_what_a_read_would(stand: Stand) -> None:
     what = chunk(1)
-
-    async def scenario() -> None:
-        residency = await write(stand.tier, what)
-        stored = await stand.tier.open(what.name, residency)
-        await stored.check(range(2))
-        stand.flip(residency, what.layout.header_bytes)
-        with pytest.raises(DataLoss):
-            await stored.check(range(1))
-        await stored.check(range(1, 2))
-        stored.close()
-        assert 0 < stand.tier.statistics().verified_bytes <= sum(slab.byte_count for slab in what.layout.slabs) * 3 / 2
-
-    stand.run(scenario)
+    residency = await write(stand.tier, what)
+    stored = await stand.tier.open(what.name, residency)
+    await stored.check(range(2))
+    stand.flip(residency, what.layout.header_bytes)
+    with pytest.raises(DataLoss):
+        await stored.check(range(1))
+    await stored.check(range(1, 2))
+    stored.close()
+    assert 0 < stand.tier.statistics().verified_bytes <= sum(slab.byte_count for slab in what.layout.slabs) * 3 / 2
 
 
 @scenario()
@@ -240,16 +222,13 @@ async def test_residencies_say_how_their_copies_are_encoded(stand: Stand) -> Non
     assert stand.tier.encodings(np.empty(0, np.int64)).shape == (0,)
 
 
-def test_the_account_counts_what_passes(stand: Stand) -> None:
+@scenario()
+async def test_the_account_counts_what_passes(stand: Stand) -> None:
     what = chunk(1)
-
-    async def scenario() -> None:
-        residency = await write(stand.tier, what)
-        written = stand.tier.statistics().written_bytes
-        assert 0 < written <= what.layout.total_bytes
-        await read(stand.tier, what.name, residency, range(1))
-        now = stand.tier.statistics()
-        assert now.read_bytes == now.verified_bytes == what.layout.slabs[0].byte_count
-        assert (now.chunk_count, now.state) == (1, "up")
-
-    stand.run(scenario)
+    residency = await write(stand.tier, what)
+    written = stand.tier.statistics().written_bytes
+    assert 0 < written <= what.layout.total_bytes
+    await read(stand.tier, what.name, residency, range(1))
+    now = stand.tier.statistics()
+    assert now.read_bytes == now.verified_bytes == what.layout.slabs[0].byte_count
+    assert (now.chunk_count, now.state) == (1, "up")

@@ -81,17 +81,14 @@ def test_no_flipped_byte_is_served(stand: Stand) -> None:
     stand.run(scenario)
 
 
-def test_one_bad_slab_leaves_the_others(stand: Stand) -> None:
+@scenario()
+async def test_one_bad_slab_leaves_the_others(stand: Stand) -> None:
     what = chunk(1)
-
-    async def scenario() -> None:
-        residency = await write(stand.tier, what)
-        stand.flip(residency, what.layout.header_bytes)  # in the first strip, whatever the encoding
-        with pytest.raises(DataLoss):
-            await read(stand.tier, what.name, residency, range(1))
-        assert (await read(stand.tier, what.name, residency, range(1, 2)))[0].tobytes() == what.pieces[2].tobytes()
-
-    stand.run(scenario)
+    residency = await write(stand.tier, what)
+    stand.flip(residency, what.layout.header_bytes)  # in the first strip, whatever the encoding
+    with pytest.raises(DataLoss):
+        await read(stand.tier, what.name, residency, range(1))
+    assert (await read(stand.tier, what.name, residency, range(1, 2)))[0].tobytes() == what.pieces[2].tobytes()
 
 
 @pytest.mark.parametrize("kill", [False, True])
@@ -144,29 +141,26 @@ async def test_what_was_erased_never_comes_back(stand: Stand) -> None:
         assert await holds(stand.tier, chunk(2), other)
 
 
-def test_what_was_superseded_never_comes_back(stand: Stand) -> None:
+@scenario()
+async def test_what_was_superseded_never_comes_back(stand: Stand) -> None:
     """Also where its erasure fails, and the process ends right after."""
     key = chunk(1).header.storage_key
-
-    async def scenario() -> None:
-        one = await write(stand.tier, chunk(1, VALUE, write=1))
-        kept = await write(stand.tier, chunk(2, VALUE))
-        stand.tier.remove([one], erase=True)
-        if stand.can_fail:
-            stand.fail("pwrite")
-        newer = chunk(1, VALUE, write=2)
-        try:
-            await stand.tier.supersede({key: newer.name.mark or 0}, 1.0)
-        except KVStoreError:
-            stand.mend()
-            await stand.tier.supersede({key: newer.name.mark or 0}, 1.0)
-        if stand.can_fail:
-            stand.mend()
-        await stand.restart(kill=True)
-        assert chunk(1).header.chain_digest not in stand.found()
-        assert not stand.is_durable or await holds(stand.tier, chunk(2, VALUE), kept)
-
-    stand.run(scenario)
+    one = await write(stand.tier, chunk(1, VALUE, write=1))
+    kept = await write(stand.tier, chunk(2, VALUE))
+    stand.tier.remove([one], erase=True)
+    if stand.can_fail:
+        stand.fail("pwrite")
+    newer = chunk(1, VALUE, write=2)
+    try:
+        await stand.tier.supersede({key: newer.name.mark or 0}, 1.0)
+    except KVStoreError:
+        stand.mend()
+        await stand.tier.supersede({key: newer.name.mark or 0}, 1.0)
+    if stand.can_fail:
+        stand.mend()
+    await stand.restart(kill=True)
+    assert chunk(1).header.chain_digest not in stand.found()
+    assert not stand.is_durable or await holds(stand.tier, chunk(2, VALUE), kept)
 
 
 def test_an_erasure_that_fails_is_tried_again(stand: Stand) -> None:

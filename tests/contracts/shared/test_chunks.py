@@ -40,28 +40,23 @@ def test_a_chunk_comes_back_whole_and_in_parts_to_every_node(stand: Stand, kind:
     stand.run(scenario)
 
 
-def test_what_may_be_read_ahead_is_checked_all_the_same(stand: Stand) -> None:
+@scenario()
+async def test_what_may_be_read_ahead_is_checked_all_the_same(stand: Stand) -> None:
     """Where all of it was announced, a part of it, other memory than is read into then, and what is read twice."""
     what = chunk(1)
-
-    async def scenario() -> None:
-        await write(stand.tier, what)
-        for announced in (0, 1, 2):
-            for start, stop in ((0, 2), (0, 1), (1, 2)):
-                target = [np.full(slab.byte_count, 0x5A, np.uint8) for slab in SMALL.slabs]
-                stored = await stand.other.open(what.name, target[:announced])
-                assert stored is not None
-                for _ in range(2):
-                    await stored.read(range(start, stop), target[start:stop])
-                    assert (
-                        np.concatenate(target[start:stop]) == np.concatenate(what.pieces[1 + start : 1 + stop])
-                    ).all()
-                other = [np.empty_like(each) for each in target]
-                await stored.read(range(2), other)
-                assert (np.concatenate(other) == np.concatenate(what.pieces[1:])).all()
-                stored.close()
-
-    stand.run(scenario)
+    await write(stand.tier, what)
+    for announced in (0, 1, 2):
+        for start, stop in ((0, 2), (0, 1), (1, 2)):
+            target = [np.full(slab.byte_count, 0x5A, np.uint8) for slab in SMALL.slabs]
+            stored = await stand.other.open(what.name, target[:announced])
+            assert stored is not None
+            for _ in range(2):
+                await stored.read(range(start, stop), target[start:stop])
+                assert (np.concatenate(target[start:stop]) == np.concatenate(what.pieces[1 + start : 1 + stop])).all()
+            other = [np.empty_like(each) for each in target]
+            await stored.read(range(2), other)
+            assert (np.concatenate(other) == np.concatenate(what.pieces[1:])).all()
+            stored.close()
 
 
 @scenario()
@@ -80,20 +75,17 @@ async def test_what_is_not_there_is_a_miss(stand: Stand) -> None:
     assert await found(stand.tier, chunk(3))
 
 
-def test_many_keys_are_asked_for_at_once_whichever_of_them_are_there(stand: Stand) -> None:
+@scenario()
+async def test_many_keys_are_asked_for_at_once_whichever_of_them_are_there(stand: Stand) -> None:
     """Of chains that have nothing to do with each other, some of which end early; and of keys that are no chain."""
     there = {*range(4, 7), *range(10, 16)}
     keys = [chunk(number).header.storage_key for number in range(20)]
-
-    async def scenario() -> None:
-        await asyncio.gather(*(write(stand.tier, chunk(number)) for number in there))
-        await asyncio.gather(*(write(stand.tier, chunk(number)) for number in (18, 19)))
-        expected = [number in there | {18, 19} for number in range(20)]
-        assert list(await stand.other.probe(keys, 10.0)) == expected
-        found = list(await stand.other.probe(keys[:18], 10.0, [4, 5, 1, 8]))
-        assert found == expected[:18]
-
-    stand.run(scenario)
+    await asyncio.gather(*(write(stand.tier, chunk(number)) for number in there))
+    await asyncio.gather(*(write(stand.tier, chunk(number)) for number in (18, 19)))
+    expected = [number in there | {18, 19} for number in range(20)]
+    assert list(await stand.other.probe(keys, 10.0)) == expected
+    found = list(await stand.other.probe(keys[:18], 10.0, [4, 5, 1, 8]))
+    assert found == expected[:18]
 
 
 def test_what_one_node_is_about_to_write_others_find_taken_for_a_while(stand: Stand) -> None:
@@ -140,60 +132,54 @@ async def test_what_the_engine_drops_is_a_miss_and_what_is_open_is_whole_or_lost
     assert await found(stand.tier, chunk(1))
 
 
-def test_a_replacement_is_never_mixed_with_what_it_replaces(stand: Stand) -> None:
+@scenario()
+async def test_a_replacement_is_never_mixed_with_what_it_replaces(stand: Stand) -> None:
     first, second = chunk(1, write=1), chunk(1, write=2)
-
-    async def scenario() -> None:
-        await write(stand.tier, first)
-        stored = await stand.tier.open(first.name)
-        assert stored is not None
-        target = [np.empty(slab.byte_count, np.uint8) for slab in SMALL.slabs]
-        await stored.read(range(1), target[:1])
-        await write(stand.other, second)
-        try:
-            await stored.read(range(1, 2), target[1:])
-        except DataLoss:
-            pass
-        else:
-            assert (target[1] == first.pieces[2]).all()
-        stored.close()
-        if not stand.replaces:
-            assert await found(stand.tier, first, second.any_write), "it was written once"
-            with pytest.raises(DataLoss):
-                await stand.tier.open(second.name)
-            return
-        assert await found(stand.tier, second)
+    await write(stand.tier, first)
+    stored = await stand.tier.open(first.name)
+    assert stored is not None
+    target = [np.empty(slab.byte_count, np.uint8) for slab in SMALL.slabs]
+    await stored.read(range(1), target[:1])
+    await write(stand.other, second)
+    try:
+        await stored.read(range(1, 2), target[1:])
+    except DataLoss:
+        pass
+    else:
+        assert (target[1] == first.pieces[2]).all()
+    stored.close()
+    if not stand.replaces:
+        assert await found(stand.tier, first, second.any_write), "it was written once"
         with pytest.raises(DataLoss):
-            await stand.tier.open(first.name)
-        assert await found(stand.tier, second, first.any_write)
+            await stand.tier.open(second.name)
+        return
+    assert await found(stand.tier, second)
+    with pytest.raises(DataLoss):
+        await stand.tier.open(first.name)
+    assert await found(stand.tier, second, first.any_write)
 
-    stand.run(scenario)
 
-
-def test_what_others_wrote_is_believed_only_if_it_is_the_chunk(stand: Stand) -> None:
+@scenario()
+async def test_what_others_wrote_is_believed_only_if_it_is_the_chunk(stand: Stand) -> None:
     what, other = chunk(1), chunk(2)
-
-    async def scenario() -> None:
-        await write(stand.tier, what)
-        key = what.header.storage_key
-        whole = b"".join(piece.tobytes() for piece in what.pieces)
-        strange = b"".join(piece.tobytes() for piece in other.pieces)
-        for data in (strange, b"", whole[:100], whole[: what.layout.header_bytes], bytes(len(whole)), whole[:-4096]):
-            stand.put(key, data)
-            with pytest.raises(DataLoss):
-                await found(stand.tier, what)
-        stand.put(key, whole)
-        assert await found(stand.tier, what)
-        for offset in (0, 8, 40, 300, what.layout.header_bytes, what.layout.header_bytes + SMALL.slabs[0].byte_count):
-            stand.flip(key, offset)
-            with pytest.raises(DataLoss):
-                await found(stand.tier, what)
-            stand.flip(key, offset)
-        with pytest.raises(DataLoss):  # another model's geometry under this key
-            await stand.tier.open(ChunkName(key, layouts()["kv tail"]))
-        assert await found(stand.tier, what)
-
-    stand.run(scenario)
+    await write(stand.tier, what)
+    key = what.header.storage_key
+    whole = b"".join(piece.tobytes() for piece in what.pieces)
+    strange = b"".join(piece.tobytes() for piece in other.pieces)
+    for data in (strange, b"", whole[:100], whole[: what.layout.header_bytes], bytes(len(whole)), whole[:-4096]):
+        stand.put(key, data)
+        with pytest.raises(DataLoss):
+            await found(stand.tier, what)
+    stand.put(key, whole)
+    assert await found(stand.tier, what)
+    for offset in (0, 8, 40, 300, what.layout.header_bytes, what.layout.header_bytes + SMALL.slabs[0].byte_count):
+        stand.flip(key, offset)
+        with pytest.raises(DataLoss):
+            await found(stand.tier, what)
+        stand.flip(key, offset)
+    with pytest.raises(DataLoss):  # another model's geometry under this key
+        await stand.tier.open(ChunkName(key, layouts()["kv tail"]))
+    assert await found(stand.tier, what)
 
 
 @scenario()

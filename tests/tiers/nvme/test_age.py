@@ -6,6 +6,7 @@ import pytest
 
 from kvstore.chunk import Trust
 from tests.chunk.test_envelope import ring
+from tests.scenario import scenario
 from tests.tiers.nvme.chains import STARTS, served, stored
 from tests.tiers.service import HOME, DeviceService
 
@@ -40,7 +41,8 @@ def test_a_chunk_is_as_old_after_a_restart_as_it_is(start: str, envelope: str) -
 
 
 @pytest.mark.parametrize("how", ["gone", "another's", "cut"])
-def test_without_its_times_a_snapshot_is_read_and_ages_are_not_known(service: DeviceService, how: str) -> None:
+@scenario()
+async def test_without_its_times_a_snapshot_is_read_and_ages_are_not_known(service: DeviceService, how: str) -> None:
     def harm() -> None:
         path = HOME / "times"
         if how == "gone":
@@ -49,11 +51,8 @@ def test_without_its_times_a_snapshot_is_read_and_ages_are_not_known(service: De
             data = service.disk.read_file(path)
             service.disk.write_file(path, data[:-1] if how == "cut" else bytes(16) + data[16:])
 
-    async def scenario() -> None:
-        await service.clock.sleep(1000)
-        await stored(service)
-        await service.restart(meanwhile=harm)
-        assert ages(service) == {0}
-        assert await served(service) == {}
-
-    service.run(scenario)
+    await service.clock.sleep(1000)
+    await stored(service)
+    await service.restart(meanwhile=harm)
+    assert ages(service) == {0}
+    assert await served(service) == {}

@@ -12,20 +12,16 @@ from tests.tiers.service import KIB, DeviceService
 
 
 @pytest.mark.parametrize("capacity_bytes", [4096, 8192, 12288, 4096 + 12287])
-def test_a_cap_below_one_chunk(capacity_bytes: int) -> None:
+@scenario(lambda capacity_bytes: DeviceService(capacity_bytes=capacity_bytes))
+async def test_a_cap_below_one_chunk(service: DeviceService) -> None:
     """Nothing fits: chunks stay in memory, and why is said."""
-    service = DeviceService(capacity_bytes=capacity_bytes)
-
-    async def scenario() -> None:
-        assert (await service.store(service.session, 1)).committed_count == 1
-        settled = await service.settled(1)
-        assert settled.durability is Durability.MEMORY
-        assert "tiers.nvme.capacity_bytes" in settled.reason
-        assert await service.fetch(1) == (1, MissReason.NONE)
-        assert service.region_files() == []
-        service.balance()
-
-    service.run(scenario)
+    assert (await service.store(service.session, 1)).committed_count == 1
+    settled = await service.settled(1)
+    assert settled.durability is Durability.MEMORY
+    assert "tiers.nvme.capacity_bytes" in settled.reason
+    assert await service.fetch(1) == (1, MissReason.NONE)
+    assert service.region_files() == []
+    service.balance()
 
 
 @pytest.mark.parametrize("start", STARTS)

@@ -15,38 +15,34 @@ from tests.tiers.service import DeviceService
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_a_truncated_region(service: DeviceService, start: str) -> None:
+@scenario()
+async def test_a_truncated_region(service: DeviceService, start: str) -> None:
     """Its chunks up to the cut are there."""
 
     def cut(disk: SimulatedDisk, files: list[Path]) -> None:
         disk.write_file(files[1], disk.read_file(files[1])[: 4096 + 2 * 12288 + 5000])
 
-    async def scenario() -> None:
-        await stored(service)
-        await service.restart(kill=start == "scan", meanwhile=damaged(service, cut))
-        assert 0 < len(await served(service)) <= 2
-        service.balance()
-        await storable(service)
-
-    service.run(scenario)
+    await stored(service)
+    await service.restart(kill=start == "scan", meanwhile=damaged(service, cut))
+    assert 0 < len(await served(service)) <= 2
+    service.balance()
+    await storable(service)
 
 
 @pytest.mark.parametrize("left", [0, 100, 4096, 4097])
 @pytest.mark.parametrize("start", STARTS)
-def test_a_region_of_which_nearly_nothing_is_left(service: DeviceService, start: str, left: int) -> None:
+@scenario()
+async def test_a_region_of_which_nearly_nothing_is_left(service: DeviceService, start: str, left: int) -> None:
     def cut(disk: SimulatedDisk, files: list[Path]) -> None:
         disk.write_file(files[0], disk.read_file(files[0])[:left])
 
-    async def scenario() -> None:
-        await stored(service)
-        await service.restart(kill=start == "scan", meanwhile=damaged(service, cut))
-        lost = await served(service)
-        assert 0 < len(lost) <= 3
-        assert {reason for _, reason in lost.values()} <= {MissReason.COLD, MissReason.CORRUPT}
-        service.balance()
-        await storable(service)
-
-    service.run(scenario)
+    await stored(service)
+    await service.restart(kill=start == "scan", meanwhile=damaged(service, cut))
+    lost = await served(service)
+    assert 0 < len(lost) <= 3
+    assert {reason for _, reason in lost.values()} <= {MissReason.COLD, MissReason.CORRUPT}
+    service.balance()
+    await storable(service)
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -195,34 +191,31 @@ async def test_regions_swapped_by_name(service: DeviceService, start: str) -> No
 
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("where", ["same region", "other namespace"])
-def test_another_chunk_in_the_slot(service: DeviceService, start: str, where: str) -> None:
+@scenario()
+async def test_another_chunk_in_the_slot(service: DeviceService, start: str, where: str) -> None:
     """Whole and of the same geometry, only not the chunk that was asked for."""
     twin = small_spec(model_id="twin")
+    await stored(service)
+    other = service.of(twin)
+    await other.keep(*PATHS[3])
 
-    async def scenario() -> None:
-        await stored(service)
-        other = service.of(twin)
-        await other.keep(*PATHS[3])
+    source = other.place(PATHS[3][0]) if where == "other namespace" else service.place(PATHS[4][0])
+    target, size = service.place(PATHS[3][0]), service.layout.total_bytes
 
-        source = other.place(PATHS[3][0]) if where == "other namespace" else service.place(PATHS[4][0])
-        target, size = service.place(PATHS[3][0]), service.layout.total_bytes
+    def replace() -> None:
+        data = service.disk.read_file(source[0])[source[1] : source[1] + size]
+        whole = bytearray(service.disk.read_file(target[0]))
+        whole[target[1] : target[1] + size] = data
+        service.disk.write_file(target[0], bytes(whole))
 
-        def replace() -> None:
-            data = service.disk.read_file(source[0])[source[1] : source[1] + size]
-            whole = bytearray(service.disk.read_file(target[0]))
-            whole[target[1] : target[1] + size] = data
-            service.disk.write_file(target[0], bytes(whole))
-
-        await service.restart(kill=start == "scan", meanwhile=replace)
-        other = service.of(twin)
-        reason = MissReason.COLD if start == "scan" else MissReason.CORRUPT
-        assert await served(service) == {PATHS[3]: (0, reason)}
-        assert await other.fetch(*PATHS[3]) == (2, MissReason.NONE)
-        service.balance()
-        await storable(service)
-        assert await other.fetch(*PATHS[3]) == (2, MissReason.NONE)
-
-    service.run(scenario)
+    await service.restart(kill=start == "scan", meanwhile=replace)
+    other = service.of(twin)
+    reason = MissReason.COLD if start == "scan" else MissReason.CORRUPT
+    assert await served(service) == {PATHS[3]: (0, reason)}
+    assert await other.fetch(*PATHS[3]) == (2, MissReason.NONE)
+    service.balance()
+    await storable(service)
+    assert await other.fetch(*PATHS[3]) == (2, MissReason.NONE)
 
 
 @scenario()

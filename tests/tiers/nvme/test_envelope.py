@@ -24,26 +24,22 @@ from tests.tiers.values import ValueService
 
 
 @pytest.mark.parametrize("kind", ENVELOPES)
-def test_an_attacker_gets_a_wrong_byte_in_only_without_an_envelope(kind: str) -> None:
-    device = Device(kind)
-
+@scenario(lambda kind: Device(kind))
+async def test_an_attacker_gets_a_wrong_byte_in_only_without_an_envelope(device: Device, kind: str) -> None:
     async def get(what: Chunk) -> Bytes:
         return device.copy_of(device.places[(await device.put(what)).header.storage_key])
 
     async def set_to(what: Chunk, copy: Bytes) -> None:
         device.lay(device.places[what.header.storage_key], copy)
 
-    async def scenario() -> None:
-        found = await attacked(get, set_to, lambda what, _: device.nvme.open(what.name, device.places[key(what)]))
-        assert (found["wrong"] > 0) == (kind == "none"), found
-
-    device.run(scenario)
+    found = await attacked(get, set_to, lambda what, _: device.nvme.open(what.name, device.places[key(what)]))
+    assert (found["wrong"] > 0) == (kind == "none"), found
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_start_believes_what_an_attacker_left(kind: str) -> None:
+@scenario(lambda kind: Device(kind))
+async def test_no_start_believes_what_an_attacker_left(device: Device) -> None:
     """As above, each time by the headers: with a kill between the alteration and the read."""
-    device = Device(kind)
     homes: dict[bytes, int] = {}
 
     async def get(what: Chunk) -> Bytes:
@@ -62,69 +58,54 @@ def test_no_start_believes_what_an_attacker_left(kind: str) -> None:
         residency = device.places.get(key(what))
         return None if residency is None else await device.nvme.open(what.name, residency)
 
-    async def scenario() -> None:
-        found = await attacked(get, set_to, open_chunk, COUNT // 5)
-        assert found["wrong"] == 0, found
-        assert found["miss"] > 0
-
-    device.run(scenario)
+    found = await attacked(get, set_to, open_chunk, COUNT // 5)
+    assert found["wrong"] == 0, found
+    assert found["miss"] > 0
 
 
 @pytest.mark.parametrize("encoding", [Encoding.RAW, Encoding.LZ4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_chunks_of_any_shape_come_back(kind: str, encoding: Encoding) -> None:
-    device = Device(kind, encoding=encoding)
-
-    async def scenario() -> None:
-        chunks = [await device.put(chunk(number, layout)) for number, layout in enumerate(layouts().values())]
-        for kill in (True, False):
-            await device.found_again(kill=kill)
-            assert [await device.read(each) for each in chunks] == ["right"] * len(chunks)
-            for each in chunks:
-                assert device.copy_of(device.places[key(each)])[10] == ENVELOPE_READER
-
-    device.run(scenario)
+@scenario(lambda kind, encoding: Device(kind, encoding=encoding))
+async def test_chunks_of_any_shape_come_back(device: Device) -> None:
+    chunks = [await device.put(chunk(number, layout)) for number, layout in enumerate(layouts().values())]
+    for kill in (True, False):
+        await device.found_again(kill=kill)
+        assert [await device.read(each) for each in chunks] == ["right"] * len(chunks)
+        for each in chunks:
+            assert device.copy_of(device.places[key(each)])[10] == ENVELOPE_READER
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_proves_where_it_was_written(kind: str) -> None:
+@scenario(lambda kind: Device(kind))
+async def test_a_copy_proves_where_it_was_written(device: Device) -> None:
     """One in another place is not believed, also where an attacker says in it that it belongs there."""
-    device = Device(kind)
-
-    async def scenario() -> None:
-        one, other = await device.put(chunk(1)), await device.put(chunk(2))
-        here, there = device.places[key(one)], device.places[key(other)]
-        region, slot = device.nvme.regions.find(there)
-        for claims_it in (False, True):
-            copy = device.copy_of(here)
-            if claims_it:
-                write_seat(copy[: SMALL.header_bytes], region.seat(slot))
-            device.lay(there, copy)
-            with pytest.raises(DataLoss):
-                await device.nvme.open(one.name, there)
-            await device.found_again()
-            assert set(device.places.values()) == {here}
-
-    device.run(scenario)
+    one, other = await device.put(chunk(1)), await device.put(chunk(2))
+    here, there = device.places[key(one)], device.places[key(other)]
+    region, slot = device.nvme.regions.find(there)
+    for claims_it in (False, True):
+        copy = device.copy_of(here)
+        if claims_it:
+            write_seat(copy[: SMALL.header_bytes], region.seat(slot))
+        device.lay(there, copy)
+        with pytest.raises(DataLoss):
+            await device.nvme.open(one.name, there)
+        await device.found_again()
+        assert set(device.places.values()) == {here}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_older_copy_that_is_put_back_is_not_the_write_that_was_acknowledged(kind: str) -> None:
-    device = Device(kind)
-
-    async def scenario() -> None:
-        await device.put(chunk(1, write=1))
-        here = device.places[key(chunk(1))]
-        older = device.copy_of(here)
-        device.nvme.remove([here])
-        await device.put(chunk(1, write=2))
-        assert device.places[key(chunk(1))] == here
-        device.lay(here, older)
-        assert await device.read(chunk(1, write=2)) == "refused"
-        await device.restart(kill=False)
-        assert await device.read(chunk(1, write=2)) == "refused"
-
-    device.run(scenario)
+@scenario(lambda kind: Device(kind))
+async def test_an_older_copy_that_is_put_back_is_not_the_write_that_was_acknowledged(device: Device) -> None:
+    await device.put(chunk(1, write=1))
+    here = device.places[key(chunk(1))]
+    older = device.copy_of(here)
+    device.nvme.remove([here])
+    await device.put(chunk(1, write=2))
+    assert device.places[key(chunk(1))] == here
+    device.lay(here, older)
+    assert await device.read(chunk(1, write=2)) == "refused"
+    await device.restart(kill=False)
+    assert await device.read(chunk(1, write=2)) == "refused"
 
 
 def test_a_copy_sealed_with_a_key_that_nobody_here_had_is_a_loss() -> None:
@@ -157,25 +138,21 @@ def names_beside(device: Device) -> list[str]:
 
 @pytest.mark.parametrize("kind", ENVELOPES)
 @pytest.mark.parametrize("kill", [True, False])
-def test_what_could_confirm_a_prompt_is_nowhere_on_the_device(kind: str, kill: bool) -> None:
+@scenario(lambda kind: Device(kind))
+async def test_what_could_confirm_a_prompt_is_nowhere_on_the_device(device: Device, kind: str, kill: bool) -> None:
     """Neither in slots nor in the snapshot that a clean stop leaves."""
-    device = Device(kind)
     what = chunk(1, token_digest=b"t" * 32, chain_digest=b"c" * 32, parent=b"p" * 32)
-
-    async def scenario() -> None:
-        await device.put(what)
-        await device.stop(kill=kill)
-        seen = everything(device)
-        secrets = [b"t" * 32, b"c" * 32, b"p" * 32, what.header.checksums[0].tobytes()]
-        secrets += [piece[at : at + 32].tobytes() for piece in what.pieces[1:] for at in (0, 128)]
-        assert [each in seen for each in secrets] == [kind != "aead"] * len(secrets)
-        assert key(what) in seen
-        device.tier = device.build()
-        await device.start()
-        device.places = {key(what): residency for residency in device.found().values()}
-        assert await device.read(what) == "right"
-
-    device.run(scenario)
+    await device.put(what)
+    await device.stop(kill=kill)
+    seen = everything(device)
+    secrets = [b"t" * 32, b"c" * 32, b"p" * 32, what.header.checksums[0].tobytes()]
+    secrets += [piece[at : at + 32].tobytes() for piece in what.pieces[1:] for at in (0, 128)]
+    assert [each in seen for each in secrets] == [kind != "aead"] * len(secrets)
+    assert key(what) in seen
+    device.tier = device.build()
+    await device.start()
+    device.places = {key(what): residency for residency in device.found().values()}
+    assert await device.read(what) == "right"
 
 
 @scenario(lambda: Device("mac"))
@@ -207,25 +184,21 @@ async def test_an_older_value_never_comes_back_sealed(service: ValueService, way
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_altered_chunk_is_a_miss_with_a_reason_and_is_stored_again(kind: str) -> None:
-    service = DeviceService(trust=trust(kind))
-
-    async def scenario() -> None:
-        await service.keep(*PATH)
-        service.forget_memory()
-        file, place = service.place(*PATH)
-        whole = bytearray(service.disk.read_file(file))
-        copy = np.frombuffer(whole, np.uint8)[place : place + service.layout.total_bytes]
-        copy[service.layout.header_bytes + 3] ^= 1
-        copy[:] = checked(copy)
-        service.disk.write_file(file, bytes(whole))
-        assert await service.fetch(*PATH) == (1, MissReason.CORRUPT)
-        assert service.counters()["quarantined_chunks"] == 1
-        await service.keep(*PATH)
-        service.forget_memory()
-        assert await service.fetch(*PATH) == (2, MissReason.NONE)
-
-    service.run(scenario)
+@scenario(lambda kind: DeviceService(trust=trust(kind)))
+async def test_an_altered_chunk_is_a_miss_with_a_reason_and_is_stored_again(service: DeviceService) -> None:
+    await service.keep(*PATH)
+    service.forget_memory()
+    file, place = service.place(*PATH)
+    whole = bytearray(service.disk.read_file(file))
+    copy = np.frombuffer(whole, np.uint8)[place : place + service.layout.total_bytes]
+    copy[service.layout.header_bytes + 3] ^= 1
+    copy[:] = checked(copy)
+    service.disk.write_file(file, bytes(whole))
+    assert await service.fetch(*PATH) == (1, MissReason.CORRUPT)
+    assert service.counters()["quarantined_chunks"] == 1
+    await service.keep(*PATH)
+    service.forget_memory()
+    assert await service.fetch(*PATH) == (2, MissReason.NONE)
 
 
 @scenario(lambda: Device("mac"))

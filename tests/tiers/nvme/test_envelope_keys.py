@@ -24,74 +24,62 @@ from tests.tiers.values import ValueService
 
 @pytest.mark.parametrize("kill", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_keys_change_and_no_chunk_is_lost(kind: str, kill: bool) -> None:
-    device = Device(kind, OLD)
-
-    async def scenario() -> None:
-        first = await device.put(chunk(1))
-        device.trust.ring.change((KEY, OLD))  # SIGHUP
-        second = await device.put(chunk(2))
-        assert [await device.read(each) for each in (first, second)] == ["right", "right"]
-        device.trust = trust(kind, KEY, OLD)
-        await device.found_again(kill=kill)
-        assert [await device.read(each) for each in (first, second)] == ["right", "right"]
-        old, new = (device.copy_of(device.places[key(each)])[304:320].tobytes() for each in (first, second))
-        assert (old, new) == (OLD.key_id, KEY.key_id)
-
-    device.run(scenario)
+@scenario(lambda kind: Device(kind, OLD))
+async def test_keys_change_and_no_chunk_is_lost(device: Device, kind: str, kill: bool) -> None:
+    first = await device.put(chunk(1))
+    device.trust.ring.change((KEY, OLD))  # SIGHUP
+    second = await device.put(chunk(2))
+    assert [await device.read(each) for each in (first, second)] == ["right", "right"]
+    device.trust = trust(kind, KEY, OLD)
+    await device.found_again(kill=kill)
+    assert [await device.read(each) for each in (first, second)] == ["right", "right"]
+    old, new = (device.copy_of(device.places[key(each)])[304:320].tobytes() for each in (first, second))
+    assert (old, new) == (OLD.key_id, KEY.key_id)
 
 
 @pytest.mark.parametrize("kill", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_its_key_a_chunk_is_a_miss_and_stays(
-    kind: str, kill: bool, caplog: pytest.LogCaptureFixture
-) -> None:  # fmt: skip
+@scenario(lambda kind: Device(kind))
+async def test_without_its_key_a_chunk_is_a_miss_and_stays(
+    device: Device, kind: str, kill: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its slot is nobody else's, and nothing of it changes, whatever is stored meanwhile; with the key it is back."""
-    device = Device(kind)
     first, others = chunk(1), [chunk(number) for number in range(10, 20)]
-
-    async def scenario() -> None:
-        here = device.places[key(await device.put(first))] & ~(0x3F << 56)
-        before = device.copy_of(here)
-        for now in (trust(kind, OLD), trust("none"), trust(kind, OLD)):
-            device.trust = Trust(now.kind, now.ring)
-            caplog.clear()
-            await device.found_again(kill=kill)
-            assert caplog.text.count("sealed with keys that are not") == 1
-            assert await device.read(first) == "absent"
-            for each in others:
-                await device.put(each)
-            assert (device.copy_of(here) == before).all()
-        device.trust = trust(kind, OLD, KEY)
+    here = device.places[key(await device.put(first))] & ~(0x3F << 56)
+    before = device.copy_of(here)
+    for now in (trust(kind, OLD), trust("none"), trust(kind, OLD)):
+        device.trust = Trust(now.kind, now.ring)
+        caplog.clear()
         await device.found_again(kill=kill)
-        assert [await device.read(each) for each in (first, *others)] == ["right"] * 11
-
-    device.run(scenario)
+        assert caplog.text.count("sealed with keys that are not") == 1
+        assert await device.read(first) == "absent"
+        for each in others:
+            await device.put(each)
+        assert (device.copy_of(here) == before).all()
+    device.trust = trust(kind, OLD, KEY)
+    await device.found_again(kill=kill)
+    assert [await device.read(each) for each in (first, *others)] == ["right"] * 11
 
 
 @pytest.mark.parametrize("kill", [True, False])
-def test_without_the_package_that_opens_it_a_chunk_is_a_miss_and_stays(
-    kill: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@scenario(lambda: Device("aead"))
+async def test_without_the_package_that_opens_it_a_chunk_is_a_miss_and_stays(
+    device: Device, kill: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = Device("aead")
     first, other = chunk(1), chunk(2)
-
-    async def scenario() -> None:
-        await device.put(first)
-        await device.stop(kill=kill)  # with the package, for a clean stop leaves a snapshot that is sealed, too
-        device.trust = trust("mac")
-        with monkeypatch.context() as without:
-            without.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
-            device.tier = device.build()
-            await device.start()
-            device.places = device.found()
-            assert "install kvstore[aead]" in caplog.text
-            assert await device.read(first) == "absent"
-            await device.put(other)
-        await device.found_again(kill=kill)
-        assert [await device.read(each) for each in (first, other)] == ["right"] * 2
-
-    device.run(scenario)
+    await device.put(first)
+    await device.stop(kill=kill)  # with the package, for a clean stop leaves a snapshot that is sealed, too
+    device.trust = trust("mac")
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
+        device.tier = device.build()
+        await device.start()
+        device.places = device.found()
+        assert "install kvstore[aead]" in caplog.text
+        assert await device.read(first) == "absent"
+        await device.put(other)
+    await device.found_again(kill=kill)
+    assert [await device.read(each) for each in (first, other)] == ["right"] * 2
 
 
 @pytest.mark.parametrize("kill", [True, False])

@@ -217,7 +217,7 @@ async def test_a_record_of_before_a_time_without_an_envelope_is_not_believed(dev
     assert await device.read(chunk(1)) == "right"
 
 
-@scenario(DeviceService)
+@scenario(lambda: DeviceService())
 async def test_a_directory_whose_format_is_damaged_has_the_id_that_the_record_says(service: DeviceService) -> None:
     await service.keep(*PATH)
     service.trust = trust("mac")
@@ -229,7 +229,7 @@ async def test_a_directory_whose_format_is_damaged_has_the_id_that_the_record_sa
         assert await service.fetch(*PATH) == (2, MissReason.NONE)
 
 
-@scenario(DeviceService)
+@scenario(lambda: DeviceService())
 async def test_an_id_of_another_length_is_a_damaged_one(service: DeviceService) -> None:
     """The record would be one that no later start can read."""
     await service.keep(*PATH)

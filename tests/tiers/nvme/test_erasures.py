@@ -51,13 +51,13 @@ async def newer(service: ValueService) -> None:
     service.balance()
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_of_a_value_that_lies_twice_nothing_is_left_once_it_is_replaced(service: ValueService) -> None:
     await twice(service)
     await newer(service)
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_a_second_copy_outlasts_the_first_and_is_erased_with_the_value(service: ValueService) -> None:
     """The value is in memory, and is written anew from there. Until then the device has the second copy alone."""
     await twice(service)
@@ -69,7 +69,7 @@ async def test_a_second_copy_outlasts_the_first_and_is_erased_with_the_value(ser
     assert not service.device.spares
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_a_write_that_ends_after_its_chunk_went_costs_no_newer_one(service: ValueService) -> None:
     """Memory's copy failed its check while the device took it. The newer value is not promised before that ended."""
     go_on = held_up(service, "_fill", after=True)
@@ -85,7 +85,7 @@ async def test_a_write_that_ends_after_its_chunk_went_costs_no_newer_one(service
     await asyncio.gather(older, replacing)
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_a_write_that_ends_after_its_chunk_went_does_not_come_back(service: ValueService) -> None:
     """From then on the device takes nothing: the newer value is in memory only."""
     go_on = held_up(service, "_fill", after=True)
@@ -103,7 +103,7 @@ async def test_a_write_that_ends_after_its_chunk_went_does_not_come_back(service
     service.balance()
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_a_file_that_could_not_be_removed_brings_nothing_back(service: ValueService) -> None:
     """It was to make room, and held a value that the device had refused to erase."""
     assert await service.put(OLD) is Durability.LOCAL
@@ -151,7 +151,7 @@ def test_where_nothing_is_believed_nothing_new_is_written(monkeypatch: pytest.Mo
     service.run(scenario)
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_an_older_write_is_no_second_copy_of_a_newer_one(service: ValueService) -> None:
     """As a release without ``newest`` could leave them: the older one in a file that was away when the newer one was
     put. It does not come in where the newer one fails its check."""

@@ -53,7 +53,8 @@ async def test_a_chunk_of_more_tokens_than_there_can_be(service: DeviceService, 
 
 
 @pytest.mark.parametrize("wrong", [{"unread": [[INFINITE, 0]]}, {"regions": [INFINITE]}], ids=["unread", "regions"])
-def test_a_snapshot_of_no_end_costs_a_scan(service: DeviceService, wrong: dict[str, object]) -> None:
+@scenario()
+async def test_a_snapshot_of_no_end_costs_a_scan(service: DeviceService, wrong: dict[str, object]) -> None:
     """JSON as it is read here has numbers that are none."""
 
     def write() -> None:
@@ -61,10 +62,7 @@ def test_a_snapshot_of_no_end_costs_a_scan(service: DeviceService, wrong: dict[s
         part = {"clean": said["clean"], "regions": [0], "unread": []} | wrong
         service.disk.write_file(HOME / "format", json.dumps({**said, "clean": "", "part": part}).encode())
 
-    async def scenario() -> None:
-        await stored(service)
-        await service.restart(meanwhile=write)
-        assert await served(service) == {}
-        await storable(service)
-
-    service.run(scenario)
+    await stored(service)
+    await service.restart(meanwhile=write)
+    assert await served(service) == {}
+    await storable(service)

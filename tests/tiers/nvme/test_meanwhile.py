@@ -94,7 +94,7 @@ async def test_a_move_whose_model_is_forgotten_while_it_waits_harms_no_other(
     await service.keep(100)
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_a_value_that_was_being_read_does_not_come_in_over_a_newer_one(service: ValueService) -> None:
     """A check found the copy bad while it was on its way to memory; the key was stored anew before it arrived."""
     await service.put(OLD)

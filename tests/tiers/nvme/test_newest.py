@@ -157,7 +157,7 @@ def test_a_value_says_where_it_was_written(seat: int) -> None:
         service.run(scenario)
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_once_everything_was_seen_nothing_is_remembered(service: ValueService) -> None:
     """And slots that could not be erased are used again."""
     await the_file_does_not_open(service, 1)
@@ -172,7 +172,7 @@ async def test_once_everything_was_seen_nothing_is_remembered(service: ValueServ
     service.balance()
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_a_key_that_is_remembered_for_too_long_takes_newer_values(service: ValueService) -> None:
     """Everything was seen, and the file could not be removed."""
     await the_file_does_not_open(service, 1)
@@ -184,7 +184,7 @@ async def test_a_key_that_is_remembered_for_too_long_takes_newer_values(service:
     assert await service.get() == 3
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_what_was_refused_is_erased_as_soon_as_the_device_takes_it(service: ValueService) -> None:
     await an_erasure_is_refused(service, None)
     assert await service.put(NEW) is Durability.MEMORY
@@ -197,7 +197,7 @@ async def test_what_was_refused_is_erased_as_soon_as_the_device_takes_it(service
     service.balance()
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_a_value_that_cannot_be_told_from_an_older_one_is_refused(service: ValueService) -> None:
     """The device can neither erase nor write anything down: the caller hears of it, and finds no value afterwards."""
     assert await service.put(OLD) is Durability.LOCAL
@@ -248,7 +248,7 @@ def test_more_keys_than_are_remembered(monkeypatch: pytest.MonkeyPatch, is_damag
     service.run(scenario)
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_of_two_writes_of_one_key_that_nobody_can_order_neither_is_served(service: ValueService) -> None:
     """As a release without ``newest`` could leave them."""
     assert await service.put(OLD) is Durability.LOCAL
@@ -274,7 +274,7 @@ async def test_of_two_writes_of_one_key_that_nobody_can_order_neither_is_served(
 
 
 @pytest.mark.parametrize("kill", [True, False], ids=["kill", "clean stop"])
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_a_release_that_does_not_know_which_is_the_newest_does_not_open_the_directory(
     service: ValueService, monkeypatch: pytest.MonkeyPatch, kill: bool
 ) -> None:
@@ -295,7 +295,7 @@ async def test_a_release_that_does_not_know_which_is_the_newest_does_not_open_th
         assert await service.get() == NEW
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_no_newer_value_is_promised_where_the_format_cannot_say_so(service: ValueService) -> None:
     await the_file_does_not_open(service, 1)
     service.disk.fail("rename", errno.EIO, path_contains="format")
@@ -308,7 +308,7 @@ async def test_no_newer_value_is_promised_where_the_format_cannot_say_so(service
 
 
 @pytest.mark.parametrize("kill", [True, False], ids=["kill", "clean stop"])
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_a_file_that_is_given_up_and_stays(service: ValueService, kill: bool) -> None:
     """An older value lies in it that could not be erased, and nobody takes the file away."""
     await an_erasure_is_refused(service, 1)

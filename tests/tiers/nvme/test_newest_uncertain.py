@@ -30,7 +30,7 @@ async def refused_and_there(service: ValueService) -> None:
 
 @pytest.mark.parametrize("is_power_cut", [False, True], ids=["kill", "power cut"])
 @pytest.mark.parametrize("waits", [False, True], ids=["at once", "after the erasure"])
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_a_value_behind_a_record_that_was_refused_stays(
     service: ValueService, waits: bool, is_power_cut: bool
 ) -> None:
@@ -44,7 +44,7 @@ async def test_a_value_behind_a_record_that_was_refused_stays(
     service.balance()
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_a_record_that_was_refused_is_written_again_though_it_says_the_same(service: ValueService) -> None:
     """Nobody knows whether it is there."""
     await refused_and_there(service)

@@ -66,21 +66,18 @@ def test_a_region_of_a_future_format_is_left_alone(service: DeviceService) -> No
     service.run(scenario)
 
 
-def test_strangers_in_the_directory_are_left_alone(service: DeviceService) -> None:
+@scenario()
+async def test_strangers_in_the_directory_are_left_alone(service: DeviceService) -> None:
     """Also those that look like ours, and are not cut as ours could be."""
     names = ["notes.txt", "region-1-1.kvs", "region-00077-00000.kvs", "region-00078-5000.kvs", "index.new"]
-
-    async def scenario() -> None:
-        for name in names:
-            service.disk.write_file(HOME / name, b"not a region" * 1000)
-        await service.restart(kill=True)
-        await stored(service)
-        await service.restart()
-        assert await served(service) == {}
-        for name in names[:-1]:
-            assert service.disk.read_file(HOME / name) == b"not a region" * 1000
-
-    service.run(scenario)
+    for name in names:
+        service.disk.write_file(HOME / name, b"not a region" * 1000)
+    await service.restart(kill=True)
+    await stored(service)
+    await service.restart()
+    assert await served(service) == {}
+    for name in names[:-1]:
+        assert service.disk.read_file(HOME / name) == b"not a region" * 1000
 
 
 def test_one_directory_one_service() -> None:

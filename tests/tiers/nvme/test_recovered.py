@@ -30,26 +30,22 @@ def tear(service: DeviceService, place: tuple[Path, int]) -> None:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda each: each.name)
-def test_a_torn_chunk_is_stored_again_and_not_promised_before(encoding: Encoding) -> None:
-    service = DeviceService(encoding=encoding)
-
-    async def scenario() -> None:
-        await service.keep(1, 2)
-        place = service.place(1, 2)
-        await service.restart(kill=True, meanwhile=lambda: tear(service, place))
-        assert (await service.settled(1, 2)).durability is Durability.MEMORY
-        done = await service.store(service.session, 1, 2)
-        assert list(done.states) == [StoreState.PRESENT, StoreState.COMMITTED]
-        assert (await service.settled(1, 2)).durability is Durability.LOCAL
-        assert service.counters()["nvme_proven_chunks"] == 2
-        await service.restart(kill=True)
-        assert await service.fetch(1, 2) == (2, MissReason.NONE)
-        service.balance()
-
-    service.run(scenario)
+@scenario(lambda encoding: DeviceService(encoding=encoding))
+async def test_a_torn_chunk_is_stored_again_and_not_promised_before(service: DeviceService) -> None:
+    await service.keep(1, 2)
+    place = service.place(1, 2)
+    await service.restart(kill=True, meanwhile=lambda: tear(service, place))
+    assert (await service.settled(1, 2)).durability is Durability.MEMORY
+    done = await service.store(service.session, 1, 2)
+    assert list(done.states) == [StoreState.PRESENT, StoreState.COMMITTED]
+    assert (await service.settled(1, 2)).durability is Durability.LOCAL
+    assert service.counters()["nvme_proven_chunks"] == 2
+    await service.restart(kill=True)
+    assert await service.fetch(1, 2) == (2, MissReason.NONE)
+    service.balance()
 
 
-@scenario(DeviceService)
+@scenario(lambda: DeviceService())
 async def test_a_whole_chunk_is_promised_once_it_is_stored_again(service: DeviceService) -> None:
     await service.keep(1, 2)
     await service.restart(kill=True)
@@ -62,7 +58,7 @@ async def test_a_whole_chunk_is_promised_once_it_is_stored_again(service: Device
     assert service.counters()["nvme_proven_chunks"] == 2, "once is enough"
 
 
-@scenario(DeviceService)
+@scenario(lambda: DeviceService())
 async def test_what_a_failed_sync_left_is_synced_before_it_is_promised(service: DeviceService) -> None:
     """The first process could not sync it and was killed; a power cut comes in the life after next."""
     await service.keep(9)
@@ -79,22 +75,18 @@ async def test_what_a_failed_sync_left_is_synced_before_it_is_promised(service: 
     assert await service.fetch(1, 2) == (2, MissReason.NONE)
 
 
-def test_more_than_memory_holds_is_read_after_a_crash() -> None:
+@scenario(lambda: DeviceService(arena_chunks=4))
+async def test_more_than_memory_holds_is_read_after_a_crash(service: DeviceService) -> None:
     """What was read back and not promised yet makes way like everything else."""
-    service = DeviceService(arena_chunks=4)
     paths = [(first, second, third) for first in (1, 2) for second in (3, 4) for third in (5, 6)]
-
-    async def scenario() -> None:
-        for path in paths:
-            await service.keep(*path)
-        await service.restart(kill=True)
-        for path in paths * 2:
-            assert await service.fetch(*path) == (3, MissReason.NONE)
-
-    service.run(scenario)
+    for path in paths:
+        await service.keep(*path)
+    await service.restart(kill=True)
+    for path in paths * 2:
+        assert await service.fetch(*path) == (3, MissReason.NONE)
 
 
-@scenario(DeviceService)
+@scenario(lambda: DeviceService())
 async def test_doubt_outlives_a_clean_stop(service: DeviceService) -> None:
     await service.keep(1)
     await service.keep(2)
@@ -106,21 +98,17 @@ async def test_doubt_outlives_a_clean_stop(service: DeviceService) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_clean_stop_outlives_a_power_cut(seed: int) -> None:
+@scenario(lambda seed: DeviceService(disk=SimulatedDisk(seed)))
+async def test_a_clean_stop_outlives_a_power_cut(service: DeviceService) -> None:
     """What it wrote last is synced: nothing is to be proven again."""
-    service = DeviceService(disk=SimulatedDisk(seed))
-
-    async def scenario() -> None:
-        await service.keep(1, 2)
-        await service.stop()
-        service.disk.crash()
-        await service.start()
-        assert (await service.settled(1, 2)).durability is Durability.LOCAL
-
-    service.run(scenario)
+    await service.keep(1, 2)
+    await service.stop()
+    service.disk.crash()
+    await service.start()
+    assert (await service.settled(1, 2)).durability is Durability.LOCAL
 
 
-@scenario(DeviceService)
+@scenario(lambda: DeviceService())
 async def test_a_good_copy_beside_a_torn_one_outlives_a_clean_stop(service: DeviceService) -> None:
     await service.keep(1)
     path, offset = service.place(1)
@@ -143,7 +131,7 @@ async def test_a_good_copy_beside_a_torn_one_outlives_a_clean_stop(service: Devi
     service.balance()
 
 
-@scenario(DeviceService)
+@scenario(lambda: DeviceService())
 async def test_a_device_that_does_not_answer_holds_no_store_up(
     service: DeviceService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +151,7 @@ async def test_a_device_that_does_not_answer_holds_no_store_up(
     assert (await service.settled(1)).durability is Durability.MEMORY
 
 
-@scenario(DeviceService)
+@scenario(lambda: DeviceService())
 async def test_a_store_that_waits_hears_of_a_proof_that_a_slow_device_gives_late(
     service: DeviceService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,47 +183,41 @@ class TwoTiers(DeviceService):
         await self.controller.attach(FilesTier(files, InlineWorkers()))
 
 
-def test_a_device_that_proves_nothing_delays_no_promise_of_another_tier(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@scenario(lambda tmp_path: TwoTiers(tmp_path))
+async def test_a_device_that_proves_nothing_delays_no_promise_of_another_tier(
+    service: TwoTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = TwoTiers(tmp_path)
+    await service.keep(1)
+    await service.clock.sleep(5.0)  # the files have it, too
+    await service.restart(kill=True)
 
-    async def scenario() -> None:
-        await service.keep(1)
-        await service.clock.sleep(5.0)  # the files have it, too
-        await service.restart(kill=True)
+    async def stalled(*_: Any) -> Any:
+        await service.clock.sleep(1000.0)
 
-        async def stalled(*_: Any) -> Any:
-            await service.clock.sleep(1000.0)
-
-        monkeypatch.setattr(service.nvme, "open", stalled)
-        assert set((await service.store(service.session, 1)).states) == {StoreState.PRESENT}
-        before_s = service.clock.monotonic()
-        assert (await service.settled(1)).durability is Durability.LOCAL
-        assert service.clock.monotonic() - before_s < 1.0
-
-    service.run(scenario)
+    monkeypatch.setattr(service.nvme, "open", stalled)
+    assert set((await service.store(service.session, 1)).states) == {StoreState.PRESENT}
+    before_s = service.clock.monotonic()
+    assert (await service.settled(1)).durability is Durability.LOCAL
+    assert service.clock.monotonic() - before_s < 1.0
 
 
-def test_a_slower_tier_takes_no_chunk_of_a_model_that_nobody_registered_yet(tmp_path: Path) -> None:
+@scenario(lambda tmp_path: TwoTiers(tmp_path / "files"))
+async def test_a_slower_tier_takes_no_chunk_of_a_model_that_nobody_registered_yet(
+    service: TwoTiers, tmp_path: Path
+) -> None:
     """Its layout is not known, so that it cannot be read."""
-    service = TwoTiers(tmp_path / "files")
-
-    async def scenario() -> None:
-        await service.of(small_spec(model_id="other")).keep(1)
-        await service.clock.sleep(5.0)  # both tiers have it
-        await service.restart(meanwhile=lambda: shutil.rmtree(tmp_path / "files"))
-        files = service.controller.parts.movement.writes[1]
-        files.drain()
-        files.resume()
-        await service.clock.sleep(5.0)
-        assert (files.reason, service.counters()["files_refused_chunks"]) == ("", 0)
-        assert await service.of(small_spec(model_id="other")).fetch(1) == (1, MissReason.NONE)
-
-    service.run(scenario)
+    await service.of(small_spec(model_id="other")).keep(1)
+    await service.clock.sleep(5.0)  # both tiers have it
+    await service.restart(meanwhile=lambda: shutil.rmtree(tmp_path / "files"))
+    files = service.controller.parts.movement.writes[1]
+    files.drain()
+    files.resume()
+    await service.clock.sleep(5.0)
+    assert (files.reason, service.counters()["files_refused_chunks"]) == ("", 0)
+    assert await service.of(small_spec(model_id="other")).fetch(1) == (1, MissReason.NONE)
 
 
-@scenario(DeviceService)
+@scenario(lambda: DeviceService())
 async def test_a_session_that_ends_while_its_store_is_claimed_leaves_nothing(
     service: DeviceService, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,9 +58,10 @@ def of_an_unknown_namespace(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("change", [of_an_unknown_provenance, of_an_unknown_namespace])
-def test_a_snapshot_that_names_what_is_not_known_costs_a_scan(
+@scenario()
+async def test_a_snapshot_that_names_what_is_not_known_costs_a_scan(
     service: DeviceService, change: Callable[[bytes], bytes]
-) -> None:  # fmt: skip
+) -> None:
     """Its checksum is right: another release wrote it."""
 
     def written(data: bytes) -> bytes:
@@ -68,13 +69,10 @@ def test_a_snapshot_that_names_what_is_not_known_costs_a_scan(
         service.disk.write_file(HOME / "index", index)
         return json.dumps({**json.loads(data), "clean": xxhash.xxh3_128_hexdigest(index)}).encode()
 
-    async def scenario() -> None:
-        await stored(service)
-        await service.restart(meanwhile=rewrite(service, "format", written))
-        assert await served(service) == {}
-        service.balance()
-
-    service.run(scenario)
+    await stored(service)
+    await service.restart(meanwhile=rewrite(service, "format", written))
+    assert await served(service) == {}
+    service.balance()
 
 
 @pytest.mark.parametrize("name", ["index", "format"])
@@ -87,21 +85,18 @@ async def test_a_deleted_snapshot_costs_a_scan(service: DeviceService, name: str
 
 
 @pytest.mark.parametrize("kill", [False, True])
-def test_a_snapshot_of_another_time_is_not_believed(service: DeviceService, kill: bool) -> None:
+@scenario()
+async def test_a_snapshot_of_another_time_is_not_believed(service: DeviceService, kill: bool) -> None:
     """An older copy of the index is put back, after a clean stop or a kill: chunks stored since are there."""
     old: list[bytes] = []
-
-    async def scenario() -> None:
-        for path in PATHS[:4]:
-            await service.keep(*path)
-        await service.restart(meanwhile=lambda: old.append(service.disk.read_file(HOME / "index")))
-        for path in PATHS[4:]:
-            await service.keep(*path)
-        await service.restart(kill=kill, meanwhile=lambda: service.disk.write_file(HOME / "index", old[0]))
-        assert await served(service) == {}
-        service.balance()
-
-    service.run(scenario)
+    for path in PATHS[:4]:
+        await service.keep(*path)
+    await service.restart(meanwhile=lambda: old.append(service.disk.read_file(HOME / "index")))
+    for path in PATHS[4:]:
+        await service.keep(*path)
+    await service.restart(kill=kill, meanwhile=lambda: service.disk.write_file(HOME / "index", old[0]))
+    assert await served(service) == {}
+    service.balance()
 
 
 @scenario()

@@ -58,7 +58,7 @@ async def clear(service: ValueService, tier: str) -> Fate:
     return fate
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_a_crash_before_the_first_copy_is_written_anew_finds_the_second(service: ValueService) -> None:
     await only_a_spare(service)
     await service.nvme.tidy()  # what is to be erased is
@@ -67,7 +67,7 @@ async def test_a_crash_before_the_first_copy_is_written_anew_finds_the_second(se
     service.balance()
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_memory_gives_way_to_a_second_copy(service: ValueService) -> None:
     """The chunk leaves memory before it was written anew."""
     go_on = await only_a_spare(service)
@@ -81,7 +81,7 @@ async def test_memory_gives_way_to_a_second_copy(service: ValueService) -> None:
     service.balance()
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_who_clears_memory_leaves_the_second_copy(service: ValueService) -> None:
     await only_a_spare(service)
     assert await clear(service, "dram") is Fate.COPY_REMOVED
@@ -90,7 +90,7 @@ async def test_who_clears_memory_leaves_the_second_copy(service: ValueService) -
     service.balance()
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_who_clears_the_device_clears_the_second_copy(service: ValueService) -> None:
     await only_a_spare(service)
     assert await clear(service, "nvme") is Fate.COPY_REMOVED
@@ -102,13 +102,13 @@ async def test_who_clears_the_device_clears_the_second_copy(service: ValueServic
     service.balance()
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_who_names_the_device_means_the_second_copy(service: ValueService) -> None:
     await only_a_spare(service)
     assert service.row() in await selected(service, "nvme")
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_who_moves_a_chunk_off_the_node_leaves_no_second_copy(service: ValueService) -> None:
     await only_a_spare(service)
     row = service.row()
@@ -120,7 +120,7 @@ async def test_who_moves_a_chunk_off_the_node_leaves_no_second_copy(service: Val
     service.balance()
 
 
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_memory_that_gives_way_to_a_second_copy_demotes_the_chunk(service: ValueService) -> None:
     await only_a_spare(service)
     row = service.row()
@@ -154,7 +154,7 @@ async def test_a_file_with_a_second_copy_gives_way_to_another_models_chunks(serv
 
 
 @pytest.mark.parametrize("is_spare", [True, False])
-@scenario(ValueService)
+@scenario(lambda: ValueService())
 async def test_what_stays_of_a_chunk_when_a_file_gives_way_outlives_a_power_cut(
     service: ValueService, is_spare: bool
 ) -> None:

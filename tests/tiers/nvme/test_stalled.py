@@ -14,7 +14,7 @@ from tests.tiers.service import DeviceService
 STALLED_S = 30.0
 
 
-@scenario(DeviceService)
+@scenario(lambda: DeviceService())
 async def test_lookups_memory_hits_and_stores_end_before_a_stalled_read_does(
     service: DeviceService, monkeypatch: pytest.MonkeyPatch
 ) -> None:

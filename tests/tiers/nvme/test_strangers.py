@@ -42,7 +42,7 @@ def test_another_tenants_directory_is_refused_and_untouched(first: str, second: 
 
 
 @pytest.mark.parametrize("start", ["snapshot", "scan"])
-@scenario(DeviceService)
+@scenario(lambda: DeviceService())
 async def test_a_region_file_of_another_tenant_serves_nobody(
     service: DeviceService, start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,7 +57,7 @@ async def test_a_region_file_of_another_tenant_serves_nobody(
     assert await service.fetch(*PATH) == (2, MissReason.NONE)
 
 
-@scenario(DeviceService)
+@scenario(lambda: DeviceService())
 async def test_an_earlier_write_of_the_chunk_in_the_slot_is_not_the_chunk(service: DeviceService) -> None:
     """A device that lost a write shows what was there before: whole, and of the same name."""
     await service.keep(*PATH)
@@ -85,9 +85,9 @@ async def test_an_earlier_write_of_the_chunk_in_the_slot_is_not_the_chunk(servic
 
 
 @pytest.mark.parametrize("what", ["one slot twice", "a slot beyond its file"])
-def test_a_snapshot_that_does_not_fit_the_files_is_not_believed(what: str) -> None:
+@scenario(lambda: DeviceService())
+async def test_a_snapshot_that_does_not_fit_the_files_is_not_believed(service: DeviceService, what: str) -> None:
     """Whole, sealed, and of other files: the slots say what is there."""
-    service = DeviceService()
     paths = [(number, 50 + number) for number in range(4)]
 
     def confuse() -> None:
@@ -104,14 +104,11 @@ def test_a_snapshot_that_does_not_fit_the_files_is_not_believed(what: str) -> No
         directory.end(Snapshot(columns))
         directory.close()
 
-    async def scenario() -> None:
-        for path in paths:
-            await service.keep(*path)
-        await service.restart(meanwhile=confuse)
-        assert [await service.fetch(*path) for path in paths] == [(2, MissReason.NONE)] * len(paths)
-        service.balance()
-
-    service.run(scenario)
+    for path in paths:
+        await service.keep(*path)
+    await service.restart(meanwhile=confuse)
+    assert [await service.fetch(*path) for path in paths] == [(2, MissReason.NONE)] * len(paths)
+    service.balance()
 
 
 def lengthen(service: DeviceService) -> None:
@@ -147,7 +144,7 @@ def test_a_chunk_of_a_length_that_its_model_does_not_have_is_in_nobodys_way(monk
     service.run(scenario)
 
 
-@scenario(DeviceService)
+@scenario(lambda: DeviceService())
 async def test_a_chunk_that_is_stored_anew_does_not_rest_on_a_hidden_copy(service: DeviceService) -> None:
     """The copy of another length, which nobody can ask for, is no copy of what was stored."""
     await service.keep(*PATH)

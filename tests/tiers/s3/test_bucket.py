@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -24,6 +24,7 @@ from kvstore.tiers.s3.bucket import AGAIN_S, SEEN_S, SOON_S
 from tests.contracts.chunks import chunk
 from tests.contracts.shared.s3_stand import LANES, S3Stand
 from tests.contracts.shared.stands import found, write
+from tests.scenario import scenario
 
 NUMBERS = itertools.count(1)
 ANSWER_S = 20.0
@@ -49,6 +50,9 @@ class World:
         self.bucket = f"kvstore-missing-{os.getpid()}-{next(NUMBERS)}"
         lanes = Lanes(*(WorkerThreads(count, f"s3-{name}") for name, count in LANES))
         self.tier = S3Tier(replace(stand.settings, bucket=self.bucket), lanes, self.clock)
+
+    def run(self, scenario: Callable[[], Awaitable[None]]) -> None:
+        self.stand.run(scenario)
 
     async def probe(self) -> bool:
         """Return True when a chunk is said to be there. Raises Unavailable."""
@@ -84,139 +88,122 @@ def world(stand: S3Stand) -> World:
     return World(stand)
 
 
-def test_a_reader_finds_out_and_finds_it_again_without_a_request_per_miss(world: World) -> None:
-    async def scenario() -> None:
+@scenario()
+async def test_a_reader_finds_out_and_finds_it_again_without_a_request_per_miss(world: World) -> None:
+    for _ in range(5):
+        with pytest.raises(Unavailable, match=r"tiers\.s3\.bucket"):
+            await world.probe()
+    assert world.asked() == ["HEAD", "GET"], "one miss asks, the others are told"
+    assert world.state == ("failing", True)
+    with world.made():
+        world.clock.now_s += AGAIN_S
+        assert await world.probe() is False
+        assert world.state == ("up", False)
+        world.asked()
         for _ in range(5):
-            with pytest.raises(Unavailable, match=r"tiers\.s3\.bucket"):
-                await world.probe()
-        assert world.asked() == ["HEAD", "GET"], "one miss asks, the others are told"
-        assert world.state == ("failing", True)
-        with world.made():
-            world.clock.now_s += AGAIN_S
             assert await world.probe() is False
-            assert world.state == ("up", False)
-            world.asked()
-            for _ in range(5):
-                assert await world.probe() is False
-            assert world.asked() == ["HEAD"] * 5
-            world.clock.now_s += SEEN_S
-            assert await world.probe() is False
-            assert world.asked() == ["HEAD", "GET"]
+        assert world.asked() == ["HEAD"] * 5
         world.clock.now_s += SEEN_S
-        with pytest.raises(Unavailable):
-            await world.probe()
-        assert world.state == ("failing", True), "it was removed meanwhile"
-        await world.tier.close()
-
-    world.stand.run(scenario)
-
-
-def test_a_node_without_requests_finds_it_again(world: World) -> None:
-    async def scenario() -> None:
-        catalog, counters = Catalog(1, SystemMemory(), 1), Counters()
-        use = SharedUse(tier=world.tier, lookup_s_max=ANSWER_S, write=WritePolicy.NEVER)
-        shared = SharedCopies(use, catalog, SystemClock(), counters, 0)
-        counters.add_tier(shared.tier.name, is_shared=True)
-        canaries = Canaries(catalog.table, [shared], SystemClock(), SystemRandom(), counters, PolicySettings())
-        await canaries.ask_if_failing(shared)
-        assert world.asked() == [], "nothing is asked of one that is well"
-        with pytest.raises(Unavailable):
-            await world.probe()
-        with world.made():
-            for _ in range(500):
-                world.clock.now_s += AGAIN_S
-                await canaries.ask_if_failing(shared)
-                if shared.statistics().state == "up":
-                    break
-                await asyncio.sleep(ANSWER_S / 500)
-            assert shared.statistics().state == "up"
-        await shared.close()
-
-    world.stand.run(scenario)
+        assert await world.probe() is False
+        assert world.asked() == ["HEAD", "GET"]
+    world.clock.now_s += SEEN_S
+    with pytest.raises(Unavailable):
+        await world.probe()
+    assert world.state == ("failing", True), "it was removed meanwhile"
+    await world.tier.close()
 
 
-def test_a_caller_without_time_for_the_question_has_it_asked_beside(world: World) -> None:
-    async def scenario() -> None:
-        with pytest.raises(DeadlineExceeded):
-            await world.tier.probe([KEY], 1e-4)
+@scenario()
+async def test_a_node_without_requests_finds_it_again(world: World) -> None:
+    catalog, counters = Catalog(1, SystemMemory(), 1), Counters()
+    use = SharedUse(tier=world.tier, lookup_s_max=ANSWER_S, write=WritePolicy.NEVER)
+    shared = SharedCopies(use, catalog, SystemClock(), counters, 0)
+    counters.add_tier(shared.tier.name, is_shared=True)
+    canaries = Canaries(catalog.table, [shared], SystemClock(), SystemRandom(), counters, PolicySettings())
+    await canaries.ask_if_failing(shared)
+    assert world.asked() == [], "nothing is asked of one that is well"
+    with pytest.raises(Unavailable):
+        await world.probe()
+    with world.made():
         for _ in range(500):
-            if world.state == ("failing", True):
+            world.clock.now_s += AGAIN_S
+            await canaries.ask_if_failing(shared)
+            if shared.statistics().state == "up":
                 break
             await asyncio.sleep(ANSWER_S / 500)
-        assert world.state == ("failing", True)
-        await world.tier.close()
-
-    world.stand.run(scenario)
+        assert shared.statistics().state == "up"
+    await shared.close()
 
 
-def test_a_hit_needs_no_question_for_the_bucket(world: World) -> None:
-    async def scenario() -> None:
-        with world.made():
-            await write(world.tier, chunk(1))
-            world.clock.now_s += SEEN_S
-            world.asked()
-            assert await world.probe() is True
-            assert world.asked() == ["HEAD"]
-        await world.tier.close()
+@scenario()
+async def test_a_caller_without_time_for_the_question_has_it_asked_beside(world: World) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await world.tier.probe([KEY], 1e-4)
+    for _ in range(500):
+        if world.state == ("failing", True):
+            break
+        await asyncio.sleep(ANSWER_S / 500)
+    assert world.state == ("failing", True)
+    await world.tier.close()
 
-    world.stand.run(scenario)
+
+@scenario()
+async def test_a_hit_needs_no_question_for_the_bucket(world: World) -> None:
+    with world.made():
+        await write(world.tier, chunk(1))
+        world.clock.now_s += SEEN_S
+        world.asked()
+        assert await world.probe() is True
+        assert world.asked() == ["HEAD"]
+    await world.tier.close()
 
 
-def test_reads_and_writes_tell_it_too(world: World) -> None:
-    async def scenario() -> None:
-        with pytest.raises(Unavailable, match=r"tiers\.s3\.bucket"):
-            await world.tier.open(chunk(1).name)
-        assert world.state == ("failing", True)
-        with world.made():
-            await write(world.tier, chunk(1))
-            assert world.state == ("up", False)
-            assert await found(world.tier, chunk(1))
-        await world.tier.close()
-
-    world.stand.run(scenario)
+@scenario()
+async def test_reads_and_writes_tell_it_too(world: World) -> None:
+    with pytest.raises(Unavailable, match=r"tiers\.s3\.bucket"):
+        await world.tier.open(chunk(1).name)
+    assert world.state == ("failing", True)
+    with world.made():
+        await write(world.tier, chunk(1))
+        assert world.state == ("up", False)
+        assert await found(world.tier, chunk(1))
+    await world.tier.close()
 
 
 @pytest.mark.parametrize("code", ["AccessDenied", "NoSuchKey"])
-def test_what_does_not_speak_against_the_bucket_is_a_miss(world: World, code: str) -> None:
+@scenario()
+async def test_what_does_not_speak_against_the_bucket_is_a_miss(world: World, code: str) -> None:
     """Without the right to list, nothing is told of a bucket: it may be there."""
+    world.stand.switches.refusals = [(404, "NoSuchKey"), (403 if code == "AccessDenied" else 404, code)]
+    assert await world.probe() is False
+    assert world.state == ("up", False)
+    world.clock.now_s += AGAIN_S
+    assert await world.probe() is False
+    assert world.asked() == ["HEAD", "GET", "HEAD"]
+    await world.tier.close()
 
-    async def scenario() -> None:
-        world.stand.switches.refusals = [(404, "NoSuchKey"), (403 if code == "AccessDenied" else 404, code)]
+
+@scenario()
+async def test_an_endpoint_that_is_overloaded_has_told_nothing(world: World) -> None:
+    for pause_s in (SOON_S, 2 * SOON_S, 4 * SOON_S):
+        world.stand.switches.refusals = [(404, "NoSuchKey"), (503, "SlowDown"), (503, "SlowDown")]
         assert await world.probe() is False
+        world.clock.now_s += pause_s - 0.1
+        assert await world.probe() is False, "it is not asked again at once"
+        assert world.asked() == ["HEAD", "GET", "GET", "HEAD"]
         assert world.state == ("up", False)
-        world.clock.now_s += AGAIN_S
-        assert await world.probe() is False
-        assert world.asked() == ["HEAD", "GET", "HEAD"]
-        await world.tier.close()
-
-    world.stand.run(scenario)
+        world.clock.now_s += 0.1
+    with pytest.raises(Unavailable):
+        await world.probe()
+    await world.tier.close()
 
 
-def test_an_endpoint_that_is_overloaded_has_told_nothing(world: World) -> None:
-    async def scenario() -> None:
-        for pause_s in (SOON_S, 2 * SOON_S, 4 * SOON_S):
-            world.stand.switches.refusals = [(404, "NoSuchKey"), (503, "SlowDown"), (503, "SlowDown")]
-            assert await world.probe() is False
-            world.clock.now_s += pause_s - 0.1
-            assert await world.probe() is False, "it is not asked again at once"
-            assert world.asked() == ["HEAD", "GET", "GET", "HEAD"]
-            assert world.state == ("up", False)
-            world.clock.now_s += 0.1
-        with pytest.raises(Unavailable):
-            await world.probe()
-        await world.tier.close()
-
-    world.stand.run(scenario)
-
-
-def test_another_outage_says_nothing_of_the_bucket(world: World) -> None:
-    async def scenario() -> None:
-        for call in (world.probe, lambda: world.tier.open(chunk(1).name)):
-            world.stand.switches.refusals = [(500, "Odd")] * 8
-            with pytest.raises(Unavailable, match=r"500|Odd"):
-                await call()
-            assert world.state == ("up", False)
-        world.stand.switches.refusals = []
-        await world.tier.close()
-
-    world.stand.run(scenario)
+@scenario()
+async def test_another_outage_says_nothing_of_the_bucket(world: World) -> None:
+    for call in (world.probe, lambda: world.tier.open(chunk(1).name)):
+        world.stand.switches.refusals = [(500, "Odd")] * 8
+        with pytest.raises(Unavailable, match=r"500|Odd"):
+            await call()
+        assert world.state == ("up", False)
+    world.stand.switches.refusals = []
+    await world.tier.close()

@@ -194,26 +194,23 @@ async def test_misses_earn_retries_as_hits_do(stand: S3Stand) -> None:
     assert await stand.tier.open(chunk(1).name) is None, "it was tried again"
 
 
-def test_a_question_that_is_refused_fails_no_lookup(stand: S3Stand) -> None:
+@scenario()
+async def test_a_question_that_is_refused_fails_no_lookup(stand: S3Stand) -> None:
     """A lookup of a long chain is a dozen: of a store that refuses one in twenty most lookups would fail, and after
     three of them the tier would be left alone. One that refuses all hears hardly more."""
     keys = [chunk(number).header.storage_key for number in range(20)]
-
-    async def scenario() -> None:
-        for number in range(12):
-            await write(stand.tier, chunk(number))
-        for number in range(3):
-            stand.switches.refusals = [(503, "SlowDown")]
-            answers = await stand.tier.probe(keys, TIMEOUT_S, [len(keys)])
-            assert list(answers) == [True] * 12 + [False] * 8, number
-        stand.switches.asked.clear()
-        stand.switches.refusals = [(503, "SlowDown")] * 1000
-        for _ in range(20):
-            with pytest.raises(Unavailable):
-                await stand.tier.probe(keys[:1], TIMEOUT_S)
-        assert len(stand.switches.asked) <= 20 + RetryBudget.MOST
-
-    stand.run(scenario)
+    for number in range(12):
+        await write(stand.tier, chunk(number))
+    for number in range(3):
+        stand.switches.refusals = [(503, "SlowDown")]
+        answers = await stand.tier.probe(keys, TIMEOUT_S, [len(keys)])
+        assert list(answers) == [True] * 12 + [False] * 8, number
+    stand.switches.asked.clear()
+    stand.switches.refusals = [(503, "SlowDown")] * 1000
+    for _ in range(20):
+        with pytest.raises(Unavailable):
+            await stand.tier.probe(keys[:1], TIMEOUT_S)
+    assert len(stand.switches.asked) <= 20 + RetryBudget.MOST
 
 
 @scenario()
@@ -239,49 +236,43 @@ async def test_a_probe_ends_in_time_and_a_cut_body_is_read_again(stand: S3Stand)
     assert await found(stand.tier, chunk(1, LARGE))
 
 
-def test_a_body_that_ceases_in_the_middle_is_given_up(stand: S3Stand) -> None:
+@scenario()
+async def test_a_body_that_ceases_in_the_middle_is_given_up(stand: S3Stand) -> None:
     """Nothing more comes, and the connection stays: as an open chunk is read, and as one is opened."""
     what = chunk(1, LARGE)
-
-    async def scenario() -> None:
-        await write(stand.tier, what)
-        stored = await stand.tier.open(what.name)
-        assert stored is not None
-        target = [np.empty(slab.byte_count, np.uint8) for slab in LARGE.slabs]
-        stand.switches.stall_at = 4000
-        async with asyncio.timeout(READ_S_MAX):
-            with pytest.raises(Unavailable, match=r"ReadTimeoutError.*tiers\.s3\.endpoint_url.*tiers\.s3\.timeout_s"):
-                await stored.read(range(len(target)), target)
-            with pytest.raises(Unavailable, match=r"ReadTimeoutError.*tiers\.s3\.endpoint_url"):
-                await stand.tier.open(what.name)
-        assert stand.tier.stalled_s() == 0.0
-        stand.switches.turn_off()
-        assert await found(stand.tier, what)
-
-    stand.run(scenario)
+    await write(stand.tier, what)
+    stored = await stand.tier.open(what.name)
+    assert stored is not None
+    target = [np.empty(slab.byte_count, np.uint8) for slab in LARGE.slabs]
+    stand.switches.stall_at = 4000
+    async with asyncio.timeout(READ_S_MAX):
+        with pytest.raises(Unavailable, match=r"ReadTimeoutError.*tiers\.s3\.endpoint_url.*tiers\.s3\.timeout_s"):
+            await stored.read(range(len(target)), target)
+        with pytest.raises(Unavailable, match=r"ReadTimeoutError.*tiers\.s3\.endpoint_url"):
+            await stand.tier.open(what.name)
+    assert stand.tier.stalled_s() == 0.0
+    stand.switches.turn_off()
+    assert await found(stand.tier, what)
 
 
-def test_a_lookup_does_not_wait_until_bodies_have_passed(stand: S3Stand) -> None:
+@scenario()
+async def test_a_lookup_does_not_wait_until_bodies_have_passed(stand: S3Stand) -> None:
     """As many as its process reads at once, for however many tenants."""
     what, tiers = chunk(1, LARGE), [tier_of(stand.settings) for _ in range(4)]
     slabs = range(len(LARGE.slabs))
-
-    async def scenario() -> None:
-        await write(stand.tier, what)
-        targets = [[np.empty(slab.byte_count, np.uint8) for slab in LARGE.slabs] for _ in range(16)]
-        opened = [await tiers[number % 4].open(what.name) for number in range(16)]
-        stand.switches.asked.clear()
-        stand.switches.stall_at = 0
-        reading = [asyncio.create_task(each.read(slabs, to)) for each, to in zip(opened, targets, strict=True) if each]
-        while len(stand.switches.asked) < connection_count(stand.settings):  # noqa: ASYNC110 - another thread counts
-            await asyncio.sleep(POLL_S)
-        assert list(await stand.tier.probe([what.header.storage_key], TIMEOUT_S)) == [True]
-        stand.switches.turn_off()
-        await asyncio.gather(*reading, return_exceptions=True)
-        for tier in tiers:
-            await tier.close()
-
-    stand.run(scenario)
+    await write(stand.tier, what)
+    targets = [[np.empty(slab.byte_count, np.uint8) for slab in LARGE.slabs] for _ in range(16)]
+    opened = [await tiers[number % 4].open(what.name) for number in range(16)]
+    stand.switches.asked.clear()
+    stand.switches.stall_at = 0
+    reading = [asyncio.create_task(each.read(slabs, to)) for each, to in zip(opened, targets, strict=True) if each]
+    while len(stand.switches.asked) < connection_count(stand.settings):  # noqa: ASYNC110 - another thread counts
+        await asyncio.sleep(POLL_S)
+    assert list(await stand.tier.probe([what.header.storage_key], TIMEOUT_S)) == [True]
+    stand.switches.turn_off()
+    await asyncio.gather(*reading, return_exceptions=True)
+    for tier in tiers:
+        await tier.close()
 
 
 @pytest.mark.parametrize(

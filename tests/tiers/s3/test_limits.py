@@ -268,7 +268,8 @@ async def test_a_large_chunk_on_a_slow_line_is_no_stall(stand: S3Stand, monkeypa
 
 @pytest.mark.parametrize("way", ["read", "read ahead", "write"])
 @pytest.mark.parametrize("is_slow_line", [True, False])
-def test_a_job_has_time_for_its_bytes(
+@scenario()
+async def test_a_job_has_time_for_its_bytes(
     stand: S3Stand, monkeypatch: pytest.MonkeyPatch, way: str, is_slow_line: bool
 ) -> None:
     """A large chunk on a slow line would never arrive within a limit that knows no bytes."""
@@ -285,28 +286,25 @@ def test_a_job_has_time_for_its_bytes(
             stand.switches.hears("GET")
         await stored.read(range(len(target)), target)
 
-    async def scenario() -> None:
-        if way != "write":
-            await write(stand.other, what)
-        for module, name in ((reading, "READ_S_MAX"), (looking, "READ_S_MAX"), (writing, "WRITE_S_MAX")):
-            monkeypatch.setattr(module, name, STALL_S / 3)
-        least_bytes = what.layout.slabs[0].byte_count
-        monkeypatch.setattr(pace, "BYTES_PER_S_MIN", least_bytes / (10 * TIMEOUT_S) if is_slow_line else 1e12)
-        if way != "read":
-            stand.switches.hears("PUT" if way == "write" else "GET")
-        moving = asyncio.ensure_future(moved())
-        async with asyncio.timeout(HEARD_S_MAX):
-            while not stand.switches.is_stalled and not moving.done():  # noqa: ASYNC110 - another thread stalls it
-                await asyncio.sleep(POLL_S)
-        await asyncio.wait([moving], timeout=STALL_S)
-        stand.switches.turn_off()
-        if is_slow_line:
+    if way != "write":
+        await write(stand.other, what)
+    for module, name in ((reading, "READ_S_MAX"), (looking, "READ_S_MAX"), (writing, "WRITE_S_MAX")):
+        monkeypatch.setattr(module, name, STALL_S / 3)
+    least_bytes = what.layout.slabs[0].byte_count
+    monkeypatch.setattr(pace, "BYTES_PER_S_MIN", least_bytes / (10 * TIMEOUT_S) if is_slow_line else 1e12)
+    if way != "read":
+        stand.switches.hears("PUT" if way == "write" else "GET")
+    moving = asyncio.ensure_future(moved())
+    async with asyncio.timeout(HEARD_S_MAX):
+        while not stand.switches.is_stalled and not moving.done():  # noqa: ASYNC110 - another thread stalls it
+            await asyncio.sleep(POLL_S)
+    await asyncio.wait([moving], timeout=STALL_S)
+    stand.switches.turn_off()
+    if is_slow_line:
+        await moving
+    else:
+        with pytest.raises(Unavailable, match="no end after"):
             await moving
-        else:
-            with pytest.raises(Unavailable, match="no end after"):
-                await moving
-
-    stand.run(scenario)
 
 
 def test_small_chunks_are_none_of_its(stand: S3Stand) -> None:

@@ -110,34 +110,31 @@ async def test_a_header_that_says_it_is_longer_than_any_is_not_read(monkeypatch:
     assert asked == [listing.HEADER_BYTES]
 
 
-def test_a_store_that_is_busy_for_a_while_ends_no_scan(stand: S3Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+@scenario()
+async def test_a_store_that_is_busy_for_a_while_ends_no_scan(stand: S3Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have read for hours, and would begin anew. One that stays busy ends it."""
     monkeypatch.setattr(listing, "PAUSES_S", (0.01,) * 20)
+    for number in range(2):
+        await write(stand.tier, chunk(number))
 
-    async def scenario() -> None:
-        for number in range(2):
-            await write(stand.tier, chunk(number))
+    def busy(count: int) -> None:
+        assert not stand.switches.refusals
+        stand.switches.refusals = [(503, "SlowDown")] * count
 
-        def busy(count: int) -> None:
-            assert not stand.switches.refusals
-            stand.switches.refusals = [(503, "SlowDown")] * count
-
-        def scan() -> None:
+    def scan() -> None:
+        busy(15)
+        [(found, _)] = listing.pages(stand.settings)
+        for whole in (False, True):
             busy(15)
-            [(found, _)] = listing.pages(stand.settings)
-            for whole in (False, True):
-                busy(15)
-                assert all(each.header for each in listing.examine(stand.settings, found, whole=whole))
-            busy(15)
-            listing.delete_objects(stand.settings, found)
-            busy(1000)
-            with pytest.raises(Unavailable, match="SlowDown"):
-                list(listing.pages(stand.settings))
+            assert all(each.header for each in listing.examine(stand.settings, found, whole=whole))
+        busy(15)
+        listing.delete_objects(stand.settings, found)
+        busy(1000)
+        with pytest.raises(Unavailable, match="SlowDown"):
+            list(listing.pages(stand.settings))
 
-        await asyncio.to_thread(scan)
-        assert not stand.server.keys(stand.settings.prefix)
-
-    stand.run(scenario)
+    await asyncio.to_thread(scan)
+    assert not stand.server.keys(stand.settings.prefix)
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -190,20 +187,17 @@ async def begun_deletion(stand: S3Stand) -> tuple[listing.Listed, asyncio.Task[l
     return doomed, done
 
 
-def test_a_store_that_looks_at_the_etag_of_a_deletion_spares_what_comes_at_that_moment(stand: S3Stand) -> None:
+@scenario()
+async def test_a_store_that_looks_at_the_etag_of_a_deletion_spares_what_comes_at_that_moment(stand: S3Stand) -> None:
     stand.switches.matches_deletes = True
-
-    async def scenario() -> None:
-        doomed, done = await begun_deletion(stand)
-        stand.put(doomed.storage_key, b"other bytes")
-        stand.switches.turn_on()
-        assert await done == [False]
-        assert stand.server.get(object_key(stand.settings, doomed.storage_key)) == b"other bytes"
-        [doomed] = await asyncio.to_thread(examined, stand)
-        stand.switches.hears("")
-        assert await asyncio.to_thread(listing.delete_objects, stand.settings, [doomed]) == [True]
-
-    stand.run(scenario)
+    doomed, done = await begun_deletion(stand)
+    stand.put(doomed.storage_key, b"other bytes")
+    stand.switches.turn_on()
+    assert await done == [False]
+    assert stand.server.get(object_key(stand.settings, doomed.storage_key)) == b"other bytes"
+    [doomed] = await asyncio.to_thread(examined, stand)
+    stand.switches.hears("")
+    assert await asyncio.to_thread(listing.delete_objects, stand.settings, [doomed]) == [True]
 
 
 @scenario()

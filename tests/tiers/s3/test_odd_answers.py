@@ -23,22 +23,19 @@ ARCHIVED = (403, "InvalidObjectState")
 
 
 @pytest.mark.parametrize("drops", ["etag", "content-length", "content-range", "range"])
-def test_a_proxy_that_drops_a_header_is_named_and_condemns_no_object(stand: S3Stand, drops: str) -> None:
+@scenario()
+async def test_a_proxy_that_drops_a_header_is_named_and_condemns_no_object(stand: S3Stand, drops: str) -> None:
     """Without its range a request is answered by the whole object: nothing says then that it is damaged."""
     what = chunk(1, LARGE)
-
-    async def scenario() -> None:
-        await write(stand.tier, what)
-        before = there(stand, what)
-        stand.switches.drops = frozenset({drops})
-        for call in (found(stand.other, what), write(stand.other, chunk(1, LARGE, write=1))):
-            with pytest.raises(Unavailable, match=r"proxy.*tiers\.s3\.endpoint_url"):
-                await call
-        stand.switches.drops = frozenset()
-        await write(stand.other, chunk(1, LARGE, write=1))
-        assert there(stand, what) == before == bytes_of(what)
-
-    stand.run(scenario)
+    await write(stand.tier, what)
+    before = there(stand, what)
+    stand.switches.drops = frozenset({drops})
+    for call in (found(stand.other, what), write(stand.other, chunk(1, LARGE, write=1))):
+        with pytest.raises(Unavailable, match=r"proxy.*tiers\.s3\.endpoint_url"):
+            await call
+    stand.switches.drops = frozenset()
+    await write(stand.other, chunk(1, LARGE, write=1))
+    assert there(stand, what) == before == bytes_of(what)
 
 
 @scenario()

@@ -137,55 +137,49 @@ async def test_a_bucket_of_another_region_is_found_where_the_answer_names_it(sta
     await tier.close()
 
 
-def test_credentials_that_expire_while_many_read_cost_nobody_a_chunk(
+@scenario()
+async def test_credentials_that_expire_while_many_read_cost_nobody_a_chunk(
     stand: S3Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_users: list[tuple[str, str]]
 ) -> None:
     """The file has new ones by then. Who meets the old ones at once with others takes no client from them."""
     monkeypatch.setattr(connection, "RENEW_S_MIN", 0.0)
     old, new = two_users
     settings = as_user(stand, tmp_path, *old)
-
-    async def scenario() -> None:
-        tier = tier_of(settings)
-        for number in range(8):
-            await write(tier, chunk(number))
-        as_user(stand, tmp_path, *new)
-        stand.switches.expired = old[0]
-        assert all(await asyncio.gather(*(found(tier, chunk(number)) for number in range(8))))
-        assert all(await tier.probe([chunk(number).header.storage_key for number in range(8)], 10.0))
-        stand.switches.expired = new[0]
-        monkeypatch.setattr(connection, "RENEW_S_MIN", 60.0)
-        stand.switches.asked.clear()
-        for number in range(4):
-            with pytest.raises(Unavailable, match="ExpiredToken"):
-                await found(tier, chunk(number))
-        assert len(stand.switches.asked) == 4, "the same credentials are not read again and again"
-        await tier.close()
-
-    stand.run(scenario)
+    tier = tier_of(settings)
+    for number in range(8):
+        await write(tier, chunk(number))
+    as_user(stand, tmp_path, *new)
+    stand.switches.expired = old[0]
+    assert all(await asyncio.gather(*(found(tier, chunk(number)) for number in range(8))))
+    assert all(await tier.probe([chunk(number).header.storage_key for number in range(8)], 10.0))
+    stand.switches.expired = new[0]
+    monkeypatch.setattr(connection, "RENEW_S_MIN", 60.0)
+    stand.switches.asked.clear()
+    for number in range(4):
+        with pytest.raises(Unavailable, match="ExpiredToken"):
+            await found(tier, chunk(number))
+    assert len(stand.switches.asked) == 4, "the same credentials are not read again and again"
+    await tier.close()
 
 
-def test_credentials_that_come_later_or_are_put_right_need_no_new_start(
+@scenario()
+async def test_credentials_that_come_later_or_are_put_right_need_no_new_start(
     stand: S3Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_users: list[tuple[str, str]]
 ) -> None:
     """The file has none at first; then another secret of the same key."""
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setattr(connection, "RENEW_S_MIN", 0.0)
     settings = as_user(stand, tmp_path, *two_users[0])
-    Path(settings.credentials_file).write_text("[of-a-test]\nregion = us-east-1\n")
-
-    async def scenario() -> None:
-        tier = tier_of(settings)
-        for error in await said(tier.open(chunk(1).name), write(tier, chunk(1)), there(tier, chunk(1))):
-            assert isinstance(error, Unavailable)
-            assert "no credentials were found" in error.message
-        as_user(stand, tmp_path, *two_users[0])
-        await write(tier, chunk(1))
-        stand.switches.refusals = [(403, "SignatureDoesNotMatch")]
-        assert await found(tier, chunk(1))
-        await tier.close()
-
-    stand.run(scenario)
+    Path(settings.credentials_file).write_text("[of-a-test]\nregion = us-east-1\n")  # noqa: ASYNC240 - nothing else runs yet
+    tier = tier_of(settings)
+    for error in await said(tier.open(chunk(1).name), write(tier, chunk(1)), there(tier, chunk(1))):
+        assert isinstance(error, Unavailable)
+        assert "no credentials were found" in error.message
+    as_user(stand, tmp_path, *two_users[0])
+    await write(tier, chunk(1))
+    stand.switches.refusals = [(403, "SignatureDoesNotMatch")]
+    assert await found(tier, chunk(1))
+    await tier.close()
 
 
 @scenario()
@@ -257,41 +251,35 @@ async def test_a_bucket_of_somebody_else_is_a_miss_and_takes_nothing(stand: S3St
 
 
 @pytest.mark.parametrize("lists", [False, True], ids=["what is absent is denied", "what is absent is absent"])
-def test_the_right_to_read_alone_reads(stand: S3Stand, stranger: S3Settings, lists: bool) -> None:
+@scenario()
+async def test_the_right_to_read_alone_reads(stand: S3Stand, stranger: S3Settings, lists: bool) -> None:
     allow(stand, "GetObject", *(["ListBucket"] if lists else []))
-
-    async def scenario() -> None:
-        await write(stand.tier, chunk(1))
-        tier = tier_of(stranger)
-        assert await found(tier, chunk(1))
-        assert await there(tier, chunk(1))
-        assert await tier.open(chunk(2).name) is None
-        assert not await there(tier, chunk(2))
-        with pytest.raises(PermissionDenied, match="s3:PutObject"):
-            await write(tier, chunk(2))
-        assert tier.statistics().state == "read-only"
-        await write(tier, chunk(1))
-        await tier.close()
-
-    stand.run(scenario)
-
-
-def test_the_right_to_write_alone_writes(stand: S3Stand, stranger: S3Settings) -> None:
-    allow(stand, "PutObject")
-
-    async def scenario() -> None:
-        await write(stand.tier, chunk(1))
-        tier = tier_of(stranger)
-        assert await tier.open(chunk(1).name) is None
-        assert not await there(tier, chunk(1))
-        with pytest.raises(PermissionDenied, match="s3:GetObject"):
-            await write(tier, chunk(1, write=1))
-        assert await found(stand.tier, chunk(1))
+    await write(stand.tier, chunk(1))
+    tier = tier_of(stranger)
+    assert await found(tier, chunk(1))
+    assert await there(tier, chunk(1))
+    assert await tier.open(chunk(2).name) is None
+    assert not await there(tier, chunk(2))
+    with pytest.raises(PermissionDenied, match="s3:PutObject"):
         await write(tier, chunk(2))
-        assert len(stand.server.keys(stand.settings.prefix)) == 2
-        await tier.close()
+    assert tier.statistics().state == "read-only"
+    await write(tier, chunk(1))
+    await tier.close()
 
-    stand.run(scenario)
+
+@scenario()
+async def test_the_right_to_write_alone_writes(stand: S3Stand, stranger: S3Settings) -> None:
+    allow(stand, "PutObject")
+    await write(stand.tier, chunk(1))
+    tier = tier_of(stranger)
+    assert await tier.open(chunk(1).name) is None
+    assert not await there(tier, chunk(1))
+    with pytest.raises(PermissionDenied, match="s3:GetObject"):
+        await write(tier, chunk(1, write=1))
+    assert await found(stand.tier, chunk(1))
+    await write(tier, chunk(2))
+    assert len(stand.server.keys(stand.settings.prefix)) == 2
+    await tier.close()
 
 
 @pytest.mark.usefixtures("stranger")
@@ -324,46 +312,42 @@ async def use(tier: S3Tier) -> None:
 
 
 @pytest.mark.parametrize("how", ["setting", "environment"])
-def test_a_proxy_carries_every_request(stand: S3Stand, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@scenario()
+async def test_a_proxy_carries_every_request(stand: S3Stand, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("no_proxy", "NO_PROXY", "http_proxy", "HTTP_PROXY"):
         monkeypatch.delenv(name, raising=False)
     # A connection of an older test whose port this one was given again would know no proxy.
     monkeypatch.setattr(connection, "_connections", {})
-
-    async def scenario() -> None:
-        async with forward_proxy() as proxy:
-            if how == "environment":
-                monkeypatch.setenv("HTTP_PROXY", proxy.url)
-            await use(tier_of(replace(stand.settings, proxy=proxy.url if how == "setting" else "")))
-            monkeypatch.delenv("HTTP_PROXY", raising=False)
-            asked = [method for method, _, _ in stand.switches.asked]
-            assert len(asked) >= 6
-            assert [method for method, _ in proxy.asked] == asked
-            assert {place for _, place in proxy.asked} == {stand.switches.url.partition("//")[2]}
-
-    stand.run(scenario)
+    async with forward_proxy() as proxy:
+        if how == "environment":
+            monkeypatch.setenv("HTTP_PROXY", proxy.url)
+        await use(tier_of(replace(stand.settings, proxy=proxy.url if how == "setting" else "")))
+        monkeypatch.delenv("HTTP_PROXY", raising=False)
+        asked = [method for method, _, _ in stand.switches.asked]
+        assert len(asked) >= 6
+        assert [method for method, _ in proxy.asked] == asked
+        assert {place for _, place in proxy.asked} == {stand.switches.url.partition("//")[2]}
 
 
-def test_an_encrypted_line_goes_through_a_proxy_and_wants_the_right_certificate(stand: S3Stand, tmp_path: Path) -> None:
+@scenario()
+async def test_an_encrypted_line_goes_through_a_proxy_and_wants_the_right_certificate(
+    stand: S3Stand, tmp_path: Path
+) -> None:
     made_certificates(tmp_path)
     host, _, upstream_port = stand.switches.url.partition("//")[2].partition(":")
-
-    async def scenario() -> None:
-        async with encrypted((host, int(upstream_port)), tmp_path) as port, forward_proxy() as proxy:
-            settings = replace(
-                stand.settings, endpoint_url=f"https://127.0.0.1:{port}", proxy=proxy.url, ca_file=f"{tmp_path}/ca.crt"
-            )
-            await use(tier_of(settings))
-            assert set(proxy.asked) == {("CONNECT", f"127.0.0.1:{port}")}
-            assert len(stand.switches.asked) >= 6
-            for wrong in ("", f"{tmp_path}/stranger.crt", f"{tmp_path}/absent"):
-                tier = tier_of(replace(settings, ca_file=wrong))
-                for error in await said(tier.open(chunk(1).name), write(tier, chunk(1))):
-                    assert isinstance(error, Unavailable)
-                    assert "tiers.s3.ca_file" in error.message
-                await tier.close()
-
-    stand.run(scenario)
+    async with encrypted((host, int(upstream_port)), tmp_path) as port, forward_proxy() as proxy:
+        settings = replace(
+            stand.settings, endpoint_url=f"https://127.0.0.1:{port}", proxy=proxy.url, ca_file=f"{tmp_path}/ca.crt"
+        )
+        await use(tier_of(settings))
+        assert set(proxy.asked) == {("CONNECT", f"127.0.0.1:{port}")}
+        assert len(stand.switches.asked) >= 6
+        for wrong in ("", f"{tmp_path}/stranger.crt", f"{tmp_path}/absent"):
+            tier = tier_of(replace(settings, ca_file=wrong))
+            for error in await said(tier.open(chunk(1).name), write(tier, chunk(1))):
+                assert isinstance(error, Unavailable)
+                assert "tiers.s3.ca_file" in error.message
+            await tier.close()
 
 
 @scenario()

@@ -15,6 +15,7 @@ from kvstore.movement.parked import RETRY_S
 from kvstore.movement.refusals import TOLD_S
 from kvstore.tiers import Buffer
 from tests.fakes import EngineTier, Switch
+from tests.scenario import scenario
 from tests.tiers.shared.world import Node, World, run
 
 COUNT = 1500
@@ -34,26 +35,22 @@ def roomy(world: World) -> Node:
     )
 
 
-def test_chunks_that_wait_for_a_tier_are_not_all_tried_while_it_is_away(roomy_world: World) -> None:
-    node = roomy(roomy_world)
-
+@scenario(lambda roomy_world: roomy(roomy_world))
+async def test_chunks_that_wait_for_a_tier_are_not_all_tried_while_it_is_away(node: Node, roomy_world: World) -> None:
     def refused() -> int:
         return node.controller.stats().counters["redis_refused_chunks"]
 
-    async def scenario() -> None:
-        roomy_world.switches.turn_on(Switch.AWAY)
-        await node.keep(*ALL)
-        await node.quiet()
-        before = refused()
-        assert before >= COUNT
-        await asyncio.sleep(10 * RETRY_S)
-        assert 5 <= refused() - before <= 15, "one is tried for all"
-        roomy_world.switches.turn_off()
-        await asyncio.sleep(RETRY_S + 5.0)
-        await node.quiet()
-        assert len(roomy_world.engine.values) == COUNT, "all of them went once it took one"
-
-    run([node], scenario)
+    roomy_world.switches.turn_on(Switch.AWAY)
+    await node.keep(*ALL)
+    await node.quiet()
+    before = refused()
+    assert before >= COUNT
+    await asyncio.sleep(10 * RETRY_S)
+    assert 5 <= refused() - before <= 15, "one is tried for all"
+    roomy_world.switches.turn_off()
+    await asyncio.sleep(RETRY_S + 5.0)
+    await node.quiet()
+    assert len(roomy_world.engine.values) == COUNT, "all of them went once it took one"
 
 
 def test_a_tier_that_has_the_chunk_that_is_tried_is_back(roomy_world: World) -> None:
@@ -73,30 +70,26 @@ def test_a_tier_that_has_the_chunk_that_is_tried_is_back(roomy_world: World) -> 
     run([node, other], scenario)
 
 
-def test_others_are_answered_while_a_tier_refuses_thousands_of_chunks(roomy_world: World) -> None:
-    node = roomy(roomy_world)
-
+@scenario(lambda roomy_world: roomy(roomy_world))
+async def test_others_are_answered_while_a_tier_refuses_thousands_of_chunks(node: Node, roomy_world: World) -> None:
     def refused() -> int:
         return node.controller.parts.counters.snapshot()["redis_refused_chunks"]
 
-    async def scenario() -> None:
-        roomy_world.switches.turn_on(Switch.AWAY)
-        await node.keep(*range(901, 905))
-        await node.quiet()
-        assert not node.controller.parts.movement.shared_tiers.tiers[0].is_asked, "it refuses at once"
-        most, seen, stop = 0, refused(), refused() + COUNT
-        storing = asyncio.ensure_future(node.store(node.session, *ALL))
-        for _ in range(TURN_COUNT_MAX):
-            if seen >= stop:
-                break
-            await asyncio.sleep(0)
-            now = refused()
-            most, seen = max(most, now - seen), now
-        await storing
-        assert seen >= stop
-        assert most <= COUNT // 2, "refused in one turn of the loop"
-
-    run([node], scenario)
+    roomy_world.switches.turn_on(Switch.AWAY)
+    await node.keep(*range(901, 905))
+    await node.quiet()
+    assert not node.controller.parts.movement.shared_tiers.tiers[0].is_asked, "it refuses at once"
+    most, seen, stop = 0, refused(), refused() + COUNT
+    storing = asyncio.ensure_future(node.store(node.session, *ALL))
+    for _ in range(TURN_COUNT_MAX):
+        if seen >= stop:
+            break
+        await asyncio.sleep(0)
+        now = refused()
+        most, seen = max(most, now - seen), now
+    await storing
+    assert seen >= stop
+    assert most <= COUNT // 2, "refused in one turn of the loop"
 
 
 @pytest.mark.parametrize(

@@ -14,33 +14,30 @@ from tests.scenario import scenario
 from tests.tiers.shared.world import World
 
 
-def test_calls_that_fail_together_keep_a_tier_away_no_longer_than_one(
+@scenario()
+async def test_calls_that_fail_together_keep_a_tier_away_no_longer_than_one(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server hung with writes and reads on their way, and another is in its place by now."""
+    node = world.one
+    [shared] = node.controller.parts.movement.shared_tiers.tiers
+    ends, count = asyncio.Event(), 0
 
-    async def scenario() -> None:
-        node = world.one
-        [shared] = node.controller.parts.movement.shared_tiers.tiers
-        ends, count = asyncio.Event(), 0
+    async def write(*_: object) -> None:
+        nonlocal count
+        await ends.wait()
+        count += 1
+        raise Unavailable("it hung")
 
-        async def write(*_: object) -> None:
-            nonlocal count
-            await ends.wait()
-            count += 1
-            raise Unavailable("it hung")
-
-        monkeypatch.setattr(node.shared[0], "write", write)
-        await node.keep(*range(1, 13))
-        await asyncio.sleep(0.1)
-        ends.set()
-        await asyncio.sleep(0.1)
-        assert count > FAILURE_COUNT + 3
-        assert not shared.is_asked
-        await asyncio.sleep(PAUSE_S_MIN)
-        assert shared.is_asked
-
-    world.run(scenario)
+    monkeypatch.setattr(node.shared[0], "write", write)
+    await node.keep(*range(1, 13))
+    await asyncio.sleep(0.1)
+    ends.set()
+    await asyncio.sleep(0.1)
+    assert count > FAILURE_COUNT + 3
+    assert not shared.is_asked
+    await asyncio.sleep(PAUSE_S_MIN)
+    assert shared.is_asked
 
 
 @scenario()

@@ -28,6 +28,7 @@ from tests.contracts.shared.s3_stand import LANES, S3Stand
 from tests.fakes import Switch
 from tests.fakes.proxy import Proxy
 from tests.fakes.redis_server import KEYS, RedisServer
+from tests.scenario import scenario
 from tests.simulated import InlineWorkers
 from tests.tiers.redis.tiers import put, redis_tier, until
 from tests.tiers.shared.world import PATH, Node, Wide, run
@@ -274,17 +275,13 @@ async def test_what_another_node_uploads_is_not_looked_for_in_s3(server: RedisSe
 # ------------------------------------------------------------ how long others are waited for
 
 
-def test_who_waits_for_a_level_is_not_kept_by_a_claim_that_nobody_ends(wide: Wide) -> None:
-    node = wide.node(s3="never")
-
-    async def scenario() -> None:
-        wide.engine.claims.update({node.key(*PATH[: n + 1]): (object(), LONG_S) for n in range(len(PATH))})
-        await node.store(node.session, *PATH, durability=Durability.SHARED)
-        found = await node.controller.settle(node.query(*PATH), 4.0, Durability.SHARED)
-        assert Durability.SHARED not in found.missing
-        assert counted([node], "left") == len(PATH)
-
-    run([node], scenario)
+@scenario(lambda wide: wide.node(s3="never"))
+async def test_who_waits_for_a_level_is_not_kept_by_a_claim_that_nobody_ends(node: Node, wide: Wide) -> None:
+    wide.engine.claims.update({node.key(*PATH[: n + 1]): (object(), LONG_S) for n in range(len(PATH))})
+    await node.store(node.session, *PATH, durability=Durability.SHARED)
+    found = await node.controller.settle(node.query(*PATH), 4.0, Durability.SHARED)
+    assert Durability.SHARED not in found.missing
+    assert counted([node], "left") == len(PATH)
 
 
 def test_a_claim_that_never_ends_delays_a_chunk_and_no_other(wide: Wide, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,36 +304,28 @@ def test_a_claim_that_never_ends_delays_a_chunk_and_no_other(wide: Wide, monkeyp
 
 
 @pytest.mark.parametrize("level", [Durability.SHARED, Durability.MEMORY])
-def test_what_is_left_is_looked_for_less_and_less_often(wide: Wide, level: Durability) -> None:
+@scenario(lambda wide: wide.node(s3="never", arena_chunks=64))
+async def test_what_is_left_is_looked_for_less_and_less_often(node: Node, wide: Wide, level: Durability) -> None:
     """Over S3 each look is billed."""
-    node = wide.node(s3="never", arena_chunks=64)
-
-    async def scenario() -> None:
-        wide.engine.claims.update({node.key(*PROMPT[: n + 1]): (object(), 10.0) for n in range(len(PROMPT))})
-        await node.store(node.session, *PROMPT, durability=level)
-        await node.quiet()
-        assert all(wide.in_redis(node, *PROMPT))
-        assert asyncio.get_running_loop().time() < 10.0 + 2 * left.LATER_S
-        assert node.counters()["redis_asked_chunks"] <= 11 * len(PROMPT)
-
-    run([node], scenario)
+    wide.engine.claims.update({node.key(*PROMPT[: n + 1]): (object(), 10.0) for n in range(len(PROMPT))})
+    await node.store(node.session, *PROMPT, durability=level)
+    await node.quiet()
+    assert all(wide.in_redis(node, *PROMPT))
+    assert asyncio.get_running_loop().time() < 10.0 + 2 * left.LATER_S
+    assert node.counters()["redis_asked_chunks"] <= 11 * len(PROMPT)
 
 
-def test_what_is_asked_for_while_it_is_left_is_looked_for_at_once(wide: Wide) -> None:
-    node = wide.node(s3="never")
-
-    async def scenario() -> None:
-        key, loop = node.key(7), asyncio.get_running_loop()
-        wide.engine.claims[key] = (object(), LONG_S)
-        await node.keep(7)
-        await asyncio.sleep(3.2)  # the next look is at 5.1
-        del wide.engine.claims[key]
-        began_s = loop.time()
-        found = await node.controller.settle(node.query(7), 60.0, Durability.SHARED)
-        assert Durability.SHARED not in found.missing
-        assert loop.time() - began_s < 1.0
-
-    run([node], scenario)
+@scenario(lambda wide: wide.node(s3="never"))
+async def test_what_is_asked_for_while_it_is_left_is_looked_for_at_once(node: Node, wide: Wide) -> None:
+    key, loop = node.key(7), asyncio.get_running_loop()
+    wide.engine.claims[key] = (object(), LONG_S)
+    await node.keep(7)
+    await asyncio.sleep(3.2)  # the next look is at 5.1
+    del wide.engine.claims[key]
+    began_s = loop.time()
+    found = await node.controller.settle(node.query(7), 60.0, Durability.SHARED)
+    assert Durability.SHARED not in found.missing
+    assert loop.time() - began_s < 1.0
 
 
 def test_a_claim_lasts_for_all_that_is_claimed_with_it(wide: Wide, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,35 +349,29 @@ def test_a_claim_lasts_for_all_that_is_claimed_with_it(wide: Wide, monkeypatch: 
     run([node], scenario)
 
 
-def test_a_tier_that_does_not_say_what_is_claimed_is_written_to(wide: Wide, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = wide.node(s3="never")
+@scenario(lambda wide: wide.node(s3="never"))
+async def test_a_tier_that_does_not_say_what_is_claimed_is_written_to(
+    node: Node, wide: Wide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_target, "ASK_S_MAX", 2.0)
 
-    async def scenario() -> None:
-        monkeypatch.setattr(shared_target, "ASK_S_MAX", 2.0)
+    async def late(*_: object) -> list[UploadState]:
+        await asyncio.sleep(LONG_S)
+        return []
 
-        async def late(*_: object) -> list[UploadState]:
-            await asyncio.sleep(LONG_S)
-            return []
-
-        node.shared[0].claim = late
-        await node.give(*PATH)
-        assert all(wide.in_redis(node, *PATH))
-        assert node.counters()["redis_late_answers"] > 0
-
-    run([node], scenario)
+    node.shared[0].claim = late
+    await node.give(*PATH)
+    assert all(wide.in_redis(node, *PATH))
+    assert node.counters()["redis_late_answers"] > 0
 
 
-def test_a_chunk_that_is_left_to_another_node_may_go_meanwhile(wide: Wide) -> None:
-    node = wide.node(s3="never")
-
-    async def scenario() -> None:
-        wide.engine.claims[node.key(7)] = (object(), 5.0)
-        await node.keep(7)
-        await asyncio.sleep(0.5)
-        wide.redis.turn_on(Switch.AWAY)
-        node.forget_memory()
-        wide.redis.turn_off()
-        await asyncio.sleep(30.0)
-        assert all(wide.in_redis(node, 7)), "it was read back"
-
-    run([node], scenario)
+@scenario(lambda wide: wide.node(s3="never"))
+async def test_a_chunk_that_is_left_to_another_node_may_go_meanwhile(node: Node, wide: Wide) -> None:
+    wide.engine.claims[node.key(7)] = (object(), 5.0)
+    await node.keep(7)
+    await asyncio.sleep(0.5)
+    wide.redis.turn_on(Switch.AWAY)
+    node.forget_memory()
+    wide.redis.turn_off()
+    await asyncio.sleep(30.0)
+    assert all(wide.in_redis(node, 7)), "it was read back"

@@ -16,7 +16,7 @@ from kvstore.spec import Durability, MissReason
 from kvstore.tiers import PART, TierStatistics, WritePolicy
 from tests.fakes import EngineTier, Switch
 from tests.scenario import scenario
-from tests.tiers.shared.world import LOOKUP_S, PATH, Node, World, redeemed, run, spoil
+from tests.tiers.shared.world import LOOKUP_S, PATH, Node, World, redeemed, spoil
 
 
 @pytest.mark.parametrize("switch", [Switch.CORRUPT, Switch.GARBLED])
@@ -177,25 +177,21 @@ class TellingTier(EngineTier):
         return replace(found, state="failing", reason=self.problem) if self.problem else found
 
 
-def test_a_node_without_requests_sees_that_a_tier_is_well_again(world: World) -> None:
-    node = Node(lambda: TellingTier(world.settings))
-
-    async def scenario() -> None:
-        movement = node.controller.parts.movement
-        world.switches.turn_on(Switch.AWAY)
-        await node.lookup(1)
-        await asyncio.sleep(60.0)
-        assert movement.statistics()[-1].state == "failing"
-        assert movement.problems
-        world.switches.turn_off()
-        await asyncio.sleep(20.0)
-        assert movement.statistics()[-1].state == "up"
-        assert not movement.problems
-        asked = node.controller.stats().counters
-        await asyncio.sleep(60.0)
-        assert node.controller.stats().counters == asked, "one that is well is asked for nothing"
-
-    run([node], scenario)
+@scenario(lambda world: Node(lambda: TellingTier(world.settings)))
+async def test_a_node_without_requests_sees_that_a_tier_is_well_again(node: Node, world: World) -> None:
+    movement = node.controller.parts.movement
+    world.switches.turn_on(Switch.AWAY)
+    await node.lookup(1)
+    await asyncio.sleep(60.0)
+    assert movement.statistics()[-1].state == "failing"
+    assert movement.problems
+    world.switches.turn_off()
+    await asyncio.sleep(20.0)
+    assert movement.statistics()[-1].state == "up"
+    assert not movement.problems
+    asked = node.controller.stats().counters
+    await asyncio.sleep(60.0)
+    assert node.controller.stats().counters == asked, "one that is well is asked for nothing"
 
 
 @scenario()
@@ -315,12 +311,8 @@ async def test_nor_where_a_tier_goes_away_once_it_has_taken_one(world: World, mo
     assert not world.engine.values
 
 
-def test_a_limit_that_is_reached_is_no_canarys_failure(tmp_path: Path) -> None:
-    world = World(tmp_path, capacity_bytes=100, evicts=False)
-
-    async def scenario() -> None:
-        movement = world.one.controller.parts.movement
-        assert await movement.canaries.shared_canary(movement.shared_tiers.tiers[0]) is None
-        assert world.one.controller.stats().counters["canary_failures"] == 0
-
-    world.run(scenario)
+@scenario(lambda tmp_path: World(tmp_path, capacity_bytes=100, evicts=False))
+async def test_a_limit_that_is_reached_is_no_canarys_failure(world: World) -> None:
+    movement = world.one.controller.parts.movement
+    assert await movement.canaries.shared_canary(movement.shared_tiers.tiers[0]) is None
+    assert world.one.controller.stats().counters["canary_failures"] == 0

@@ -94,34 +94,31 @@ async def test_another_nodes_write_of_what_a_device_has_that_does_not_answer_is_
 @pytest.mark.parametrize(("reason", "again", "told"), [
     ("gone", "dropped", None), ("replaced", "there", True), ("gone", "broken", False), ("checksum", "there", False),
 ])  # fmt: skip
-def test_a_copy_that_goes_while_it_is_verified_is_damaged_only_if_it_goes_again(
+@scenario()
+async def test_a_copy_that_goes_while_it_is_verified_is_damaged_only_if_it_goes_again(
     world: World, reason: str, again: str, told: bool | None
 ) -> None:
     """Dropped, or written anew by another node: that is no damage. A copy of which a part is never there is."""
+    node = world.one
+    await node.give(1)
+    opened, count = node.shared[0].open, 0
 
-    async def scenario() -> None:
-        node = world.one
-        await node.give(1)
-        opened, count = node.shared[0].open, 0
+    async def lost(*_: Any) -> None:
+        raise DataLoss("it went", reason=reason)
 
-        async def lost(*_: Any) -> None:
-            raise DataLoss("it went", reason=reason)
+    async def opened_and_lost(name: Any, ahead: Sequence[Any] = ()) -> Any:
+        nonlocal count
+        count += 1
+        stored = await opened(name, ahead)
+        if count == 1 or again == "broken":
+            stored.check = lost
+            return stored
+        return None if again == "dropped" else stored
 
-        async def opened_and_lost(name: Any, ahead: Sequence[Any] = ()) -> Any:
-            nonlocal count
-            count += 1
-            stored = await opened(name, ahead)
-            if count == 1 or again == "broken":
-                stored.check = lost
-                return stored
-            return None if again == "dropped" else stored
-
-        node.shared[0].open = opened_and_lost
-        [look] = [look for name, look in node.controller.parts.movement.looks(node.row(1)) if name == "redis"]
-        assert await look() is told
-        assert bool(node.controller.parts.movement.shared_tiers.tiers[0].bad) == (told is False)
-
-    world.run(scenario)
+    node.shared[0].open = opened_and_lost
+    [look] = [look for name, look in node.controller.parts.movement.looks(node.row(1)) if name == "redis"]
+    assert await look() is told
+    assert bool(node.controller.parts.movement.shared_tiers.tiers[0].bad) == (told is False)
 
 
 @pytest.mark.parametrize("reason", ["gone", "checksum"])

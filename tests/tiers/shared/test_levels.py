@@ -45,21 +45,17 @@ async def kept(node: Node, wanted: Durability, *path: int) -> Settled:
     return await settled(node, *path, wanted=wanted)
 
 
-def test_every_level_is_reached_by_itself_and_the_old_one_is_the_nodes_own(wide: Wide) -> None:
-    node = wide.node()
-
-    async def scenario() -> None:
-        await node.give(*PATH)
-        found = await settled(node, *PATH)
-        assert (reached(found), found.missing) == (ALL, {})
-        assert (found.durability, found.reason, found.is_settled) == (LOCAL, "", True)
-        assert all(wide.in_redis(node, *PATH))
-        assert all(wide.in_s3(node, *PATH))
-
-    run([node], scenario)
+@scenario(lambda wide: wide.node())
+async def test_every_level_is_reached_by_itself_and_the_old_one_is_the_nodes_own(node: Node, wide: Wide) -> None:
+    await node.give(*PATH)
+    found = await settled(node, *PATH)
+    assert (reached(found), found.missing) == (ALL, {})
+    assert (found.durability, found.reason, found.is_settled) == (LOCAL, "", True)
+    assert all(wide.in_redis(node, *PATH))
+    assert all(wide.in_s3(node, *PATH))
 
 
-@scenario(DeviceService)
+@scenario(lambda: DeviceService())
 async def test_a_level_of_no_tier_says_which_setting_adds_it_and_no_store_can_ask_for_it(
     service: DeviceService,
 ) -> None:
@@ -77,61 +73,51 @@ async def test_a_level_of_no_tier_says_which_setting_adds_it_and_no_store_can_as
 
 
 @pytest.mark.parametrize("level", [SHARED, OBJECT])
-def test_a_store_that_asks_for_a_level_goes_there_at_once_and_nowhere_else(wide: Wide, level: Durability) -> None:
-    node = wide.node(redis="never", s3="never")
-
-    async def scenario() -> None:
-        await node.give(8)
-        found = await settled(node, 8)
-        assert reached(found) == {MEMORY, LOCAL}
-        assert "tiers.redis.write = never" in found.missing[SHARED]
-        found = await kept(node, level, *PATH)
-        assert level in reached(found)
-        assert (all(wide.in_redis(node, *PATH)), all(wide.in_s3(node, *PATH))) == (level is SHARED, level is OBJECT)
-        assert not any(wide.in_redis(node, 8) + wide.in_s3(node, 8))
-
-    run([node], scenario)
+@scenario(lambda wide: wide.node(redis="never", s3="never"))
+async def test_a_store_that_asks_for_a_level_goes_there_at_once_and_nowhere_else(
+    node: Node, wide: Wide, level: Durability
+) -> None:
+    await node.give(8)
+    found = await settled(node, 8)
+    assert reached(found) == {MEMORY, LOCAL}
+    assert "tiers.redis.write = never" in found.missing[SHARED]
+    found = await kept(node, level, *PATH)
+    assert level in reached(found)
+    assert (all(wide.in_redis(node, *PATH)), all(wide.in_s3(node, *PATH))) == (level is SHARED, level is OBJECT)
+    assert not any(wide.in_redis(node, 8) + wide.in_s3(node, 8))
 
 
-def test_object_takes_along_what_the_chain_hangs_on(wide: Wide) -> None:
+@scenario(lambda wide: wide.node(redis="never", s3="never"))
+async def test_object_takes_along_what_the_chain_hangs_on(node: Node, wide: Wide) -> None:
     """Its beginning was stored before, and for the node alone; memory gave it up since."""
-    node = wide.node(redis="never", s3="never")
-
-    async def scenario() -> None:
-        await node.give(1, 2)
-        node.forget_memory()
-        found = await kept(node, OBJECT, *PATH)
-        assert OBJECT in reached(found), found
-        assert all(wide.in_s3(node, *PATH))
-        assert OBJECT in reached(await settled(node, 1))
-
-    run([node], scenario)
+    await node.give(1, 2)
+    node.forget_memory()
+    found = await kept(node, OBJECT, *PATH)
+    assert OBJECT in reached(found), found
+    assert all(wide.in_s3(node, *PATH))
+    assert OBJECT in reached(await settled(node, 1))
 
 
-def test_object_is_not_reached_while_an_ancestor_is_missing(wide: Wide) -> None:
+@scenario(lambda wide: wide.node(redis="never", s3="never"))
+async def test_object_is_not_reached_while_an_ancestor_is_missing(node: Node, wide: Wide) -> None:
     """The question is about the end of a chain alone, as no client of ours asks it; what it hangs on counts."""
-    node = wide.node(redis="never", s3="never")
-
-    async def scenario() -> None:
-        await kept(node, OBJECT, *PATH)
-        tail = node.query(*PATH)._replace(digests=node.query(*PATH).digests[2:])
-        assert OBJECT not in (await node.controller.settle(tail, TIMEOUT_S)).missing
-        gone = node.key(1)
-        (wide.object_settings.directory / gone.hex()).unlink()
-        found = await node.controller.settle(tail, TIMEOUT_S)
-        assert "dropped" in found.missing[OBJECT]
-        found = await node.controller.settle(tail, TIMEOUT_S)
-        assert OBJECT in found.missing
-        found = await node.controller.settle(tail, TIMEOUT_S, OBJECT)
-        assert OBJECT not in found.missing, "it was sent again"
-        (wide.object_settings.directory / gone.hex()).unlink()
-        await node.controller.settle(tail, TIMEOUT_S)  # it knows that by now
-        node.controller.parts.movement.remove(node.row(1), MissReason.EVICTED)
-        found = await node.controller.settle(tail, TIMEOUT_S, OBJECT)
-        assert "hangs on" in found.missing[OBJECT]
-        assert found.is_settled
-
-    run([node], scenario)
+    await kept(node, OBJECT, *PATH)
+    tail = node.query(*PATH)._replace(digests=node.query(*PATH).digests[2:])
+    assert OBJECT not in (await node.controller.settle(tail, TIMEOUT_S)).missing
+    gone = node.key(1)
+    (wide.object_settings.directory / gone.hex()).unlink()
+    found = await node.controller.settle(tail, TIMEOUT_S)
+    assert "dropped" in found.missing[OBJECT]
+    found = await node.controller.settle(tail, TIMEOUT_S)
+    assert OBJECT in found.missing
+    found = await node.controller.settle(tail, TIMEOUT_S, OBJECT)
+    assert OBJECT not in found.missing, "it was sent again"
+    (wide.object_settings.directory / gone.hex()).unlink()
+    await node.controller.settle(tail, TIMEOUT_S)  # it knows that by now
+    node.controller.parts.movement.remove(node.row(1), MissReason.EVICTED)
+    found = await node.controller.settle(tail, TIMEOUT_S, OBJECT)
+    assert "hangs on" in found.missing[OBJECT]
+    assert found.is_settled
 
 
 def test_shared_was_readable_when_it_was_said(wide: Wide) -> None:
@@ -150,60 +136,52 @@ def test_shared_was_readable_when_it_was_said(wide: Wide) -> None:
 
 @pytest.mark.parametrize("level", [SHARED, OBJECT])
 @pytest.mark.parametrize("model_id", ["test", "other"])
-def test_a_chunk_that_goes_while_it_is_waited_for_has_no_level_of_another_in_its_row(
-    wide: Wide, level: Durability, model_id: str
+@scenario(lambda wide: wide.node(redis="never", s3="never"))
+async def test_a_chunk_that_goes_while_it_is_waited_for_has_no_level_of_another_in_its_row(
+    node: Node, level: Durability, model_id: str
 ) -> None:
     """Another one of the same model; or the same tokens of another model, which have the same digest. The tier has what
     went, too, but this node has not looked since."""
-    node = wide.node(redis="never", s3="never")
+    other = node.of(small_spec(model_id=model_id))
+    await kept(node, level, 9)
+    await settled(node, 9)
+    node.controller.parts.movement.remove(node.row(9), MissReason.EVICTED)
+    path, write, may_write = (90 if other.model == node.model else 9,), node.nvme.write, asyncio.Event()
 
-    async def scenario() -> None:
-        other = node.of(small_spec(model_id=model_id))
-        await kept(node, level, 9)
-        await settled(node, 9)
-        node.controller.parts.movement.remove(node.row(9), MissReason.EVICTED)
-        path, write, may_write = (90 if other.model == node.model else 9,), node.nvme.write, asyncio.Event()
+    async def late(*given: Any) -> int:
+        await may_write.wait()
+        return await write(*given)
 
-        async def late(*given: Any) -> int:
-            await may_write.wait()
-            return await write(*given)
-
-        node.nvme.write = late
-        for number in range(LANE_COUNT):  # so that the next one waits for its turn
-            await node.store(node.session, 20 + number)
-        await node.store(node.session, 9)
-        row = node.row(9)
-        waiting = asyncio.ensure_future(settled(node, 9))
-        await asyncio.sleep(0.01)
-        node.controller.parts.movement.remove(row, MissReason.EVICTED)
-        await other.store(node.session, *path, durability=level)
-        assert other.row(*path) == row
-        assert level in reached(await settled(other, *path, wanted=level, timeout_s=0.5))
-        may_write.set()
-        assert reached(await waiting) == set()
-
-    run([node], scenario)
+    node.nvme.write = late
+    for number in range(LANE_COUNT):  # so that the next one waits for its turn
+        await node.store(node.session, 20 + number)
+    await node.store(node.session, 9)
+    row = node.row(9)
+    waiting = asyncio.ensure_future(settled(node, 9))
+    await asyncio.sleep(0.01)
+    node.controller.parts.movement.remove(row, MissReason.EVICTED)
+    await other.store(node.session, *path, durability=level)
+    assert other.row(*path) == row
+    assert level in reached(await settled(other, *path, wanted=level, timeout_s=0.5))
+    may_write.set()
+    assert reached(await waiting) == set()
 
 
-def test_what_leaves_the_node_while_other_tiers_are_asked_has_none_of_its_levels(wide: Wide) -> None:
-    node = wide.node(redis="never", s3="never")
+@scenario(lambda wide: wide.node(redis="never", s3="never"))
+async def test_what_leaves_the_node_while_other_tiers_are_asked_has_none_of_its_levels(node: Node) -> None:
+    async def refuse(*_: Any) -> int:
+        raise Unavailable("the device failed")
 
-    async def scenario() -> None:
-        async def refuse(*_: Any) -> int:
-            raise Unavailable("the device failed")
+    node.nvme.write = refuse
+    assert reached(await kept(node, SHARED, 1)) == {MEMORY, SHARED}
+    probe = node.shared[0].probe
 
-        node.nvme.write = refuse
-        assert reached(await kept(node, SHARED, 1)) == {MEMORY, SHARED}
-        probe = node.shared[0].probe
+    async def late(*given: Any) -> Any:
+        node.controller.parts.movement.remove(node.row(1), MissReason.EVICTED)
+        return await probe(*given)
 
-        async def late(*given: Any) -> Any:
-            node.controller.parts.movement.remove(node.row(1), MissReason.EVICTED)
-            return await probe(*given)
-
-        node.shared[0].probe = late
-        assert reached(await settled(node, 1)) == {SHARED}
-
-    run([node], scenario)
+    node.shared[0].probe = late
+    assert reached(await settled(node, 1)) == {SHARED}
 
 
 def test_a_chunk_that_went_in_the_middle_of_a_long_chain_is_missed(wide: Wide) -> None:
@@ -238,49 +216,41 @@ def test_an_engine_with_no_room_for_a_chain_is_told_as_that(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("switch", [Switch.STALLED, Switch.AWAY])
-def test_a_tier_that_fails_delays_no_other_level(wide: Wide, switch: Switch) -> None:
-    node = wide.node(redis="never", s3="never")
-
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        wide.s3.turn_on(switch)
-        began_s = loop.time()
-        found = await kept(node, OBJECT, *PATH)
-        assert loop.time() - began_s <= TIMEOUT_S + 1.0
-        assert reached(found) == {MEMORY, LOCAL}
-        assert found.missing[OBJECT]
-        began_s = loop.time()
-        found = await kept(node, SHARED, 7)
-        assert reached(found) >= {MEMORY, SHARED}
-        assert loop.time() - began_s < 1.0
-        began_s = loop.time()
-        assert reached(await settled(node, 7)) >= {MEMORY, LOCAL}
-        assert loop.time() - began_s < 1.0
-        wide.s3.turn_off()
-        await asyncio.sleep(60.0)
-        assert OBJECT in reached(await settled(node, *PATH, wanted=OBJECT)), "it was not forgotten"
-
-    run([node], scenario)
+@scenario(lambda wide: wide.node(redis="never", s3="never"))
+async def test_a_tier_that_fails_delays_no_other_level(node: Node, wide: Wide, switch: Switch) -> None:
+    loop = asyncio.get_running_loop()
+    wide.s3.turn_on(switch)
+    began_s = loop.time()
+    found = await kept(node, OBJECT, *PATH)
+    assert loop.time() - began_s <= TIMEOUT_S + 1.0
+    assert reached(found) == {MEMORY, LOCAL}
+    assert found.missing[OBJECT]
+    began_s = loop.time()
+    found = await kept(node, SHARED, 7)
+    assert reached(found) >= {MEMORY, SHARED}
+    assert loop.time() - began_s < 1.0
+    began_s = loop.time()
+    assert reached(await settled(node, 7)) >= {MEMORY, LOCAL}
+    assert loop.time() - began_s < 1.0
+    wide.s3.turn_off()
+    await asyncio.sleep(60.0)
+    assert OBJECT in reached(await settled(node, *PATH, wanted=OBJECT)), "it was not forgotten"
 
 
-def test_a_device_that_stalls_delays_no_level_beyond_it(wide: Wide) -> None:
-    node = wide.node(redis="never", s3="never")
+@scenario(lambda wide: wide.node(redis="never", s3="never"))
+async def test_a_device_that_stalls_delays_no_level_beyond_it(node: Node) -> None:
+    loop = asyncio.get_running_loop()
 
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
+    async def never(*_: object) -> int:
+        await asyncio.sleep(1e6)
+        return 0
 
-        async def never(*_: object) -> int:
-            await asyncio.sleep(1e6)
-            return 0
-
-        node.nvme.write = never
-        began_s = loop.time()
-        found = await kept(node, OBJECT, *PATH)
-        assert reached(found) >= {MEMORY, OBJECT}
-        assert LOCAL in found.missing
-        assert (found.durability, loop.time() - began_s < 1.0) == (MEMORY, True)
-
-    run([node], scenario)
+    node.nvme.write = never
+    began_s = loop.time()
+    found = await kept(node, OBJECT, *PATH)
+    assert reached(found) >= {MEMORY, OBJECT}
+    assert LOCAL in found.missing
+    assert (found.durability, loop.time() - began_s < 1.0) == (MEMORY, True)
 
 
 def test_what_a_tier_merely_says_is_no_promise_until_it_was_read(wide: Wide) -> None:

@@ -16,6 +16,7 @@ from kvstore.controller.operators.values import Tally
 from kvstore.keys import ROOT_DIGEST
 from kvstore.spec import MissReason
 from tests.fakes import Switch
+from tests.scenario import scenario
 from tests.tiers.shared.world import PATH, Node, Wide, run
 
 
@@ -77,30 +78,26 @@ def test_what_a_tier_does_not_say_that_it_has_is_not_given_up(
     run([node], scenario)
 
 
-def test_a_tier_is_not_asked_for_what_a_faster_one_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@scenario(lambda tmp_path: Wide(tmp_path).node())
+async def test_a_tier_is_not_asked_for_what_a_faster_one_has(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drained device's chunks go no further than the first tier that has them. Questions to S3 cost money."""
-    node = Wide(tmp_path).node()
+    await node.give(1, 2)
+    redis, s3 = node.controller.parts.movement.shared_tiers.tiers
+    asked: dict[str, list[bytes]] = {"redis": [], "s3": []}
+    for tier in (redis, s3):
 
-    async def scenario() -> None:
-        await node.give(1, 2)
-        redis, s3 = node.controller.parts.movement.shared_tiers.tiers
-        asked: dict[str, list[bytes]] = {"redis": [], "s3": []}
-        for tier in (redis, s3):
+        async def ask(keys: Sequence[bytes], *args: Any, ask: Any = tier.ask, name: str = tier.tier.name) -> Any:
+            asked[name] += keys
+            return await ask(keys, *args)
 
-            async def ask(keys: Sequence[bytes], *args: Any, ask: Any = tier.ask, name: str = tier.tier.name) -> Any:
-                asked[name] += keys
-                return await ask(keys, *args)
-
-            monkeypatch.setattr(tier, "ask", ask)
-        changes = Operators(node.parts, node.controller).drain(
-            Selection(tier="nvme"), end=False, service=False, dry_run=False
-        )
-        tally = [news async for news in changes][-1].tally
-        assert tally.counts[FREED] == 2
-        assert [key for key in asked["s3"] if key != ROOT_DIGEST] == []
-        assert set(asked["redis"]) == {node.key(1), node.key(1, 2)}
-
-    run([node], scenario)
+        monkeypatch.setattr(tier, "ask", ask)
+    changes = Operators(node.parts, node.controller).drain(
+        Selection(tier="nvme"), end=False, service=False, dry_run=False
+    )
+    tally = [news async for news in changes][-1].tally
+    assert tally.counts[FREED] == 2
+    assert [key for key in asked["s3"] if key != ROOT_DIGEST] == []
+    assert set(asked["redis"]) == {node.key(1), node.key(1, 2)}
 
 
 @pytest.mark.parametrize("is_drained", [True, False], ids=["drained", "moved"])
