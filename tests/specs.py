@@ -77,3 +77,12 @@ def bits(value: Any) -> Any:
         signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[value.element_size()]
         value = value.contiguous().view(signed).numpy()
     return value.view(UNSIGNED[value.itemsize])
+
+
+def same(found: Any, cache: Any) -> bool:
+    """True when all layers of what was found have the cache's bits."""
+    return all(
+        np.array_equal(bits(got), bits(put))
+        for pair, own in zip(found, cache, strict=True)
+        for got, put in zip(pair, own, strict=True)
+    )

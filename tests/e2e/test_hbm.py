@@ -31,7 +31,7 @@ from kvstore.v1 import cache_pb2 as pb
 from tests.kernels.device import triton_here
 from tests.seams.cuda import compiled
 from tests.server.raw import eventually
-from tests.specs import bits, random_cache, small_spec, tokens_of
+from tests.specs import random_cache, same, small_spec, tokens_of
 
 SPEC = small_spec()
 COUNT = 48
@@ -59,14 +59,6 @@ def stored(client: Client, seed: int, count: int = COUNT, spec: ModelSpec = SPEC
     tokens, cache = tokens_of(count, seed), random_cache(spec, count, seed)
     client.store(spec, tokens, cache).wait(10)
     return tokens, cache
-
-
-def same(found: object, cache: list) -> bool:
-    return all(
-        (bits(a) == bits(b)).all()
-        for got, want in zip(found, cache, strict=True)
-        for a, b in zip(got, want, strict=True)
-    )
 
 
 def hbm_of(client: Client) -> object:

@@ -25,7 +25,7 @@ from kvstore.handoff.messages import Redeemed
 from kvstore.spec import Exactness
 from kvstore.v1 import cache_pb2 as pb
 from tests.server.raw import eventually
-from tests.specs import bits, random_cache, small_spec, tokens_of
+from tests.specs import random_cache, same, small_spec, tokens_of
 
 SPEC = small_spec()
 COUNT = 56
@@ -59,14 +59,6 @@ def fetched(client: Client, ticket: bytes, **options: object) -> list:
     transfer = client.start_fetch(ticket, **options)
     transfer.wait(10)
     return [transfer.wait_layer(layer) for layer in transfer.layers]
-
-
-def same(found: list, cache: list) -> bool:
-    return all(
-        (bits(a) == bits(b)).all()
-        for got, want in zip(found, cache, strict=True)
-        for a, b in zip(got, want, strict=True)
-    )
 
 
 def streams(client: Client) -> int:

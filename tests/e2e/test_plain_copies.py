@@ -13,12 +13,12 @@ from kvstore_client.fetch import calls as calls_of_fetches
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.shared_memory.chunk import runs_of
 from kvstore_copies import Batch, is_compiled
-from kvstore_ops.bench.fetch import ask
+from kvstore_ops.bench.paged import ask
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Internal, InvalidRequest
 from kvstore.spec import LayerSpec
-from tests.specs import bits, random_cache, small_spec, tokens_of
+from tests.specs import bits, random_cache, same, small_spec, tokens_of
 
 COUNT = 75
 """Four whole chunks, and a part of a fifth one."""
@@ -77,14 +77,6 @@ def engines_planes(cache: list[Any], count: int = COUNT) -> list[Any]:
             each[3 : 3 + count] = torch.from_numpy(bits(plane).view(np.int16)).view(torch.bfloat16).transpose(0, 1)
         planes.append(tuple(each.transpose(0, 1)[:, 3 : 3 + count] for each in room))
     return planes
-
-
-def same(found: Any, cache: Any) -> bool:
-    return all(
-        np.array_equal(bits(one), bits(other))
-        for mine, theirs in zip(found, cache, strict=True)
-        for one, other in zip(mine, theirs, strict=True)
-    )
 
 
 @pytest.mark.parametrize("name", SPECS)

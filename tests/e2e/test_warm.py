@@ -23,7 +23,7 @@ from kvstore.controller.fetches import fetch as fetches
 from kvstore.keys import chain_digests
 from kvstore.spec import LayerSpec, ModelSpec, Tier
 from tests.server.raw import eventually
-from tests.specs import bits, random_cache, small_spec, tokens_of
+from tests.specs import random_cache, same, small_spec, tokens_of
 
 SPEC = small_spec()
 COUNT = 48
@@ -66,14 +66,6 @@ def fill(small: Sidecar, seed: int, count: int = 700 * 16) -> None:
     """Another client stores as much as memory has room for."""
     with connect(small.address) as other:
         other.store(SPEC, tokens_of(count, seed), random_cache(SPEC, count, seed)).wait(20)
-
-
-def same(found: object, cache: list) -> bool:
-    return all(
-        (bits(a) == bits(b)).all()
-        for got, want in zip(found, cache, strict=True)
-        for a, b in zip(got, want, strict=True)
-    )
 
 
 def pages_of(spec: ModelSpec, count: int, size: int, skipped: int = 0) -> Paged:

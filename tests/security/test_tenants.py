@@ -30,7 +30,7 @@ from tests.e2e.test_registered_profiles import profile_of
 from tests.security.tenancy import NAMES, client_of, secret_of, tenants_sidecar, token_of
 from tests.security.test_sessions import CALLS
 from tests.server.raw import Handoff, Raw
-from tests.specs import bits, random_cache, small_spec, tokens_of
+from tests.specs import random_cache, same, small_spec, tokens_of
 
 PLANES = ("local", "remote")
 
@@ -60,14 +60,6 @@ def fresh() -> tuple[Any, Any]:
     """Tokens that nobody has stored, and a cache of them."""
     seed = next(_fresh)
     return tokens_of(COUNT, seed), random_cache(SPEC, COUNT, seed)
-
-
-def same(fetched: Any, cache: Any) -> bool:
-    return all(
-        np.array_equal(bits(got), bits(put))
-        for pair, own in zip(fetched, cache, strict=True)
-        for got, put in zip(pair, own, strict=True)
-    )
 
 
 def test_what_one_stored_is_cold_for_the_other(pair: tuple[Client, Client], tenants: Sidecar) -> None:

@@ -7,30 +7,18 @@ from typing import Any
 
 from kvstore_client.client import Client
 from kvstore_client.copying import Copier, on_callers_thread, plane_run, raw
-from kvstore_client.fetch.open import open_prefix
-from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.shared_memory.chunk import runs_of
 from kvstore_client.planes.shared_memory.prefix import MappedPrefix
 from kvstore_copies import is_compiled
 
 from kvstore.chunk import slab_parts
-from kvstore.keys import chain_digests, fingerprint
 from kvstore_ops.bench import copying as shared
-from kvstore_ops.bench.paged import measure_pages
+from kvstore_ops.bench.paged import ask, measure_pages
 from kvstore_ops.bench.result import Goal, Result, judged_by, quartiles, show
 
 NOT_COMPILED = "none: kvstore was installed without a C compiler, or KVSTORE_COPIES=plain"
 TARGET = 0.95
 VERIFY_TARGET = 0.65
-
-
-def ask(client: Client, spec: Any, tokens: Any) -> MappedPrefix:
-    """Do the part of a fetch before its first copy: the call, and the chunks' headers."""
-    wanted = Wanted.of(spec, None, None, (), verify=False)
-    name = fingerprint(spec, spec.kind)
-    prefix = open_prefix(client.connect_now(), wanted, name, chain_digests(tokens, spec.chunk_tokens), 1, 10.0)
-    assert isinstance(prefix, MappedPrefix)
-    return prefix
 
 
 def limit_pairs(client: Client, spec: Any, tokens: Any, into: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from kvstore_client import Client, ModelSpec
-from kvstore_client.copying import COPY_THREADS, Copier, copy, on_callers_thread
+from kvstore_client.copying import COPY_THREADS, Copier, on_callers_thread
 from kvstore_copies import is_compiled
 
 from kvstore.seams.fence import fence
@@ -122,9 +122,7 @@ def _measured(client: Client, copier: Copier, spec: ModelSpec, count: int, runs:
     def fetch() -> None:
         assert client.fetch(spec, tokens, into=into).token_count == count
 
-    def bare() -> None:
-        for target, source in pairs:
-            copy(target, source)
+    bare = partial(shared.copy_all, pairs)
 
     def one_pass() -> None:
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])

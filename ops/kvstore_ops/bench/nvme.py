@@ -207,14 +207,12 @@ class Rig:
     """A sidecar whose device tier is small and whose arena is smaller, and a client of it."""
 
     def __init__(self, client: Client, scale: str) -> None:
-        import torch
 
         self.client = client
         self.spec = shared.geometry(scale)
         self.count = CHUNKS[scale] * shared.CHUNK_TOKENS
         self.source, self.into = shared.tensors(self.spec, self.count), shared.tensors(self.spec, self.count)
-        for plane in (plane for pair in self.source for plane in pair):
-            plane.view(torch.int16).random_(generator=torch.Generator().manual_seed(1))
+        shared.fill_with_noise(self.source)
         self.byte_count = sum(k.nbytes + v.nbytes for k, v in self.into)
         self._stored = 0
 

@@ -21,13 +21,19 @@ from kvstore_ops.bench import copying as shared
 PAGE_TOKENS = 16
 
 
-def bare_copies(client: Client, spec: Any, tokens: Any, paged: Paged) -> list[tuple[Any, Any, Any]]:
-    """Return what a fetch into pages must copy, as (target, its pages, source): for each layer and half one indexed
-    assignment of numpy, out of the mapped memory itself."""
+def ask(client: Client, spec: Any, tokens: Any) -> MappedPrefix:
+    """Do the part of a fetch before its first copy: the call, and the chunks' headers."""
     wanted = Wanted.of(spec, None, None, (), verify=False)
     name = fingerprint(spec, spec.kind)
     prefix = open_prefix(client.connect_now(), wanted, name, chain_digests(tokens, spec.chunk_tokens), 1, 10.0)
     assert isinstance(prefix, MappedPrefix)
+    return prefix
+
+
+def bare_copies(client: Client, spec: Any, tokens: Any, paged: Paged) -> list[tuple[Any, Any, Any]]:
+    """Return what a fetch into pages must copy, as (target, its pages, source): for each layer and half one indexed
+    assignment of numpy, out of the mapped memory itself."""
+    prefix = ask(client, spec, tokens)
     numbers = np.asarray(paged.slots)[::PAGE_TOKENS] // PAGE_TOKENS
     copies = []
     for layer in range(spec.layer_count):

@@ -29,7 +29,7 @@ from kvstore_client import Client, MissReason, Tier, connect
 
 from kvstore.chunk import layout_of
 from kvstore_ops.bench import copying as shared
-from kvstore_ops.bench.fetch import ask
+from kvstore_ops.bench.paged import ask
 from kvstore_ops.bench.redis_pipeline import IN_FLIGHT, Pipeline, read_fields
 from kvstore_ops.bench.result import Result, quartiles, show
 from kvstore_ops.sidecar import Sidecar
@@ -125,14 +125,12 @@ class Rig:
     """A sidecar over its own Redis, a client of it, and the contexts that are fetched in turn."""
 
     def __init__(self, client: Client, bare: Bare, pipeline: Pipeline, scale: str) -> None:
-        import torch
 
         self.client, self.bare, self.pipeline = client, bare, pipeline
         self.spec = shared.geometry(scale)
         self.count = CHUNKS[scale] * shared.CHUNK_TOKENS
         self.source = shared.tensors(self.spec, self.count)
-        for plane in (plane for pair in self.source for plane in pair):
-            plane.view(torch.int16).random_(generator=torch.Generator().manual_seed(1))
+        shared.fill_with_noise(self.source)
         self.byte_count = sum(k.nbytes + v.nbytes for k, v in self.source)
         self.contexts = [self.store() for _ in range(CONTEXTS)]
 
