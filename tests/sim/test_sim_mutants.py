@@ -23,21 +23,11 @@ from tests.sim.run import Outcome, run_seed
 from tests.sim.steps import every_cut, passage
 from tests.sim.test_warm import ARENA_BYTES
 from tests.sim.warm import reads_warm
-from tests.simulated import SimulatedDisk
+from tests.tiers.test_mutants import without_header_check, without_sync
 
 RUNS_MAX = 60
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
-
-
-def without_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Acknowledges what no fdatasync covered."""
-    monkeypatch.setattr(SimulatedDisk, "sync", lambda disk, descriptor: None)
-
-
-def without_header_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes what lies in the slot for what was asked for."""
-    monkeypatch.setattr("kvstore.tiers.nvme.reading.check_header", lambda name, header: header)
 
 
 def without_checksums(monkeypatch: pytest.MonkeyPatch) -> None:

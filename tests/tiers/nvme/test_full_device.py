@@ -15,6 +15,8 @@ from tests.scenario import scenario
 from tests.specs import small_spec
 from tests.tiers.service import KIB, DeviceService
 
+LARGE = small_spec(model_id="large", layers=(LayerSpec(kv_heads=2, k_dim=64, v_dim=64),) * 8)
+
 
 @scenario(lambda: DeviceService(arena_chunks=32))
 async def test_a_device_that_is_full_before_the_tier_is_says_so_once_in_the_log(
@@ -47,7 +49,7 @@ def test_files_that_still_fit_do_not_end_what_the_log_says_of_a_full_device(capl
         return [each.message for each in caplog.records if each.message in said]
 
     async def scenario() -> None:
-        large = service.of(small_spec(model_id="large", layers=(LayerSpec(kv_heads=2, k_dim=64, v_dim=64),) * 8))
+        large = service.of(LARGE)
         await large.keep(1)
         service.disk.capacity_bytes = service.region_bytes_used() + 40 * KIB
         for number in range(100, 140):
@@ -71,7 +73,7 @@ def test_small_chunks_that_are_taken_do_not_end_what_the_log_says_of_large_ones(
         return [each.message for each in caplog.records if "takes" in each.message]
 
     async def scenario() -> None:
-        large = service.of(small_spec(model_id="large", layers=(LayerSpec(kv_heads=2, k_dim=64, v_dim=64),) * 8))
+        large = service.of(LARGE)
         for number in range(1, 20):
             await large.store(large.session, number)
             await service.keep(number)
@@ -94,7 +96,7 @@ def test_a_large_chunk_that_leaves_after_a_small_one_was_taken_ends_what_the_log
     service = DeviceService(arena_chunks=256, capacity_bytes=64 * KIB)
 
     async def scenario() -> None:
-        large = service.of(small_spec(model_id="large", layers=(LayerSpec(kv_heads=2, k_dim=64, v_dim=64),) * 8))
+        large = service.of(LARGE)
         await large.store(large.session, 1)
         await asyncio.sleep(1.0)
         await service.keep(1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,27 @@ import pytest
 from kvstore.errors import DataLoss
 from kvstore.movement.shared_tiers import HINT_S
 from kvstore.spec import MissReason
+from kvstore.tiers import SharedTier
 from tests.scenario import scenario
 from tests.tiers.shared.world import Wide, World, run, spoil
+
+
+@contextmanager
+def lost_by_readers(tier: SharedTier, reason: str) -> Iterator[None]:
+    """Each chunk that is opened is gone when it is read."""
+    opened = tier.open
+
+    async def lost(*_: Any) -> None:
+        raise DataLoss("it went", reason=reason)
+
+    async def opened_and_lost(name: Any, ahead: Sequence[Any] = ()) -> Any:
+        stored = await opened(name, ahead)
+        stored.read = lost
+        return stored
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tier, "open", opened_and_lost)
+        yield
 
 
 @pytest.mark.parametrize(
@@ -26,19 +46,8 @@ def test_an_object_that_goes_while_it_is_read_is_no_damage(tmp_path: Path, reaso
 
     async def scenario() -> None:
         await node.give(1)
-        opened = other.shared[1].open
-
-        async def lost(*_: Any) -> None:
-            raise DataLoss("it went", reason=reason)
-
-        async def opened_and_lost(name: Any, ahead: Sequence[Any] = ()) -> Any:
-            stored = await opened(name, ahead)
-            stored.read = lost
-            return stored
-
-        other.shared[1].open = opened_and_lost
-        assert await other.fetch(1) == (0, miss)
-        other.shared[1].open = opened
+        with lost_by_readers(other.shared[1], reason):
+            assert await other.fetch(1) == (0, miss)
         assert await node.fetch(1) == (1, MissReason.NONE)
 
     run([node, other], scenario)
@@ -128,19 +137,8 @@ async def test_a_copy_that_failed_and_was_put_right_meanwhile_is_not_written_aga
     the chunk from those that read it by then, which would write it, too."""
     node, other = world.one, world.other
     await node.give(1)
-    opened = other.shared[0].open
-
-    async def lost(*_: Any) -> None:
-        raise DataLoss("it went", reason=reason)
-
-    async def opened_and_lost(name: Any, ahead: Sequence[Any] = ()) -> Any:
-        stored = await opened(name, ahead)
-        stored.read = lost
-        return stored
-
-    other.shared[0].open = opened_and_lost
-    assert (await other.fetch(1))[0] == 0
-    other.shared[0].open = opened
+    with lost_by_readers(other.shared[0], reason):
+        assert (await other.fetch(1))[0] == 0
     await other.give(1)
     assert not other.shared[0].statistics().written_bytes
 
