@@ -13,12 +13,11 @@ from kvstore.catalog import Catalog, Namespace
 from kvstore.errors import DeadlineExceeded, Exhausted, Unavailable
 from kvstore.movement.breaker import Breaker, told_of
 from kvstore.movement.questions import Questions
+from kvstore.movement.sources import STALL_S
 from kvstore.seams import Clock
 from kvstore.telemetry import Counters
 from kvstore.tiers import PART, SharedUse, TierStatistics, UploadState, WritePolicy
 
-STALL_S = 2.0
-"""A shared tier that has left a request unanswered for so many seconds is asked nothing more until it answers."""
 DOUBTS_PER_BOUND = 10
 """Lookups wait so many times shorter for a tier that may stand still: of a hundred more than one may ask it again."""
 BAD_COUNT_MAX = 65_536

@@ -8,8 +8,8 @@ from kvstore.catalog import Catalog
 from kvstore.chunk import ChunkHeader, write_mark
 from kvstore.errors import DataLoss, KVStoreError
 from kvstore.movement.names import ChunkNames
-from kvstore.movement.shared import STALL_S, SharedCopies
-from kvstore.movement.sources import may_enter
+from kvstore.movement.shared import SharedCopies
+from kvstore.movement.sources import STALL_S, may_enter
 from kvstore.seams.memory import Bytes
 from kvstore.tiers import ChunkName, StoredChunk
 

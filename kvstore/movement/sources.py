@@ -14,7 +14,8 @@ from kvstore.spec import Tier
 from kvstore.tiers import ChunkName, StoredChunk
 
 STALL_S = 2.0
-"""A tier that has left a request unanswered for so many seconds gets no new ones on a reader's behalf."""
+"""A tier that has left a request unanswered for so many seconds gets no new ones on a reader's behalf; a shared
+tier gets none at all."""
 WENT = frozenset({"gone", "absent", "replaced"})
 """The reasons of a DataLoss that is no damage: a shared tier has the chunk no more, or has another write of it."""
 
