@@ -364,7 +364,7 @@ class Controller:
             session_count=len(sessions), stream_count=sum(session.stream_count for session in sessions),
             watcher_count=len(spaces.events.watchers), staging_bytes=self.sessions.staging_bytes,
             models=tuple(ModelCount.of(each, parts.served) for each in parts.catalog.models.values()),
-            loading_bytes=movement.loading_bytes, backlog_count=movement.backlog_count,
+            loading_bytes=movement.loads.loading_bytes, backlog_count=movement.backlog_count,
             tiers=movement.statistics(), tier_problem="; ".join(parts.problems),
             counters=parts.counters.snapshot(), rates=parts.meters.tiers, forgotten=parts.served.forgotten,
         )  # fmt: skip

@@ -20,7 +20,6 @@ from kvstore.movement.demotion import Demotions
 from kvstore.movement.eviction import Eviction
 from kvstore.movement.hbm import HbmCopies
 from kvstore.movement.levels import Levels, SharedWrites
-from kvstore.movement.loading import Loading
 from kvstore.movement.loads import Loads
 from kvstore.movement.meters import TierMeters
 from kvstore.movement.names import ChunkNames
@@ -38,7 +37,7 @@ from kvstore.movement.uses import Uses
 from kvstore.movement.writes import Writes
 from kvstore.policy import EvictionPolicy
 from kvstore.seams import Clock, FaultPoints, Random, TenantKeys, Workers
-from kvstore.spec import Durability, MissReason
+from kvstore.spec import MissReason
 from kvstore.telemetry import NO_TRACING, Counters, Tracing
 from kvstore.tiers import LocalTier, SharedUse, TierStatistics
 from kvstore.tiers.dram import DramTier
@@ -233,11 +232,6 @@ class Movement:
         """Chunks that wait for a slower tier or are on their way to it."""
         return sum(writes.backlog_count for writes in self.all_writes)
 
-    @property
-    def loading_bytes(self) -> int:
-        """Bytes of memory that are reserved for chunks on their way there."""
-        return self.loads.loading_bytes
-
     async def retry(self) -> None:
         """Try again to write chunks that a tier refused, once it had some time. Yields to other requests in between."""
         self.statistics()  # for the time since when each tier is in its state
@@ -259,12 +253,6 @@ class Movement:
                 group.create_task(self.demotions.run())
 
     # ------------------------------------------------------------ stores
-
-    def allocate(
-        self, piece_bytes: tuple[int, ...], keep: frozenset[int], *, evict_unwritten: bool = True
-    ) -> Placement | None:
-        """Return room in memory for a chunk. See ``Room.allocate``."""
-        return self.room.allocate(piece_bytes, keep, evict_unwritten=evict_unwritten)
 
     def stored(self, row: int, placement: Placement, mark: int) -> None:
         """Make a stored chunk visible, which is whole in memory. ``mark``: the first 8 bytes of its write id. Copies of
@@ -290,10 +278,6 @@ class Movement:
         self._table.came(row, self._parts.clock.wall())
         self.write_down(row)
 
-    def demand(self, rows: Sequence[int], level: Durability) -> None:
-        """See ``Levels.demand``."""
-        self.levels.demand(rows, level)
-
     @property
     def is_making_room(self) -> bool:
         """True when a chunk on its way to a slower tier makes room in memory sooner or later."""
@@ -311,24 +295,10 @@ class Movement:
 
     # ------------------------------------------------------------ fetches
 
-    def bring(
-        self, rows: Sequence[int], keep: frozenset[int], layers: frozenset[int] = frozenset()
-    ) -> tuple[list[Loading | None], MissReason]:
-        """See ``Loads.begin``."""
-        return self.loads.begin(rows, keep, layers)
-
     def bring_to_device(self, rows: Sequence[int]) -> None:
         """Have chunks copied to the pool on a device, where there is one, beside the caller."""
         if self.hbm is not None:
             self.hbm.wants(rows)
-
-    def placement(self, row: int) -> Placement:
-        """Return the placement of a chunk that memory has."""
-        return self.memory.placement(row)
-
-    def are_in_memory(self, rows: Sequence[int]) -> bool:
-        """Return True when memory has all of these chunks."""
-        return self.memory.have_all(rows)
 
     def used(self, chain: Sequence[int]) -> None:
         """Record that a chain was stored or read, root first."""
@@ -348,10 +318,6 @@ class Movement:
         self._counters.add("superseded_chunks")
         for copies in self._table.copies:
             copies.policy.superseded(row)
-
-    def remove(self, row: int, reason: MissReason) -> None:
-        """Give up every copy of a chunk."""
-        self.removal.remove(row, reason)
 
     async def supersede(self, writes: Mapping[bytes, int], wait_s: float) -> None:
         """Ensure that no later start brings removed chunks back, before new writes take their place (storage key ->

@@ -162,10 +162,13 @@ class Warming:
         """Wait until no request waits for a tier. Return True when there is room in memory, too."""
         clock = self._parts.clock
         until_s = clock.monotonic() + BUSY_S_MAX
-        while self._parts.movement.loading_bytes and clock.monotonic() < until_s:
+        while self._parts.movement.loads.loading_bytes and clock.monotonic() < until_s:
             await clock.sleep(BUSY_STEP_S)
         arena = self._parts.arena
-        return not self._parts.movement.loading_bytes and arena.used_bytes + byte_count <= FULL * arena.capacity_bytes
+        return (
+            not self._parts.movement.loads.loading_bytes
+            and arena.used_bytes + byte_count <= FULL * arena.capacity_bytes
+        )
 
     @property
     def _used(self) -> float:

@@ -72,7 +72,7 @@ async def test_a_row_that_becomes_another_chunks_while_others_are_picked_is_not_
         async def slowly(self: Chosen, turn: Any) -> AsyncIterator[Any]:
             async for rows in blocks(self, turn):
                 yield rows
-            service.parts.movement.remove(0, MissReason.EVICTED)
+            service.parts.movement.removal.remove(0, MissReason.EVICTED)
             await service.store(session, 2)
 
         monkeypatch.setattr(Chosen, "blocks", slowly)
@@ -174,7 +174,7 @@ async def test_a_command_that_is_cancelled_half_way_holds_nothing(monkeypatch: p
     async with Held(*((number,) for number in range(count)), chunks=count) as held:
         service, table = held.service, held.service.parts.catalog.table
         for row in range(3):
-            service.parts.movement.remove(row, MissReason.EVICTED)
+            service.parts.movement.removal.remove(row, MissReason.EVICTED)
 
         async def stands_still(*_: Any) -> None:
             await asyncio.Event().wait()

@@ -37,7 +37,7 @@ def evict(service: Service) -> None:
     parts = service.parts
     for row in list(parts.catalog.table.rows()):
         if parts.catalog.is_visible(row):
-            parts.movement.remove(row, MissReason.EVICTED)
+            parts.movement.removal.remove(row, MissReason.EVICTED)
 
 
 def press(service: Service, count: int = 3) -> None:

@@ -118,7 +118,7 @@ class ControllerMachine(RuleBasedStateMachine):
         assert arena.chunk_count == len(rows) + pending
         assert (
             stats.used_bytes
-            == sum(controller.parts.movement.placement(row).byte_count for row in rows) + stats.reserved_bytes
+            == sum(controller.parts.movement.memory.placement(row).byte_count for row in rows) + stats.reserved_bytes
         )
         assert stats.lease_count == sum(len(self.service.parts.leases.of(session)) for session in self.sessions)
         for row in rows:

@@ -228,7 +228,7 @@ async def test_a_row_that_is_another_chunks_by_now_is_left_alone() -> None:
         service, table = held.service, held.service.parts.catalog.table
 
         plan = await service.parts.movement.clearing.plan(meant_rows(service, 0), None, pause)
-        service.parts.movement.remove(0, MissReason.EVICTED)
+        service.parts.movement.removal.remove(0, MissReason.EVICTED)
         session = service.controller.open_session()
         await service.store(session, 2)
         assert table.digests[0] == service.query(2).digests[0]

@@ -73,7 +73,7 @@ async def test_places_in_many_extents_are_not_told(service: Service, monkeypatch
     for count, is_told in ((PLACES_MAX // 2, True), (PLACES_MAX // 2 + 1, False)):
         cut = iter([replace(each.placement, extents=each.placement.extents * count) for each in places])
         with monkeypatch.context() as patch:
-            patch.setattr(controller.fetches._movement, "placement", lambda _, cut=cut: next(cut))
+            patch.setattr(controller.fetches._movement.memory, "placement", lambda _, cut=cut: next(cut))
             assert bool(controller.places(ticket)) is is_told
 
 

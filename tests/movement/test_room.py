@@ -37,7 +37,7 @@ async def full_of(*, chain_count: int) -> Service:
 async def test_neighbours_go_for_a_larger_chunk_and_leave_no_child_behind(chain_count: int) -> None:
     service = await full_of(chain_count=chain_count)
     movement, catalog = service.parts.movement, service.parts.catalog
-    assert movement.allocate(LARGE.piece_bytes, frozenset()) is not None
+    assert movement.room.allocate(LARGE.piece_bytes, frozenset()) is not None
     rows = list(movement.memory.rows())
     assert len(rows) >= CHUNK_COUNT * 3 // 4
     parents = [catalog.table.parents[row] for row in rows]
@@ -51,7 +51,7 @@ async def test_neighbours_that_are_in_use_stay() -> None:
     held, kept = set(range(0, CHUNK_COUNT, 8)), frozenset(range(4, CHUNK_COUNT, 8))
     for row in held:
         table.hold(row)
-    assert movement.allocate(LARGE.piece_bytes, kept) is None
+    assert movement.room.allocate(LARGE.piece_bytes, kept) is None
     assert set(movement.memory.rows()) == held | kept
 
 
@@ -60,7 +60,7 @@ async def test_neighbours_that_no_slower_tier_has_stay_where_they_are_to_be_writ
     movement = service.parts.movement
     for row in range(0, CHUNK_COUNT, 2):
         movement.removal.remove(row, MissReason.EVICTED)
-    assert movement.allocate(LARGE.piece_bytes, frozenset(), evict_unwritten=False) is None
+    assert movement.room.allocate(LARGE.piece_bytes, frozenset(), evict_unwritten=False) is None
     assert len(list(movement.memory.rows())) == CHUNK_COUNT // 2
 
 
@@ -72,7 +72,7 @@ async def test_what_is_being_stored_among_neighbours_stays() -> None:
     for row in range(0, CHUNK_COUNT, 4):
         movement.removal.remove(row, MissReason.EVICTED)
         others.append(arena.allocate(service.layout.piece_bytes))
-    assert movement.allocate(LARGE.piece_bytes, frozenset()) is None
+    assert movement.room.allocate(LARGE.piece_bytes, frozenset()) is None
     assert arena.chunk_count == len(others)
 
 
@@ -88,6 +88,6 @@ async def test_neighbours_that_only_memory_has_stay_while_others_can_go(service:
     movement, alone = service.parts.movement, list(service.mapped.rows())[::8]
     for row in alone:
         movement.removal.drop(service.device, row, MissReason.EVICTED)
-    assert movement.allocate(LARGE.piece_bytes, frozenset()) is not None
+    assert movement.room.allocate(LARGE.piece_bytes, frozenset()) is not None
     assert all(row in service.mapped for row in alone)
     assert len(list(service.mapped.rows())) >= CHUNK_COUNT * 3 // 4

@@ -60,7 +60,7 @@ MUTANTS = (
     Mutant(
         "places-of-a-device",
         FETCH,
-        "not self._movement.are_in_memory(ticket.rows)",
+        "not self._movement.memory.have_all(ticket.rows)",
         "False",
         "a lookup fails where a chunk is not in memory",
         ("tests/e2e/test_transfers.py::test_two_ranks_redeem_what_a_scheduler_holds[local-device]",),

@@ -234,7 +234,7 @@ class Bench:
             await asyncio.sleep(pause_s)
             waited_s, pause_s = waited_s + pause_s, 2 * pause_s
             movement = self.life.parts.movement
-            if not (movement.backlog_count or movement.loading_bytes):
+            if not (movement.backlog_count or movement.loads.loading_bytes):
                 found = imbalance(self.life) or self._open()
         assert not found, found
         self._tasks = self._tasks or len(asyncio.all_tasks())

@@ -224,7 +224,7 @@ async def test_what_leaves_after_a_question_that_failed_is_told_all_the_same(
             patch.setattr(a.directory._servers, "ask_each", fails)
             with pytest.raises(Unavailable):
                 await a.directory.where([a.key(1)], TIMEOUT_S)
-        a.service.parts.movement.remove(0, MissReason.EVICTED)
+        a.service.parts.movement.removal.remove(0, MissReason.EVICTED)
         await until(is_gone, 2.0)
     for each in (a, b):
         await each.directory.close()

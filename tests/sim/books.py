@@ -25,7 +25,7 @@ async def settle_down(life: Life) -> None:
     found = "the service is busy"
     while loop.time() < until and not life.over.is_set():
         await asyncio.sleep(STEP_S)
-        if life.controller.parts.movement.backlog_count or life.controller.parts.movement.loading_bytes:
+        if life.controller.parts.movement.backlog_count or life.controller.parts.movement.loads.loading_bytes:
             continue
         try:
             found = imbalance(life) or _of_room(life)
@@ -100,7 +100,7 @@ def _of_memory(life: Life) -> str:
 def _of_room(life: Life) -> str:
     """Whatever memory holds makes way while nobody holds it."""
     wanted = life.setup.arena_region_bytes // 8192 * 4096
-    placement = life.controller.parts.movement.allocate((wanted,), frozenset())
+    placement = life.controller.parts.movement.room.allocate((wanted,), frozenset())
     if placement is None:
         return f"no room for {wanted} bytes: {len(list(life.memory.rows()))} chunks do not go"
     life.arena.free(placement)

@@ -92,7 +92,7 @@ async def test_a_bug_in_one_opening_loses_the_batch_and_writes_nothing_into_what
     await asyncio.sleep(1.0)
     assert opening.count == len(PATH)
     assert opening.under_way == 0
-    assert service.controller.parts.movement.loading_bytes == 0
+    assert service.controller.parts.movement.loads.loading_bytes == 0
     assert not any(region.readers for region in service.nvme.regions.by_number.values())
     for resident in result.chunks:
         assert all((piece == POISON).all() for piece in resident.placement.pieces)
@@ -117,7 +117,7 @@ async def test_a_fetch_that_memory_refuses_half_way_leaves_nothing_on_its_way(se
     with pytest.raises(Unavailable):
         service.controller.fetches.fetch(service.session, service.query(*PATH))
     await asyncio.sleep(1.0)
-    assert service.controller.parts.movement.loading_bytes == 0
+    assert service.controller.parts.movement.loads.loading_bytes == 0
     assert await service.fetch(*PATH) == (len(PATH), MissReason.NONE)
 
 
@@ -167,7 +167,7 @@ def test_a_chunk_that_leaves_memory_before_the_rest_of_its_load_is_entered_is_fr
         await service.fetch(*path)
         await asyncio.sleep(1.0)
         assert len(here) == CALLS_AT_ONCE
-        assert movement.loading_bytes == 0
+        assert movement.loads.loading_bytes == 0
         assert await service.fetch(*path) == (count, MissReason.NONE)
 
     service.run(scenario)

@@ -119,7 +119,7 @@ class Fetches:
         ticket = self._tickets.find(ticket_id)
         if ticket is None or ticket.query.hidden_layers or len(ticket.rows) != len(ticket.query.digests):
             return ()
-        if len(ticket.rows) > PLACES_MAX or not self._movement.are_in_memory(ticket.rows):
+        if len(ticket.rows) > PLACES_MAX or not self._movement.memory.have_all(ticket.rows):
             return ()
         found = tuple(self._residents([ticket.rows], {}))
         return found if sum(len(each.placement.extents) for each in found) <= PLACES_MAX else ()
@@ -201,11 +201,11 @@ class Fetches:
     def _bring_in(self, walk: Walk, layers: frozenset[int]) -> tuple[list[list[int]], dict[int, Loading], MissReason]:
         """Have chunks that are not in memory brought in. Return the chains, cut before the first chunk that cannot be
         had now, the loadings under way by row, and why the chunk after them is missing."""
-        if all(map(self._movement.are_in_memory, walk.chains)):
+        if all(map(self._movement.memory.have_all, walk.chains)):
             return walk.chains, {}, walk.reason
         keep = frozenset(row for chain in walk.chains for row in chain)
         order = [row for chunk in zip(*walk.chains, strict=True) for row in chunk]
-        found, reason = self._movement.bring(order, keep, layers)
+        found, reason = self._movement.loads.begin(order, keep, layers)
         whole = len(found) // len(walk.chains)
         brought = order[: whole * len(walk.chains)]  # behind them, some parts of a chunk come, and others do not
         loadings = {row: loading for row, loading in zip(brought, found, strict=False) if loading is not None}
@@ -218,7 +218,7 @@ class Fetches:
         for part, chain in enumerate(chains):
             for index, row in enumerate(chain):
                 loading = loadings.get(row)
-                placement = loading.placement if loading else self._movement.placement(row)
+                placement = loading.placement if loading else self._movement.memory.placement(row)
                 extent = hbm.extent(row) if hbm is not None and loading is None else None
                 yield Resident(index, part, table.token_counts[row], placement, loading, extent)
 

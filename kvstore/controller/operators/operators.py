@@ -202,7 +202,7 @@ class Operators:
             there, stored, absent = await self._found(query)
             room = self._parts.arena.capacity_bytes // max(1, size)  # 0: too large a chunk, and nothing is stored
             brought = max(0, min(stored, room) - there)
-            is_last_there = row is not None and self._parts.movement.are_in_memory([row])
+            is_last_there = row is not None and self._parts.movement.memory.have_all([row])
             fate = IN_MEMORY if is_last_there else BROUGHT if there + brought == stored else NO_ROOM
             counts = {IN_MEMORY: there, BROUGHT: brought, NO_ROOM: stored - there - brought}
         else:
@@ -244,7 +244,7 @@ class Operators:
             await turn.next()
             found = catalog.walk(spaces, query.digests[start : start + WALKED_AT_ONCE])
             hits += found.hit_count
-            there += sum(movement.are_in_memory(chunk) for chunk in zip(*found.chains, strict=True))
+            there += sum(movement.memory.have_all(chunk) for chunk in zip(*found.chains, strict=True))
             if hits < min(start + WALKED_AT_ONCE, len(query.digests)):
                 break
         turn.end()

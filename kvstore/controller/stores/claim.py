@@ -154,7 +154,7 @@ class Claims:
         refusal = "" if room.replaces else self.refusal
         while not self._is_elsewhere(entry) and not refusal:
             is_waiting = self._movement.is_making_room and not room.patience.has_passed
-            placement = self._movement.allocate(layout.piece_bytes, room.keep, evict_unwritten=not is_waiting)
+            placement = self._movement.room.allocate(layout.piece_bytes, room.keep, evict_unwritten=not is_waiting)
             if placement is not None or not is_waiting:
                 break
             await self._movement.progress(room.patience.left_s)

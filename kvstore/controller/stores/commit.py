@@ -135,7 +135,7 @@ class Commits:
         reservation.is_counted = True
         states = tuple(entry.state for entry in reservation.entries)
         for wanted in reservation.levels:
-            self._movement.demand(rows, wanted)
+            self._movement.levels.demand(rows, wanted)
         level = Durability.MEMORY if count else Durability.NONE
         return StoreResult(reservation.reservation_id, states, count, level, reservation.refusal, tuple(rows))
 

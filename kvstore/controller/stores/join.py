@@ -37,7 +37,7 @@ class Joins:
         count = self._chunk_count(every, len(places))
         entries = every[: count * len(places)]
         rows = [entry.held for entry in entries if entry.held is not None]
-        found, reason = self._movement.bring(rows, frozenset(rows), layers)
+        found, reason = self._movement.loads.begin(rows, frozenset(rows), layers)
         if len(found) < len(rows):
             raise Exhausted(f"the chunks this store continues cannot be brought into memory now: {reason.name}")
         loadings = dict(zip(rows, found, strict=True))
@@ -83,7 +83,7 @@ class Joins:
         table = self._catalog.table
         if entry.held is not None:
             loading = loadings[entry.held]
-            placement = loading.placement if loading else self._movement.placement(entry.held)
+            placement = loading.placement if loading else self._movement.memory.placement(entry.held)
             return Resident(index, part, table.token_counts[entry.held], placement, loading)
         writer = self._source(entry)
         assert writer is not None

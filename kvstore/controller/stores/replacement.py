@@ -50,7 +50,7 @@ class Replacement:
                 for row in self._parts.catalog.below(space, rows):
                     self._parts.movement.superseded(row)
                 for row in rows:
-                    self._parts.movement.remove(row, MissReason.STALE)
+                    self._parts.movement.removal.remove(row, MissReason.STALE)
                 return
             if self._parts.pins.is_kept(space.index.get(busy, ROOT_ROW)):
                 raise Unavailable("the value that is to be replaced is pinned: kvstore unpin ends that")

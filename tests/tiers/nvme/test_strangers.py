@@ -67,7 +67,7 @@ async def test_an_earlier_write_of_the_chunk_in_the_slot_is_not_the_chunk(servic
     table = service.controller.parts.catalog.table
     rows = [row for row in table.rows() if table.child_counts[row] == 0]
     for row in rows:
-        service.controller.parts.movement.remove(row, MissReason.EVICTED)
+        service.controller.parts.movement.removal.remove(row, MissReason.EVICTED)
     await service.keep(*PATH)
     file, offset = service.place(*PATH)
 

@@ -202,7 +202,7 @@ async def test_a_refusal_is_told_no_longer_than_something_is_lacking(world: Worl
     await world.one.keep(1)
     await asyncio.sleep(10.0)
     assert movement.problems
-    movement.remove(world.one.row(1), MissReason.EVICTED)
+    movement.removal.remove(world.one.row(1), MissReason.EVICTED)
     world.switches.turn_off()
     await asyncio.sleep(60.0)
     assert not movement.problems

@@ -114,7 +114,7 @@ async def test_object_is_not_reached_while_an_ancestor_is_missing(node: Node, wi
     assert OBJECT not in found.missing, "it was sent again"
     (wide.object_settings.directory / gone.hex()).unlink()
     await node.controller.settle(tail, TIMEOUT_S)  # it knows that by now
-    node.controller.parts.movement.remove(node.row(1), MissReason.EVICTED)
+    node.controller.parts.movement.removal.remove(node.row(1), MissReason.EVICTED)
     found = await node.controller.settle(tail, TIMEOUT_S, OBJECT)
     assert "hangs on" in found.missing[OBJECT]
     assert found.is_settled
@@ -145,7 +145,7 @@ async def test_a_chunk_that_goes_while_it_is_waited_for_has_no_level_of_another_
     other = node.of(small_spec(model_id=model_id))
     await kept(node, level, 9)
     await settled(node, 9)
-    node.controller.parts.movement.remove(node.row(9), MissReason.EVICTED)
+    node.controller.parts.movement.removal.remove(node.row(9), MissReason.EVICTED)
     path, write, may_write = (90 if other.model == node.model else 9,), node.nvme.write, asyncio.Event()
 
     async def late(*given: Any) -> int:
@@ -159,7 +159,7 @@ async def test_a_chunk_that_goes_while_it_is_waited_for_has_no_level_of_another_
     row = node.row(9)
     waiting = asyncio.ensure_future(settled(node, 9))
     await asyncio.sleep(0.01)
-    node.controller.parts.movement.remove(row, MissReason.EVICTED)
+    node.controller.parts.movement.removal.remove(row, MissReason.EVICTED)
     await other.store(node.session, *path, durability=level)
     assert other.row(*path) == row
     assert level in reached(await settled(other, *path, wanted=level, timeout_s=0.5))
@@ -177,7 +177,7 @@ async def test_what_leaves_the_node_while_other_tiers_are_asked_has_none_of_its_
     probe = node.shared[0].probe
 
     async def late(*given: Any) -> Any:
-        node.controller.parts.movement.remove(node.row(1), MissReason.EVICTED)
+        node.controller.parts.movement.removal.remove(node.row(1), MissReason.EVICTED)
         return await probe(*given)
 
     node.shared[0].probe = late

@@ -49,7 +49,7 @@ async def test_a_gap_in_what_the_node_has_is_filled(world: World) -> None:
     one = world.one
     await one.give(*PATH)
     row = one.row(1, 2)
-    one.controller.parts.movement.remove(row, MissReason.CORRUPT)
+    one.controller.parts.movement.removal.remove(row, MissReason.CORRUPT)
     found = await one.lookup(*PATH)
     assert tiers_of(found) == [(Tier.DRAM, 1), (Tier.REDIS, 1), (Tier.DRAM, 1)]
     assert await one.fetch(*PATH) == (3, MissReason.NONE)
@@ -81,7 +81,7 @@ async def test_what_left_the_node_comes_back(world: World) -> None:
     one = world.one
     await one.give(*PATH)
     for row in reversed([*one.mapped.rows()]):
-        one.controller.parts.movement.remove(row, MissReason.EVICTED)
+        one.controller.parts.movement.removal.remove(row, MissReason.EVICTED)
     one.is_empty()
     assert await one.fetch(*PATH) == (3, MissReason.NONE)
 
@@ -92,7 +92,7 @@ async def test_what_was_nowhere_a_moment_ago_comes_back_once_it_was_stored(world
     assert (await one.lookup(*PATH)).hit_count == 0
     await one.give(*PATH)
     for row in reversed([*one.mapped.rows()]):
-        one.controller.parts.movement.remove(row, MissReason.EVICTED)
+        one.controller.parts.movement.removal.remove(row, MissReason.EVICTED)
     assert await one.fetch(*PATH) == (3, MissReason.NONE)
 
 
@@ -175,5 +175,5 @@ async def test_clients_see_that_what_is_not_here_may_be_elsewhere(world: World) 
     presence = one.controller.parts.catalog.presence
     words = presence.mapping.bytes.view(np.uint64)
     assert int(words[0]) & PARTIAL
-    one.controller.parts.movement.remove(next(one.mapped.rows()), MissReason.EVICTED)
+    one.controller.parts.movement.removal.remove(next(one.mapped.rows()), MissReason.EVICTED)
     assert not (presence.known() & np.uint64(STATE_MASK)).any()

@@ -207,7 +207,7 @@ async def test_a_row_that_was_read_back_for_a_move_is_lent_for_that_chunk_alone(
     await node.quiet()
     assert node.counters()["read_back_chunks"] == 1
     node.controller.release_ticket(ticket)
-    node.controller.parts.movement.remove(row, MissReason.EVICTED)
+    node.controller.parts.movement.removal.remove(row, MissReason.EVICTED)
     await node.give(2)
     assert node.row(2) == row
     assert row in node.mapped, "nothing needed its room"
@@ -285,7 +285,7 @@ async def test_a_chunk_that_waits_and_is_gone_keeps_no_other_from_a_tier(
     for number in (1, 2):
         await forgotten.keep(number)
     for row in [forgotten.row(number) for number in (1, 2)]:
-        node.controller.parts.movement.remove(row, MissReason.EVICTED)
+        node.controller.parts.movement.removal.remove(row, MissReason.EVICTED)
     catalog = node.controller.parts.catalog
     monkeypatch.setattr(catalog.registered, "_count_max", len(catalog.models))
     shorter = node.of(small_spec(model_id="shorter", chunk_tokens=4))

@@ -47,7 +47,7 @@ async def test_a_ticket_is_for_what_is_here_when_it_is_given(world: World) -> No
     world.switches.turn_on(Switch.STALLED)
     asked = asyncio.ensure_future(other.lookup(*PATH, readers=1))
     await asyncio.sleep(LOOKUP_S / 2)
-    other.controller.parts.movement.remove(other.row(1, 2), MissReason.EVICTED)
+    other.controller.parts.movement.removal.remove(other.row(1, 2), MissReason.EVICTED)
     found = await asked
     assert found.hit_count == 1
     assert await redeemed(other, found.ticket) == 1
@@ -61,14 +61,14 @@ async def test_what_left_the_node_behind_a_gap_while_a_tier_was_asked_is_no_hit(
     other = world.other
     await other.store(other.session, 1, 2)
     movement = other.controller.parts.movement
-    movement.remove(other.row(1), MissReason.EVICTED)
+    movement.removal.remove(other.row(1), MissReason.EVICTED)
     assert (await other.lookup(1, 2)).hit_count == 2
     movement.shared_tiers._hints.clear()
     tier = movement.shared_tiers.tiers[0].tier
     probe = tier.probe
 
     async def meanwhile(*asked: object) -> object:
-        movement.remove(other.row(1, 2), MissReason.EVICTED)
+        movement.removal.remove(other.row(1, 2), MissReason.EVICTED)
         return await probe(*asked)
 
     monkeypatch.setattr(tier, "probe", meanwhile)
@@ -179,7 +179,7 @@ async def test_a_model_of_which_only_shared_tiers_have_chunks_stays_while_a_tick
     await other.fetch(*PATH)  # what came is entered
     await other.quiet()
     for row in reversed(list(other.controller.parts.catalog.table.rows())):
-        other.controller.parts.movement.remove(row, MissReason.EVICTED)
+        other.controller.parts.movement.removal.remove(row, MissReason.EVICTED)
     world.switches.turn_on(Switch.STALLED)
     for call in (other.lookup(7, 8), other.controller.fetch_wide(other.session, other.query(9))):
         asked = asyncio.ensure_future(call)

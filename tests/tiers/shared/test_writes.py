@@ -58,7 +58,7 @@ async def test_a_row_that_is_used_again_has_no_hints(world: World) -> None:
     one = world.one
     await one.give(1)
     (row,) = one.mapped.rows()
-    one.controller.parts.movement.remove(row, MissReason.EVICTED)
+    one.controller.parts.movement.removal.remove(row, MissReason.EVICTED)
     await one.give(2)
     assert one.mapped.rows().__next__() == row
     assert await world.other.fetch(2) == (1, MissReason.NONE)
