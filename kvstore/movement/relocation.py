@@ -98,10 +98,11 @@ class Relocation:
     async def wait(self, steps: Sequence[ChunkStep], timeout_s: float) -> bool:
         """Wait for the chunks that were asked for, at most ``timeout_s`` seconds. Returns True when all of them are
         through."""
-        is_through = True
-        for to in {id(each.to): each.to for each in steps if each.to is not None}.values():
-            is_through &= await to.through([each.row for each in steps if each.to is to], timeout_s)
-        return is_through
+        rows: dict[Writes, list[int]] = {}
+        for each in steps:
+            if each.to is not None:
+                rows.setdefault(each.to, []).append(each.row)
+        return all(await asyncio.gather(*(to.through(own, timeout_s) for to, own in rows.items())))
 
     def is_it(self, step: ChunkStep) -> bool:
         """Return True when the row is still that chunk."""
