@@ -102,6 +102,8 @@ def test_the_doctor_leaves_nothing_in_a_server_that_the_sidecar_runs_itself(monk
         assert "the sidecar runs it itself" in found["redis"]["said"]
         with redis.Redis(unix_socket_path=str(sidecar.directory / "redis" / "default" / "redis.sock")) as server:
             assert not list(server.scan_iter("*:c:*"))
+            run("doctor", "--socket", sidecar.socket_address.removeprefix("unix://"), "--json")
+            assert not list(server.scan_iter("*:c:*"))  # nor what the service wrote there by tiers.redis.write
 
 
 def test_no_sidecar_is_said_and_the_rest_is_looked_at(surroundings: dict[str, str]) -> None:

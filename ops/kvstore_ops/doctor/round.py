@@ -63,21 +63,29 @@ class Round:
             yield Finding("store", Health.BAD, "the chunk was not kept", "nothing is kept", _REMEDY)
             return
         yield Finding("store", Health.GOOD, f"a chunk reached {reached.name}")
+        key, sent = b"", list[str]()
         try:
             yield self._fetched("dram")
-            tiers = [each.stats for each in self._operator.tiers().tiers]
-            for tier in tiers[1:]:
+            reports = self._operator.tiers().tiers
+            key = self._storage_key()
+            sent = [
+                each.stats.name for each in reports
+                if each.stats.is_shared and (with_shared or each.write_policy != "never")
+            ]  # fmt: skip
+            for tier in [each.stats for each in reports[1:]]:
                 if not tier.is_shared:
                     yield from self._through_local(tier.name)
                 elif with_shared:
-                    yield from self._through_shared(tier.name)
+                    yield from self._through_shared(tier.name, key)
                 else:
                     said = "say --shared to send a chunk there, and have it removed again"
                     yield Finding(f"round through {tier.name}", Health.UNSEEN, said)
         except KVStoreError as error:
             yield Finding("round", Health.BAD, error.message, _WHY, _REMEDY)
         finally:
-            self._change(evict=admin_pb2.Evict())
+            self._change(evict=admin_pb2.Evict())  # from now on the service writes it nowhere
+        for name in sent if key else ():
+            yield from self._removed(name, key)
 
     def _through_local(self, name: str) -> Iterator[Finding]:
         if not self._moved(name):
@@ -86,9 +94,8 @@ class Round:
             return
         yield self._fetched(name)
 
-    def _through_shared(self, name: str) -> Iterator[Finding]:
+    def _through_shared(self, name: str, key: bytes) -> Iterator[Finding]:
         what = f"round through {name}"
-        key = self._storage_key()
         try:
             last = self._change(move=admin_pb2.Move(tier=name))
         except KVStoreError as error:
@@ -102,9 +109,15 @@ class Round:
         else:
             said = last.problem or "the chunk did not get there"
             yield Finding(what, Health.BAD, said, "other nodes find nothing of this one's there", _REMEDY)
-        if problem := self._remove(name, key) if key else "":
+        if key:
+            self._remove(name, key)  # else the round through a slower tier would find it here
+
+    def _removed(self, name: str, key: bytes) -> Iterator[Finding]:
+        """Remove what the round sent to a shared tier, or the service by the tier's ``write`` setting."""
+        if problem := self._remove(name, key):
             yield Finding(
-                what, Health.WEAK, f"the doctor's chunk stays there: {problem}", "it takes room until it is dropped",
+                f"round through {name}", Health.WEAK, f"the doctor's chunk may stay there: {problem}",
+                "it takes room until it is dropped",
                 f"remove {key.hex()} there by hand, or run the doctor with the service's --config and credentials",
             )  # fmt: skip
 
