@@ -145,6 +145,15 @@ def test_results_that_have_no_place_are_refused_before_they_are_measured(tmp_pat
     assert "there is no directory" in done.err
 
 
+def test_the_first_sentences_of_every_command_stand_in_one_line_of_its_docstring() -> None:
+    """The list of commands keeps their line breaks, and is torn by them."""
+    group = cli.command()
+    texts = {name: group.get_command(None, name).help or "" for name in group.list_commands(None)}
+    told = {name: text.strip().split("\n\n")[0] for name, text in texts.items()}
+    assert all(told.values())
+    assert not [name for name, text in told.items() if "\n" in text]
+
+
 def test_an_unknown_benchmark_is_named() -> None:
     done = kvstore("bench", "nonsense")
     assert done.returncode == 2

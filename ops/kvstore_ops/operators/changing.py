@@ -96,11 +96,10 @@ def pin(
     tls: TlsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Protect chunks, and their ancestors, from eviction. Either all selected chunks are pinned, or none. Ends with 3
-    where none is stored.
+    """Protect chunks, and their ancestors, from eviction. Either all selected chunks are pinned, or none.
 
     A pin outlives this command. It ends by `kvstore unpin`, and after --for. A restart keeps it for a chunk that is on
-    the device. limits.pin_bytes_max bounds all pins of a tenant.
+    the device. limits.pin_bytes_max bounds all pins of a tenant. Ends with 3 where none of the chunks is stored.
 
     Example: kvstore pin --model my-model --prompt system-prompt.json --for '8 h'
     """
