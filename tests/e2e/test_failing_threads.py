@@ -312,7 +312,7 @@ def test_staging_under_a_copy_that_hangs_is_used_no_more(rig: Rig, monkeypatch: 
             over.wait(WAIT_S)
 
     with monkeypatch.context() as patch:
-        patch.setattr(staged, "_run", hang)
+        patch.setattr(staged, "call", hang)
         assert put_once(rig.client, tokens, kv) == (Durability.NONE, 0)
     rig.client._context = replace(rig.client._context, timeout_s=WAIT_S)
     assert not session.is_usable
