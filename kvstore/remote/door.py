@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -161,21 +161,24 @@ class Door:
 
     def _forward_stream(self, kind: str, service: str, name: str) -> Callable[..., Awaitable[None]]:
         """As ``_forward``, for a stream of small replies. The sidecar deals with slow readers. ``kind``: unary_stream,
-        or stream_stream where the client sends a stream, too."""
+        or stream_stream where the client sends a stream, too, and each message but the last has one reply."""
         path = f"/{service}/{name}"
 
         async def forward(request: Any, context: Context) -> None:
             node, session = self._admitted(service, name, context)
             carried = carried_by(session, context)
-            make = getattr(node.channel, kind)(path)
-            call = make(request, timeout=context.time_remaining(), metadata=carried)
+            make, answered = getattr(node.channel, kind)(path), asyncio.Semaphore(0)
+            sent = _in_turn(request, answered) if kind == "stream_stream" else request
+            call = make(sent, timeout=context.time_remaining(), metadata=carried)
             try:
                 async for message in call:
+                    answered.release()
                     await context.write(message)
             except grpc.aio.AioRpcError as error:
                 await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
             finally:
                 call.cancel()
+                answered.release()  # else what sends the client's messages would wait for ever
 
         return forward
 
@@ -249,6 +252,14 @@ class Door:
             session.stream_count -= 1
 
         context.add_done_callback(leave)
+
+
+async def _in_turn(requests: AsyncIterator[bytes], answered: asyncio.Semaphore) -> AsyncIterator[bytes]:
+    """Send each message once the one before it was answered. gRPC gives a call whose end meets a message on its way
+    there the status INTERNAL, and the sidecar's own one is lost."""
+    async for message in requests:
+        yield message
+        await answered.acquire()
 
 
 def _note_end(leaving: asyncio.Future[Any]) -> None:

@@ -17,12 +17,15 @@ from kvstore.remote.inbox import SESSION_MESSAGES
 from kvstore.spec import Durability, MissReason
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import remote_pb2 as rpb
+from kvstore.v1alpha import prefill_pb2
 from kvstore.wire.data import data_message, split_message
 from kvstore.wire.limits import RUNS_MAX
 from tests.conftest import CLIENTS
 from tests.e2e.remote.peers import SPEC, Peer, left, plane_process, status, store_message
 from tests.e2e.test_failures import CHUNKS, large_cache, large_spec, until
 from tests.specs import bits, random_cache, tokens_of
+
+PREFILL = "/kvstore.v1alpha.PrefillService/PartialPrefill"
 
 
 def test_a_slow_reader_loses_its_lease_and_holds_nobody_up() -> None:
@@ -206,6 +209,15 @@ def test_garbage_and_unknown_calls_are_refused(remote: Sidecar) -> None:
         assert status(version) == "INVALID_ARGUMENT"
         for method in ("/kvstore.v1.CacheService/Fetch", "/grpc.health.v1.Health/Check", "/x/y"):
             assert status(peer.call("unary_stream", method, b"", timeout=10)) == "UNIMPLEMENTED"
+
+
+def test_who_talks_on_is_told_why_he_was_refused(remote: Sidecar) -> None:
+    """The sidecar's own words, and not gRPC's of a message that met them on its way there."""
+    early = prefill_pb2.PartialPrefillRequest(end=prefill_pb2.EndPrefill()).SerializeToString()
+    with Peer(remote) as peer:
+        calls = [peer.call("stream_stream", PREFILL, iter([early] * 6), timeout=10) for _ in range(30)]
+        assert {status(call) for call in calls} == {"INVALID_ARGUMENT"}
+        assert {call.details() for call in calls} == {"a partial prefill begins with its begin step"}
 
 
 def test_a_compressed_message_is_refused(remote: Sidecar) -> None:
