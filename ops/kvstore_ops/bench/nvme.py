@@ -207,7 +207,6 @@ class Rig:
     """A sidecar whose device tier is small and whose arena is smaller, and a client of it."""
 
     def __init__(self, client: Client, scale: str) -> None:
-
         self.client = client
         self.spec = shared.geometry(scale)
         self.count = CHUNKS[scale] * shared.CHUNK_TOKENS

@@ -125,7 +125,6 @@ class Rig:
     """A sidecar over its own Redis, a client of it, and the contexts that are fetched in turn."""
 
     def __init__(self, client: Client, bare: Bare, pipeline: Pipeline, scale: str) -> None:
-
         self.client, self.bare, self.pipeline = client, bare, pipeline
         self.spec = shared.geometry(scale)
         self.count = CHUNKS[scale] * shared.CHUNK_TOKENS
