@@ -162,14 +162,18 @@ call.close()
 
 IN_A_FETCH = """
 import faulthandler, os, sys
+from concurrent.futures import Future
 from kvstore_client import connect
 from kvstore.errors import Unavailable
 from tests.e2e.test_given_back import CACHE, COUNT, SPEC, TOKENS, tokens_of
-client = connect(sys.argv[1], timeout_s=1.0)
+client = connect(sys.argv[1])
 writer = client.start_store(SPEC, tokens_of(COUNT, 5000), shards=2)
 transfer, new, begun = client.start_fetch(writer.ticket), *(client.fetch_layers(SPEC, TOKENS) for _ in range(2))
 begun_layers = iter(begun)
 next(begun_layers)
+copy = Future()
+copy.set_running_or_notify_cancel()
+begun_layers.gi_frame.f_locals["landing"].layers[1].append(copy)  # it runs just now
 client.planner._lock.acquire()  # as by a thread that learns a rate just now
 child = os.fork()
 if child == 0:
@@ -186,6 +190,7 @@ if child == 0:
     os._exit(0)
 status = os.waitpid(child, 0)[1]
 client.planner._lock.release()
+copy.set_result(None)
 assert status == 0, status
 assert [layer for layer, _ in new] == [0, 1]
 assert [layer for layer, _ in begun_layers] == [1]

@@ -137,6 +137,14 @@ MUTANTS = [
         (FETCHES,),
     ),
     Mutant(
+        "copies-of-the-parent",
+        "clients/kvstore_client/fetch/stream.py",
+        "            if self._pid == os.getpid():  # none of its copies ends in a forked child\n",
+        "            if True:\n",
+        "a forked child waits for a copy that its parent makes",
+        (FETCHES,),
+    ),
+    Mutant(
         "rates-of-the-parent",
         "clients/kvstore_client/loading/planner.py",
         "        in_children(self._renew_lock)\n",

@@ -70,7 +70,8 @@ class LayerStream:
             self._await_commit(landing, bad)
             after(prefix, target, self.token_count, began)
         finally:
-            landing.stop(self._context.timeout_s)
+            if self._pid == os.getpid():  # none of its copies ends in a forked child
+                landing.stop(self._context.timeout_s)
             self.close()
 
     def _check_process(self) -> None:

@@ -55,7 +55,7 @@ class Transfer:
     def _end_in_child(self) -> None:
         """Fail in a forked child, whose parent goes on: the child has not the thread that brings the layers."""
         if not self._bringing.is_over:
-            self._bringing = Bringing(self.token_count, self._bringing.layers, self._bringing.hidden)
+            self._bringing = Bringing(self.token_count, self.layers, list(self._bringing.hidden))
             self._bringing.run(_left_to_the_parent)
 
     def start(self, open_stream: Callable[[], LayerStream]) -> None:
@@ -186,7 +186,7 @@ class Bringing:
         self.hidden: dict[int, Future[Tensor]] = {layer: Future() for layer in hidden_layers}
         self.ended: Future[None] = Future()
         self.is_over = False
-        """True when no thread holds a lock of these futures any more."""
+        """True when the thread that brings the layers holds no lock of these futures any more."""
         self.is_cancelled = False
         self.stream: LayerStream | None = None
 
