@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvstore.errors import Unavailable
 from kvstore.seams import Clock, FaultPoints, Workers, WorkerThreads
+from kvstore.seams.jobs import begun
 from kvstore.seams.scheduler import start_thread
 from kvstore.spec import ModelSpec
 from kvstore_client.connection import Connection, Miss
@@ -45,8 +46,9 @@ class Context:
         try:
             closing = start_thread(self._finish, "kvstore-closing")
         except Unavailable:
-            self._finish()
+            wait([*commits_beside(self.committer), begun(self.committer, int)], self.timeout_s)
             self.connection.close()
+            self._finish()
             return
         closing.join(self.timeout_s)
         self.connection.close()  # what still waits for the sidecar ends now

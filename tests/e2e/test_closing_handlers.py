@@ -95,6 +95,16 @@ def test_a_close_ends_where_other_threads_wait_for_a_lock_of_its_own(local_sidec
         assert is_ended(close, 5.0)
 
 
+def test_a_close_ends_where_no_thread_can_be_had(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise Unavailable("no threads")
+
+    monkeypatch.setattr("kvstore_client.context.start_thread", refuse)
+    with connect(sidecar.address, timeout_s=0.2) as client:
+        client._context.committer.submit(client.connect_now().ended.wait, 60.0)
+        assert is_ended(client.close, 5.0)
+
+
 def test_what_connects_is_closed_with_its_client(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     """The handler runs when the session is there, before the connection has it."""
     with connect(sidecar.address) as client:

@@ -94,6 +94,14 @@ MUTANTS = [
         (f"{T_BACK}::test_a_client_is_closed_in_time_whatever_it_has_to_commit[local]",),
     ),
     Mutant(
+        "close-without-a-thread",
+        CONTEXT,
+        "            self.connection.close()\n            self._finish()\n",
+        "            self._finish()\n            self.connection.close()\n",
+        "an engine that can have no thread waits for each of its stores in turn",
+        ("tests/e2e/test_closing_handlers.py::test_a_close_ends_where_no_thread_can_be_had[local]",),
+    ),
+    Mutant(
         "waits-that-take-threads",
         AIO,
         '        awaited = _AWAITED.get(getattr(function, "__func__", None))\n',
