@@ -51,8 +51,8 @@ def _measure(client: Caches, due: Probe, transfer: Transfer) -> None:
 
 
 def probe_segment(client: Caches, spec: ModelSpec, tokens: Tokens, found: SegmentMatch, preamble: Tokens) -> None:
-    """Fetch a chunk of a stored document, if it is time, that a plan left out. Blocks; never raises. ``tokens``: the
-    prompt's; ``found``: the document."""
+    """Fetch a few chunks of a stored document, if it is time, that a plan left out. Blocks; never raises. ``tokens``:
+    the prompt's; ``found``: the document."""
     try:
         due = client.planner.probe(spec, found.chunks, found.token_start)
         if due is None:
