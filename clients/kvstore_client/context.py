@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvstore.errors import Unavailable
 from kvstore.seams import Clock, FaultPoints, Workers, WorkerThreads
@@ -46,7 +47,8 @@ class Context:
         try:
             closing = start_thread(self._finish, "kvstore-closing")
         except Unavailable:
-            wait([*commits_beside(self.committer), begun(self.committer, int)], self.timeout_s)
+            pending: list[Future[Any]] = [*commits_beside(self.committer), begun(self.committer, int)]
+            wait(pending, self.timeout_s)
             self.connection.close()
             self._finish()
             return
