@@ -32,7 +32,7 @@ def scenario(make: Callable[..., Runner] | None = None) -> Callable[[Test], Call
             runner = make(*given) if make is not None else given[0]
             runner.run(functools.partial(test, runner, **{name: fixtures[name] for name in wanted if name != first}))
 
-        whole.__signature__ = signature.replace(parameters=[*all_of_it.values()])  # type: ignore[attr-defined]
+        whole.__signature__ = signature.replace(parameters=[*all_of_it.values()])  # type: ignore[attr-defined]  # for pytest
         return whole
 
     return of

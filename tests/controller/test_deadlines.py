@@ -295,7 +295,7 @@ async def test_a_store_that_finds_no_room_hears_of_it_before_it_gives_up(
 ) -> None:
     """Chunks that memory alone has are on their way to a device that takes nothing. An answer in the moment in which
     its caller goes would leave a reservation that nobody can end."""
-    monkeypatch.setattr(service.nvme._writers._chance, "uniform", lambda *_: 1000.0)  # type: ignore[attr-defined]
+    monkeypatch.setattr(service.nvme._writers._chance, "uniform", lambda *_: 1000.0)  # type: ignore[attr-defined]  # simulated
     session, controller = service.session, service.controller
     for number in range(4):
         query = service.of_key(str(number))

@@ -69,7 +69,7 @@ async def test_a_stop_waits_for_every_chunk_that_is_being_opened(service: Device
         finally:
             jobs -= 1
 
-    service.nvme._run = counted  # type: ignore[method-assign]
+    service.nvme._run = counted  # type: ignore[method-assign]  # replaced
     service.controller.fetches.fetch(service.session, service.query(*PATH))
     await asyncio.sleep(after_s)
     assert service._group is not None
@@ -113,7 +113,7 @@ async def test_a_fetch_that_memory_refuses_half_way_leaves_nothing_on_its_way(se
             raise Unavailable("cannot share memory")
         return allocate(piece_bytes)
 
-    service.arena.allocate = refuse  # type: ignore[method-assign]
+    service.arena.allocate = refuse  # type: ignore[method-assign]  # replaced
     with pytest.raises(Unavailable):
         service.controller.fetches.fetch(service.session, service.query(*PATH))
     await asyncio.sleep(1.0)

@@ -31,7 +31,7 @@ def test_a_full_engine_drops_others_or_says_so(make: Callable[..., Stand]) -> No
         assert (refused, there) == ((0, list(range(6, 12))) if stand.evicts else (6, list(range(6))))
         with pytest.raises(Exhausted):
             await write(stand.tier, chunk(100, LARGE))
-        balance(stand.tier)  # type: ignore[arg-type]
+        balance(stand.tier)  # type: ignore[arg-type]  # its account is alike
 
     stand.run(scenario)
 
@@ -142,5 +142,5 @@ async def test_a_cancelled_call_leaves_all_or_nothing(stand: Stand) -> None:
             piece[:] = 0xDB  # the caller may use its memory again
         await asyncio.sleep(0.01)
         await found(stand.other, chunk(step, write=step))
-        balance(stand.tier)  # type: ignore[arg-type]
+        balance(stand.tier)  # type: ignore[arg-type]  # its account is alike
     assert True in outcomes

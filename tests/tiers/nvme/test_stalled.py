@@ -24,7 +24,7 @@ async def test_lookups_memory_hits_and_stores_end_before_a_stalled_read_does(
     service.forget_memory()
     assert await service.fetch(2) == (1, MissReason.NONE)  # this one is in memory again
     for workers in (service.nvme._readers, service.nvme._writers):
-        monkeypatch.setattr(workers._chance, "uniform", lambda *_: STALLED_S)  # type: ignore[attr-defined]
+        monkeypatch.setattr(workers._chance, "uniform", lambda *_: STALLED_S)  # type: ignore[attr-defined]  # simulated
     stalled = asyncio.ensure_future(service.fetch(1))
     await asyncio.sleep(STALL_S / 2)
     since_s = loop.time()

@@ -18,15 +18,21 @@ from tests.specs import small_spec
 from tests.tiers.shared.world import LOOKUP_S, PATH, Node, World, run, tiers_of
 
 
-@scenario()
-async def test_a_store_meanwhile_wins(world: World) -> None:
-    """The same chunk is on its way in while somebody stores it."""
+async def on_its_way(world: World) -> tuple[Node, asyncio.Future[tuple[int, MissReason]]]:
+    """Return another node, and its fetch of the first node's chunk, from a tier that stands still."""
     await world.one.give(1)
     other = world.other
     assert (await other.lookup(1)).hit_count == 1
     world.switches.turn_on(Switch.STALLED)
     coming = asyncio.ensure_future(other.fetch(1))
     await asyncio.sleep(0.1)
+    return other, coming
+
+
+@scenario()
+async def test_a_store_meanwhile_wins(world: World) -> None:
+    """The same chunk is on its way in while somebody stores it."""
+    other, coming = await on_its_way(world)
     done = await other.store(other.session, 1)
     assert done.states == (StoreState.COMMITTED,)
     world.switches.turn_off()
@@ -77,12 +83,7 @@ def test_a_load_that_hangs_keeps_nobody_from_a_slower_tier(tmp_path: Path) -> No
 
 @scenario()
 async def test_a_load_that_ends_while_a_store_is_in_flight_leaves_it_alone(world: World) -> None:
-    await world.one.give(1)
-    other = world.other
-    assert (await other.lookup(1)).hit_count == 1
-    world.switches.turn_on(Switch.STALLED)
-    coming = asyncio.ensure_future(other.fetch(1))
-    await asyncio.sleep(0.1)
+    other, coming = await on_its_way(world)
     result = await other.reserve(other.session, 1)
     fills = other.stage(other.session, result, 1)
     world.switches.turn_off()
@@ -110,12 +111,7 @@ async def test_a_fetch_that_is_cancelled_leaves_nothing(world: World) -> None:
 async def test_what_the_node_stored_meanwhile_is_not_taken_for_what_was_read(world: World) -> None:
     """A chunk that was stored, and went to the device alone, while it was on its way in from elsewhere: two writes of
     the same bytes, of which the node knows its own."""
-    await world.one.give(1)
-    other = world.other
-    assert (await other.lookup(1)).hit_count == 1
-    world.switches.turn_on(Switch.STALLED)
-    coming = asyncio.ensure_future(other.fetch(1))
-    await asyncio.sleep(0.1)
+    other, coming = await on_its_way(world)
     await other.keep(1)
     (row,) = other.mapped.rows()
     other.drop(row)

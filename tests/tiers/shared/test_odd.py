@@ -238,7 +238,7 @@ async def test_short_chunks_stay_on_their_node(world: World, provenance: Provena
 async def test_those_who_wait_no_longer_are_forgotten(world: World) -> None:
     """A tier that stalls would keep all of them."""
     one = world.one
-    one.nvme.write = never  # type: ignore[method-assign]
+    one.nvme.write = never  # type: ignore[method-assign]  # replaced
     await one.store(one.session, 1)
     for _ in range(10):
         await one.controller.settle(one.query(1), 0.01)

@@ -154,7 +154,7 @@ async def test_chunks_of_many_parts_are_named_no_further_than_they_are_asked_for
         named.extend(found)
         return found
 
-    names.keys = keys  # type: ignore[method-assign]
+    names.keys = keys  # type: ignore[method-assign]  # replaced
     query = world.other.query(1, hidden_layers=(0, 1))
     digests = [number.to_bytes(32, "big") for number in range(1, 2000)]
     await controller.lookup_wide(query._replace(digests=digests))
