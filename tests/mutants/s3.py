@@ -371,4 +371,28 @@ MUTANTS = [
         "credentials that are renewed cut large bodies that are on their way",
         ("tests/tiers/s3/test_connection.py::test_a_client_is_closed_when_its_last_request_has_ended",),
     ),
+    Mutant(
+        "a-read-that-was-given-up-goes-on",
+        f"{ROOM}/bodies.py",
+        "    finally:\n        transport.set_protocol(http)\n    if is_all:\n",
+        "    finally:\n        pass\n    transport.set_protocol(http)\n    if is_all:\n",
+        "bytes of an old read come into memory that is another chunk's by then",
+        ("tests/tiers/s3/test_bodies.py::test_no_byte_comes_after_a_read_was_given_up",),
+    ),
+    Mutant(
+        "half-a-body-is-a-body",
+        f"{ROOM}/bodies.py",
+        "            self._is_whole.set_result(False)\n",
+        "            self._is_whole.set_result(True)\n",
+        "a body that ends early leaves old bytes behind it, and only the strips' checksums stand before them",
+        ("tests/tiers/s3/test_bodies.py::test_a_body_that_ends_early_is_refused",),
+    ),
+    Mutant(
+        "a-body-of-which-half-was-read-serves-again",
+        f"{ROOM}/bodies.py",
+        "    if is_all:\n        stream.feed_eof()",
+        "    if True:\n        stream.feed_eof()",
+        "the rest of a body is taken for the next answer",
+        ("tests/tiers/s3/test_bodies.py::test_what_comes_behind_the_wanted_bytes_is_not_the_next_answer",),
+    ),
 ]

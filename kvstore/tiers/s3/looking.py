@@ -72,7 +72,7 @@ async def first_bytes(
         is_ahead = bool(ahead) and length >= stop
         data = np.zeros(min(byte_count, length), np.uint8)
         async with answer["Body"] as body:
-            await pour(body, [data, *ahead] if is_ahead else [data])
+            await pour(body, [data, *ahead] if is_ahead else [data], client.meta.config.read_timeout)
         whole = answer.get("ContentRange", "").rpartition("/")[2]
         if not whole.isdecimal() and answer["ResponseMetadata"]["HTTPStatusCode"] == PARTIAL:
             raise Refused(ODD)  # else a part would be taken for the whole of a damaged object

@@ -194,4 +194,4 @@ async def _fill_range(place: dict[str, str], etag: str, start: int, pieces: Sequ
             if "ContentRange" not in answer:  # the whole object: the range was lost on the way
                 raise Refused(ODD)
             raise DataLoss("the object ends before the chunk does", reason="truncated")
-        await pour(body, pieces)
+        await pour(body, pieces, client.meta.config.read_timeout)
