@@ -98,4 +98,12 @@ MUTANTS = (
         "a store that waits for the device is refused, because a larger chunk takes its room and not that of others",
         (f"{T_ROOM}::test_neighbours_that_only_memory_has_stay_while_others_can_go",),
     ),
+    Mutant(
+        "a-slot-is-taken-from-who-frees-it",
+        "kvstore/tiers/nvme/free_slots.py",
+        "            if self._sought_bytes != slot_bytes:\n",
+        "            if True:\n",
+        "a writer is told that the tier is full, while chunks could leave it",
+        ("tests/tiers/nvme/test_free_slots.py::test_a_slot_that_one_writer_frees_is_not_taken_by_another",),
+    ),
 )

@@ -336,8 +336,8 @@ MUTANTS = [
     ),
     Mutant(
         "region-given-up-for-what-never-fits",
-        TIER,
-        "        if self.regions.could_hold(slot_bytes):\n",
+        "kvstore/tiers/nvme/free_slots.py",
+        "        if self._regions.could_hold(slot_bytes):\n",
         "        if True:\n",
         "a chunk that the device can never hold drives others out, each time it is tried",
         (f"{T_CONTRACT}::test_a_chunk_that_could_never_fit_drives_nothing_out",),

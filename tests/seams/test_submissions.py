@@ -70,8 +70,9 @@ SITES = {
     ("kvstore/tiers/nvme/sync.py", "GroupSync.wait"): DEVICE,
     **{
         ("kvstore/tiers/nvme/tier.py", f"NvmeTier.{name}"): DEVICE
-        for name in ("__init__", "_run", "run_read", "_outgoing", "_erase", "_fill", "_find_room", "open", "renew")
+        for name in ("__init__", "_run", "run_read", "_outgoing", "_erase", "_fill", "open", "renew")
     },
+    ("kvstore/tiers/nvme/free_slots.py", "FreeSlots._find_room"): DEVICE,
     ("kvstore/tiers/nvme/erasures.py", "Erasures.note"): DEVICE,
     ("kvstore/tiers/nvme/erasures.py", "Erasures.tidy"): DEVICE,
     **{

@@ -30,6 +30,7 @@ Regions of one slot size begin small and double. All of them together never pass
 - ``files``      opens one file, and reads and writes its first page
 - ``slots``      one file, and the state of its slots
 - ``regions``    all files: made, found, given up; the account
+- ``free_slots`` makes room for a chunk: a new file, or others leave
 - ``io``         the engine that moves bytes between slots and memory, and seals them on their way
 - ``outgoing``   a chunk on its way to a slot
 - ``tier``       the contract: write, open, remove, recover

@@ -40,6 +40,7 @@ from kvstore.tiers.contract import (
 from kvstore.tiers.nvme import recovery
 from kvstore.tiers.nvme.directory import ENVELOPES_USED, Directory, Snapshot
 from kvstore.tiers.nvme.erasures import Erasures
+from kvstore.tiers.nvme.free_slots import FreeSlots
 from kvstore.tiers.nvme.io import DeviceIO, aligned, erase_at, rewrite
 from kvstore.tiers.nvme.newest import Newest
 from kvstore.tiers.nvme.outgoing import Outgoing, stored_header_bytes
@@ -97,16 +98,16 @@ class NvmeTier:
         self._faults = faults
         self._encoding = encoding
         self._sync = GroupSync(disk, faults, lambda function: self._run(keepers, function))
-        self._growing = asyncio.Lock()
         self._pace = {workers: Pace() for workers in (readers, writers, keepers)}
         self._read_bytes = self._written_bytes = 0
-        self._evictor: Evictor | None = None
         self._in_flight: Counter[bytes] = Counter()
         """Storage keys of chunks that are being written."""
-        self.erasures = Erasures(regions, Newest(directory), self._erase, partial(self._run, keepers))
+        keep = partial(self._run, keepers)
+        self.erasures = Erasures(regions, Newest(directory), self._erase, keep)
+        self.free_slots = FreeSlots(regions, self.erasures, keep, faults)
 
     async def recover(self, evictor: Evictor) -> Recovered:
-        self._evictor = evictor
+        self.free_slots.evictor = evictor
         try:
             columns, is_clean = await self._read_back()
         except BaseException:
@@ -201,7 +202,7 @@ class NvmeTier:
             chunk = await self._outgoing(header, layout, host_memory(pieces))
             is_full_raw = self._encoding is Encoding.RAW and layout.is_full
             slot_bytes = slot_bytes_for(chunk.byte_count, is_full_raw=is_full_raw)
-            residency = await self._take(slot_bytes, sealed=chunk.sealing is not None)
+            residency = await self.free_slots.take(slot_bytes, self._encoding, sealed=chunk.sealing is not None)
             await self._fill(residency, chunk)
         finally:
             self._in_flight[header.storage_key] -= 1
@@ -235,66 +236,6 @@ class NvmeTier:
         except BaseException as error:
             self._failed(region, slot, error, may_be_replaced=chunk.may_be_replaced)
             raise
-
-    async def _take(self, slot_bytes: int, *, sealed: bool = False) -> Residency:
-        residency = self.regions.take(slot_bytes, self._encoding, sealed=sealed)
-        while residency is None:
-            async with self._growing:
-                if not self.regions.free_count(slot_bytes):
-                    await self._find_room(slot_bytes)
-            residency = self.regions.take(slot_bytes, self._encoding, sealed=sealed)
-        return residency
-
-    async def _find_room(self, slot_bytes: int) -> None:
-        """Make a free slot: in a new file; else by evicting a chunk; else in a file that takes the place of others."""
-        refusal = None
-        if self.regions.has_budget(slot_bytes):
-            try:
-                await self._run(self._keepers, self.regions.create, slot_bytes)
-                return
-            except Exhausted as error:
-                refusal = error
-        if self.regions.could_hold(slot_bytes):
-            is_evicted = self._evict(slot_bytes)
-            await self.erasures.erase_doomed()
-        else:
-            is_evicted = True  # eviction would not help
-        while not self.regions.free_count(slot_bytes):
-            idle = self.regions.idle_region(slot_bytes)
-            if idle is None and not is_evicted and self._empty_a_region(slot_bytes):
-                await self.erasures.erase_doomed()
-                idle = self.regions.idle_region(slot_bytes)
-            if idle is None:
-                raise refusal or self.regions.full()
-            self.regions.retire(idle)
-            self._faults.reach("nvme.region.retired")
-            await self._run(self._keepers, self.regions.remove_file, idle)
-            if self.regions.has_budget(slot_bytes):
-                await self._run(self._keepers, self.regions.create, slot_bytes)
-
-    def _evict(self, slot_bytes: int) -> bool:
-        """Evict chunks until there is a slot of that size. Slots that are yet to be erased count."""
-        if self._evictor is None:
-            return False
-
-        def helps(residency: Residency) -> bool:
-            return self.regions.slot_bytes_at(residency) == slot_bytes
-
-        def enough() -> bool:
-            return self.regions.free_count(slot_bytes) > 0 or any(map(helps, self.erasures.doomed))
-
-        return self._evictor.evict(helps, enough, among=self.regions.of_size(slot_bytes))
-
-    def _empty_a_region(self, slot_bytes: int) -> bool:
-        """Give up all chunks of one region, because all files are cut for other sizes: the one that holds the least, of
-        those where no chunk is held and none is being written."""
-        if self._evictor is None:
-            return False
-        doomed = set(self.erasures.doomed)
-        return any(
-            self._evictor.evict_all([each for each in region.used_slots() if each not in doomed])
-            for region in self.regions.in_the_way(slot_bytes)
-        )
 
     def _failed(self, region: RegionFile, slot: int, error: BaseException, *, may_be_replaced: bool) -> None:
         """Take the slot of a failed write out of use: its content is unknown. A device error closes the region for

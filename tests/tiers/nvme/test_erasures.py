@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import SystemClock, SystemDisk, WorkerThreads
-from kvstore.spec import Durability
+from kvstore.spec import Durability, Encoding
 from kvstore.tiers.nvme import erasures, newest
 from kvstore.tiers.nvme.slots import RegionFile
 from kvstore.tiers.nvme.sync import GroupSync
@@ -114,7 +114,7 @@ async def test_a_file_that_could_not_be_removed_brings_nothing_back(service: Val
     service.nvme.regions.capacity_bytes = service.nvme.regions.file_bytes
     service.disk.fail("remove", errno.EIO, path_contains="region-00000")
     with pytest.raises(Unavailable):
-        await service.nvme._take(2 * service.nvme.regions.by_number[0].slot_bytes)
+        await service.nvme.free_slots.take(2 * service.nvme.regions.by_number[0].slot_bytes, Encoding.RAW)
     await service.nvme.erasures.tidy()
     await service.restart(kill=True, meanwhile=service.disk.mend)
     assert await service.get() != OLD
