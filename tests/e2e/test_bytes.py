@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvstore_client import Client, Durability, connect
 from kvstore_client.opaque.calls import PUTS_AT_ONCE
 from kvstore_client.opaque.value import CHUNK_BYTES, HEAD, flat
-from kvstore_client.planes.stream import streamed as fetching
+from kvstore_client.planes.stream import prefix as fetching
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest

@@ -12,8 +12,8 @@ import pytest
 from kvstore_client import Client, connect
 from kvstore_client.planes.shared_memory import resident
 from kvstore_client.planes.shared_memory import session as shared_memory
+from kvstore_client.planes.stream import prefix as streamed
 from kvstore_client.planes.stream import session as stream
-from kvstore_client.planes.stream import streamed
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Unavailable
@@ -99,7 +99,7 @@ def test_fetches_interrupted_before_anybody_has_their_stream(
 def test_a_fetch_interrupted_as_its_prefix_is_made_gives_its_lease_back(
     stored: Client, plane: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = resident.ResidentPrefix if plane == "local" else streamed.StreamedChunks
+    base = resident.ResidentPrefix if plane == "local" else streamed.StreamPrefix
     with monkeypatch.context() as interrupted:
         interrupted.setattr(base, "__init__", interrupt)
         interrupted_fetch(stored)

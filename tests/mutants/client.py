@@ -10,9 +10,11 @@ COPYING = "clients/kvstore_client/copying.py"
 FETCHED = "clients/kvstore_client/fetch/fetched.py"
 T_THREADS = "tests/e2e/test_failing_threads.py"
 OVERLAP = "clients/kvstore_client/overlap.py"
+PARTS = "clients/kvstore_client/planes/parts.py"
 PREFIX = "clients/kvstore_client/planes/shared_memory/prefix.py"
 READING = "clients/kvstore_client/planes/shared_memory/reading.py"
 RESIDENT = "clients/kvstore_client/planes/shared_memory/resident.py"
+T_ANOTHER_CHUNK = "tests/e2e/remote/test_strangers.py::test_a_server_that_sends_another_chunk_is_a_miss"
 T_WARM = "tests/e2e/test_warm.py"
 PRESENCE = "kvstore/presence.py"
 CHUNKS = "clients/kvstore_client/planes/shared_memory/known.py"
@@ -99,11 +101,11 @@ MUTANTS = [
     ),
     Mutant(
         "fetched-another-chunk",
-        READING,
+        PARTS,
         "    if header.chain_digest != digest or header.fingerprint",
         "    if header.fingerprint",
-        "another chunk of the model is handed out where the sidecar names a wrong place",
-        (f"{T_FAILURES}::test_a_confused_answer_is_a_miss",),
+        "another chunk of the model is handed out where the sidecar names a wrong place, or sends its bytes",
+        (f"{T_FAILURES}::test_a_confused_answer_is_a_miss", T_ANOTHER_CHUNK),
     ),
     Mutant(
         "verify-does-not",
@@ -307,15 +309,15 @@ MUTANTS = [
     ),
     Mutant(
         "header-of-another-model",
-        READING,
+        PARTS,
         "    if header.chain_digest != digest or header.fingerprint != fingerprint(wanted.spec, kind, layer):\n",
         "    if header.chain_digest != digest:\n",
         "another model's cache of the same words is handed out",
-        ("tests/e2e/test_headers.py::test_another_models_chunk_of_the_same_tokens_is_a_miss",),
+        ("tests/e2e/test_headers.py::test_another_models_chunk_of_the_same_tokens_is_a_miss", T_ANOTHER_CHUNK),
     ),
     Mutant(
         "header-of-another-exactness",
-        READING,
+        PARTS,
         "    if header.exactness is not exactness:\n",
         "    if False:\n",
         "what is derived is handed out as exact",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-CLIENT = "clients/kvstore_client/planes/stream/streamed.py"
-LANDING = "clients/kvstore_client/planes/stream/prefix.py"
+CLIENT = "clients/kvstore_client/planes/stream/prefix.py"
 STRIPS = "clients/kvstore_client/planes/stream/strips.py"
 DATA = "kvstore/wire/data.py"
 DOOR = "kvstore/remote/door.py"
@@ -80,24 +79,8 @@ MUTANTS = [
         (f"{T_REMOTE}::test_a_confused_server_is_a_miss",),
     ),
     Mutant(
-        "received-header-of-another-chunk",
-        CLIENT,
-        "        if header.chain_digest != self._digests[chunk.index] or header.fingerprint != name:\n",
-        "        if header.fingerprint != name:\n",
-        "another chunk's bytes, whole and checked, are handed out",
-        (f"{T_STRANGERS}::test_a_server_that_sends_another_chunk_is_a_miss",),
-    ),
-    Mutant(
-        "received-header-of-another-model",
-        CLIENT,
-        "        if header.chain_digest != self._digests[chunk.index] or header.fingerprint != name:\n",
-        "        if header.chain_digest != self._digests[chunk.index]:\n",
-        "another model's cache of the same words is handed out",
-        (f"{T_STRANGERS}::test_a_server_that_sends_another_chunk_is_a_miss",),
-    ),
-    Mutant(
         "received-with-strips-left-out",
-        LANDING,
+        CLIENT,
         "        if extent.first != first or extent.stop > stop:\n",
         "        if extent.stop > stop:\n",
         "a chunk counts as whole of which a message was lost",
@@ -113,7 +96,7 @@ MUTANTS = [
     ),
     Mutant(
         "received-in-part-and-whole",
-        LANDING,
+        CLIENT,
         "                self._prefix.cut(chunk, lost)\n",
         "                pass\n",
         "what never came is handed out as whatever lay in memory",

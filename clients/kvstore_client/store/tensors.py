@@ -10,10 +10,10 @@ import numpy as np
 from kvstore_copies import Blocks, batch_of, is_compiled
 from numpy.typing import NDArray
 
-from kvstore.chunk import ChunkLayout, layout_of, slab_parts
+from kvstore.chunk import ChunkLayout, slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams.memory import Bytes
-from kvstore.spec import CacheKind, Exactness, ModelSpec
+from kvstore.spec import Exactness, ModelSpec
 from kvstore_client.arrays import Layer, Tensor, checked, settle_device, torch_module
 from kvstore_client.copying import calls_of, copy, plainly, plane_run, raw
 from kvstore_client.cuda import lanes
@@ -23,6 +23,7 @@ from kvstore_client.derived import check_exact
 from kvstore_client.fetch.fused import plane_geometry, strip_arrays, token_runs, views_of
 from kvstore_client.fetch.in_memory import placed_planes
 from kvstore_client.halves import checked_layers
+from kvstore_client.planes.parts import part_layout
 from kvstore_client.planes.store import Steps, Unit
 from kvstore_client.prompt import EXACT, Prompt
 
@@ -74,9 +75,7 @@ class Tensors:
         return Tensors(spec, token_count, hidden_layers, planes)
 
     def layout(self, part: int, token_count: int) -> ChunkLayout:
-        if part == 0:
-            return layout_of(self.spec, self.spec.kind, token_count)
-        return layout_of(self.spec, CacheKind.E, token_count, self.hidden_layers[part - 1])
+        return part_layout(self.spec, self.hidden_layers, part, token_count)
 
     @property
     def part_count(self) -> int:

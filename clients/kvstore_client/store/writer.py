@@ -12,10 +12,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.chunk import ChunkLayout, layout_of
+from kvstore.chunk import ChunkLayout
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError
 from kvstore.seams.jobs import NotBegun, begun, failure_of
-from kvstore.spec import CacheKind, Durability, ModelSpec, StoreState
+from kvstore.spec import Durability, ModelSpec, StoreState
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import Layer, Tensor, checked
 from kvstore_client.context import Context
@@ -25,6 +25,7 @@ from kvstore_client.fetch.paged import Paged, Pages
 from kvstore_client.fetch.ticket import packed_spec
 from kvstore_client.fetch.wanted import Heads, Wanted
 from kvstore_client.halves import checked_planes
+from kvstore_client.planes.parts import part_layout
 from kvstore_client.planes.session import ClientSession
 from kvstore_client.planes.store import StagingMemory, StagingRun
 from kvstore_client.prompt import EXACT
@@ -72,9 +73,7 @@ class ReservedChunks:
 
     def layout(self, chunk: int, part: int) -> ChunkLayout:
         count = min(self.spec.chunk_tokens, self.token_count - chunk * self.spec.chunk_tokens)
-        if part == 0:
-            return layout_of(self.spec, self.spec.kind, count)
-        return layout_of(self.spec, CacheKind.E, count, self.hidden_layers[part - 1])
+        return part_layout(self.spec, self.hidden_layers, part, count)
 
     def packed(self) -> bytes:
         """Return all that another process needs to join, as one run of bytes."""

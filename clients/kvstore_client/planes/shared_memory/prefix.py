@@ -17,11 +17,12 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.incoming import Incoming
+from kvstore_client.planes.parts import part_layout
 from kvstore_client.planes.prefix import Target, land, nothing
 from kvstore_client.planes.shared_memory.chunk import Chunk
 from kvstore_client.planes.shared_memory.landing import MappedLanding
 from kvstore_client.planes.shared_memory.mapped import MappedMemory
-from kvstore_client.planes.shared_memory.reading import layout_at, read_chunk
+from kvstore_client.planes.shared_memory.reading import read_chunk
 from kvstore_client.planes.shared_memory.resident import ResidentPrefix
 
 _log = logging.getLogger("kvstore.client")
@@ -185,7 +186,9 @@ class MappedPrefix(ResidentPrefix):
         missing: Counter[tuple[int, int]] = Counter()
         for number, entry in self._awaited():
             landed = self._landed[number][1] if number in self._landed else 0
-            slab_count = len(layout_at(self.wanted, entry).slabs)
+            slab_count = len(
+                part_layout(self.wanted.spec, self.wanted.hidden_layers, entry.part, entry.token_count).slabs
+            )
             missing.update((entry.part, slab) for slab in _bits(~landed & (1 << slab_count) - 1))
         return missing
 

@@ -6,26 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from kvstore.chunk import ChunkLayout, layout_of, parse_header
+from kvstore.chunk import ChunkLayout
 from kvstore.errors import DataLoss
-from kvstore.keys import fingerprint
 from kvstore.seams.memory import Bytes
-from kvstore.spec import CacheKind, Exactness
+from kvstore.spec import Exactness
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.planes.parts import asked_header, part_layout
 from kvstore_client.planes.shared_memory.chunk import Chunk
 from kvstore_client.planes.shared_memory.mapped import MappedMemory
-
-
-def _named(wanted: Wanted, part: int) -> tuple[CacheKind, int | None]:
-    """Return the kind of cache of a part, and its layer where it is hidden states."""
-    return (wanted.spec.kind, None) if part == 0 else (CacheKind.E, wanted.hidden_layers[part - 1])
-
-
-def layout_at(wanted: Wanted, entry: pb.ResidentChunk) -> ChunkLayout:
-    """Return the layout of the chunk that an entry names."""
-    kind, layer = _named(wanted, entry.part)
-    return layout_of(wanted.spec, kind, entry.token_count, layer)
 
 
 def read_chunk(
@@ -33,18 +22,12 @@ def read_chunk(
 ) -> Chunk:
     """Return the chunk at an entry's place. Raises DataLoss where another chunk lies, or none; Unavailable where the
     session has ended, or has no such region."""
-    layout = layout_at(wanted, entry)
-    kind, layer = _named(wanted, entry.part)
+    layout = part_layout(wanted.spec, wanted.hidden_layers, entry.part, entry.token_count)
     extents = [session.region(each.region)[each.offset : each.offset + each.byte_count] for each in entry.extents]
     if not _hold(extents, layout):
         raise DataLoss("the extents do not hold a chunk of this model", reason="extents")
-    header = parse_header(extents[0][: layout.header_bytes].tobytes(), layout)
-    if header.encoding != "raw":
-        raise DataLoss("memory holds raw chunks only", reason="encoding")
-    if header.chain_digest != digest or header.fingerprint != fingerprint(wanted.spec, kind, layer):
-        raise DataLoss("the extents hold another chunk than the one asked for", reason="header")
-    if header.exactness is not exactness:
-        raise DataLoss(f"the extents hold a chunk that is {header.exactness}", reason="exactness")
+    data = extents[0][: layout.header_bytes].tobytes()
+    header = asked_header(data, layout, wanted, entry.part, digest, exactness)
     home = None
     if len(entry.extents) == 1:
         extent = entry.extents[0]

@@ -1,19 +1,31 @@
-"""A prefix that arrives in messages: its layers are copied into places, or its chunks received whole."""
+"""A prefix that a stream of messages brings: its layers are copied into places, or its chunks received whole."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 
+import grpc
+
 from kvstore.chunk import ChunkLayout, layout_of
+from kvstore.errors import DataLoss, InvalidRequest
 from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
-from kvstore.spec import MissReason
+from kvstore.spec import CacheKind, Exactness, MissReason, Tier
+from kvstore.v1 import cache_pb2 as pb
+from kvstore.v1 import remote_pb2 as rpb
+from kvstore.wire.data import split_message
 from kvstore_client.arrays import destination
 from kvstore_client.copying import Copier
+from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.planes.incoming import Incoming
+from kvstore_client.planes.parts import asked_header, part_layout
 from kvstore_client.planes.prefix import Target, land, nothing
-from kvstore_client.planes.stream.streamed import StreamedChunks
-from kvstore_client.planes.stream.strips import StreamChunk, Strips
+from kvstore_client.planes.session import ClientSession, translated
+from kvstore_client.planes.stream.strips import StreamChunk, Strips, extent_of
+
+_log = logging.getLogger("kvstore.client")
 
 
 class ReceivedChunk:
@@ -52,7 +64,7 @@ class ReceivedChunk:
 class ReceivedPrefix:
     """The chunks of a query, received to the end, in memory of their own."""
 
-    def __init__(self, prefix: StreamedChunks) -> None:
+    def __init__(self, prefix: StreamPrefix) -> None:
         self._prefix = prefix
         found = {id(chunk): (chunk, ReceivedChunk(chunk)) for chunk in prefix.chunks}
         while (strips := prefix.receive()) is not None:
@@ -83,7 +95,7 @@ class StreamLanding:
     saved nothing: it lost as much time waiting for the interpreter."""
 
     def __init__(
-        self, prefix: StreamedChunks, target: Target, faults: FaultPoints, bad: set[int], on_copied: Callable[[], None]
+        self, prefix: StreamPrefix, target: Target, faults: FaultPoints, bad: set[int], on_copied: Callable[[], None]
     ) -> None:
         self._prefix = prefix
         self._target = target
@@ -177,12 +189,104 @@ class StreamLanding:
         """Do nothing: no copy runs on another thread."""
 
 
-class StreamPrefix(StreamedChunks):
-    """Streamed chunks that can be taken in each of the ways that a prefix is."""
+class StreamPrefix:
+    """Chunks on their way, and where they end. ``close`` ends the stream, and the lease with it; so does dropping the
+    prefix."""
 
     is_leased = True
     is_provisional = False
     """The server sends committed bytes only: it waits for the commit of a store in flight."""
+
+    def __init__(
+        self, session: ClientSession, wanted: Wanted, head: pb.FetchResponse, digests: list[bytes], stream: Incoming,
+        exactness: Exactness,
+    ) -> None:  # fmt: skip
+        self.exactness = exactness
+        self._session = session  # keeps the session alive as long as its last prefix
+        self._stream = stream
+        self.wanted = wanted
+        self.tier = Tier(head.tier)
+        self.reason = MissReason(head.reason)
+        self.tails, self.tail_lengths = head.tails, head.tail_lengths
+        self._digests = digests
+        try:
+            self.chunks = [self._chunk(entry) for entry in head.chunks]
+            self._check_leading()
+        except (InvalidRequest, IndexError):
+            _log.error("kvstore: the server names chunks that this model does not have: treated as a miss")
+            self.chunks, self.reason = [], MissReason.CORRUPT
+        self.stop = max((chunk.token_start + chunk.layout.token_count for chunk in self.chunks), default=0)
+        self.token_count = self.stop
+
+    def _chunk(self, entry: pb.ResidentChunk) -> StreamChunk:
+        spec = self.wanted.spec
+        layout = part_layout(spec, self.wanted.hidden_layers, entry.part, entry.token_count)
+        self._digests[entry.index]
+        return StreamChunk(entry.part, entry.index, entry.index * spec.chunk_tokens, layout)
+
+    def _check_leading(self) -> None:
+        """Raise InvalidRequest unless the chunks are the chain's leading ones, in all parts and without a gap: a chunk
+        in a gap would count as fetched, and never come. Values by key have lengths of their own."""
+        part_count = 1 + len(self.wanted.hidden_layers)
+        count = len(self.chunks) // part_count
+        places = sorted((chunk.part, chunk.index) for chunk in self.chunks)
+        is_chain = self.wanted.spec.kind is not CacheKind.OPAQUE
+        if places != [(part, index) for part in range(part_count) for index in range(count)] or any(
+            is_chain and chunk.index < count - 1 and not chunk.layout.is_full for chunk in self.chunks
+        ):
+            raise InvalidRequest("the chunks are not the leading ones of the chain")
+
+    def receive(self) -> list[Strips] | None:
+        """Return the strips of the next message, or None when no more will come."""
+        try:
+            message = self._stream.read()
+            if message is None:
+                return None
+            fields, data = split_message(rpb.FetchBytesResponse, message)
+        except grpc.RpcError as error:
+            found = translated(error)
+            self.reason = MissReason.CORRUPT if isinstance(found, DataLoss) else MissReason.UNAVAILABLE
+            return None
+        except (InvalidRequest, ValueError):
+            return None
+        for news in fields.lost:
+            if news.chunk < len(self.chunks):
+                self.cut(self.chunks[news.chunk], MissReason(news.lost))
+        strips: list[Strips] = []
+        place = 0
+        for run in fields.runs:
+            memory = data[place : place + run.byte_count]
+            place += run.byte_count
+            if run.chunk < len(self.chunks):
+                self._take(self.chunks[run.chunk], run, memory, strips)
+        return strips
+
+    def _take(self, chunk: StreamChunk, run: rpb.StripRun, memory: Bytes, strips: list[Strips]) -> None:
+        try:
+            if run.strip_count:
+                extent = extent_of(chunk.layout, run.strip_first, run.strip_count)
+                if memory.size != extent.byte_count:
+                    raise DataLoss("a run of strips is not as long as its strips are", reason="strips")
+                strips.append(Strips(chunk, extent, memory))
+            else:
+                digest = self._digests[chunk.index]
+                data = memory.tobytes()
+                chunk.introduce(asked_header(data, chunk.layout, self.wanted, chunk.part, digest, self.exactness))
+        except DataLoss as error:
+            self.cut(chunk, MissReason.CORRUPT)
+            _log.error("kvstore: %s: treated as a miss", error.message)
+
+    def cut(self, chunk: StreamChunk, reason: MissReason) -> None:
+        """End the prefix before this chunk."""
+        if chunk.token_start < self.stop:
+            self.stop, self.reason = chunk.token_start, reason
+
+    def settle(self, bad: set[int]) -> int:
+        """Return the number of leading tokens whose strips are good (``bad``: ids of chunks)."""
+        for chunk in self.chunks:
+            if id(chunk) in bad:
+                self.cut(chunk, MissReason.CORRUPT)
+        return self.stop
 
     def copy_all(self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], timeout_s: float) -> None:
         """Copy every requested layer, message by message."""
@@ -197,3 +301,15 @@ class StreamPrefix(StreamedChunks):
     def received(self) -> ReceivedPrefix:
         """Receive its chunks to the end, and return them."""
         return ReceivedPrefix(self)
+
+    def cancel(self) -> None:
+        """Stop waiting for bytes on their way. From any thread."""
+        self._stream.cancel()
+
+    def abandon(self) -> None:
+        """Cancel from a destructor."""
+        self._stream.cancel_soon()
+
+    def close(self) -> None:
+        """End the stream, and the lease with it. Idempotent."""
+        self._stream.end_soon()
