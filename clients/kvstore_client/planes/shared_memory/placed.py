@@ -15,14 +15,10 @@ from itertools import accumulate
 
 from kvstore.chunk import verify_slab
 from kvstore.errors import DataLoss, InvalidRequest, Unavailable
-from kvstore.seams import FaultPoints
 from kvstore.spec import Exactness, MissReason, Tier
-from kvstore_client.copying import Copier
 from kvstore_client.fetch.ticket import TICKET_BYTES, TicketFields
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.planes.prefix import Target
 from kvstore_client.planes.shared_memory.chunk import Chunk
-from kvstore_client.planes.shared_memory.landing import MappedLanding
 from kvstore_client.planes.shared_memory.mapped import MappedMemory
 from kvstore_client.planes.shared_memory.reading import read_chunk
 from kvstore_client.planes.shared_memory.resident import ResidentPrefix
@@ -34,42 +30,15 @@ class PlacedPrefix(ResidentPrefix):
 
     is_leased = True
     is_provisional = False
-    tails, tail_lengths = (), b""
     _on_closed: Callable[[], object] | None = None
 
     def __init__(self, session: MappedMemory, wanted: Wanted, chunks: list[Chunk], exactness: Exactness) -> None:
-        super().__init__(session, wanted, exactness, Tier.DRAM, MissReason.NONE)
-        self.chunks = chunks
-        last = chunks[-1]
-        self._stop = last.token_start + last.layout.token_count
+        super().__init__(session, wanted, chunks, exactness, Tier.DRAM, MissReason.NONE)
         self.token_count = self.settle(set())
 
     def redeem_with(self, on_closed: Callable[[], object]) -> None:
         """Have ``close`` redeem the ticket."""
         self._on_closed = on_closed
-
-    def landing(
-        self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], on_copied: Callable[[], None]
-    ) -> MappedLanding:
-        """Copy all of it, layer by layer."""
-        return MappedLanding(self, target, copier, faults, bad, on_copied)
-
-    def advance(self) -> bool:
-        """Return False: all of it was there from the beginning."""
-        return False
-
-    def arrived(self, part: int, slab: int) -> list[Chunk]:
-        """Return nothing: all of it was there from the beginning."""
-        return []
-
-    def received(self) -> PlacedPrefix:
-        """Return itself."""
-        return self
-
-    def cancel(self) -> None:
-        """Do nothing: nothing is on its way."""
-
-    abandon = cancel
 
     def close(self) -> None:
         """Redeem the ticket. Idempotent. From destructors, too."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Self
 
 import grpc
 
@@ -20,7 +21,6 @@ from kvstore_client.planes.incoming import Incoming
 from kvstore_client.planes.parts import part_layout
 from kvstore_client.planes.prefix import Target, land, nothing
 from kvstore_client.planes.shared_memory.chunk import Chunk
-from kvstore_client.planes.shared_memory.landing import MappedLanding
 from kvstore_client.planes.shared_memory.mapped import MappedMemory
 from kvstore_client.planes.shared_memory.reading import read_chunk
 from kvstore_client.planes.shared_memory.resident import ResidentPrefix
@@ -46,9 +46,8 @@ class MappedPrefix(ResidentPrefix):
         self, session: MappedMemory, wanted: Wanted, response: pb.FetchResponse, digests: list[bytes], stream: Incoming,
         exactness: Exactness,
     ) -> None:  # fmt: skip
-        super().__init__(session, wanted, exactness, Tier(response.tier), MissReason(response.reason))
+        super().__init__(session, wanted, [], exactness, Tier(response.tier), MissReason(response.reason))
         self._stream = stream
-        self._arriving: dict[int, pb.ResidentChunk] = {}
         self.tails, self.tail_lengths = response.tails, response.tail_lengths
         self._digests = digests
         self._entries = list(response.chunks)
@@ -103,11 +102,6 @@ class MappedPrefix(ResidentPrefix):
     def was_in_memory(self) -> bool:
         """True when all of it was in memory at once."""
         return not any(entry.is_arriving for entry in self._entries)
-
-    @property
-    def is_arriving(self) -> bool:
-        """True while some of its chunks are on their way to memory."""
-        return bool(self._arriving)
 
     @property
     def is_provisional(self) -> bool:
@@ -196,21 +190,15 @@ class MappedPrefix(ResidentPrefix):
 
     def copy_all(self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], timeout_s: float) -> None:
         """Copy every requested layer, at once where all of it is in memory."""
-        if self.is_arriving:
+        if self._arriving:
             land(self.landing(target, copier, faults, bad, nothing), timeout_s)
             return
         super().copy_all(target, copier, faults, bad, timeout_s)
 
-    def landing(
-        self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], on_copied: Callable[[], None]
-    ) -> MappedLanding:
-        """Copy resident chunks at once, the rest layer by layer as it lands."""
-        return MappedLanding(self, target, copier, faults, bad, on_copied)
-
-    def received(self) -> MappedPrefix:
+    def received(self) -> Self:
         """Return itself, once everything is in memory."""
-        while self.is_arriving and self.advance():
-            pass  # until ``advance`` says that no more will come
+        while self._arriving:
+            self.advance()
         return self
 
     def cancel(self) -> None:

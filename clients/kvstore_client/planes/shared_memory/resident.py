@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import call
+from typing import Self
 
 from kvstore.seams import FaultPoints
 from kvstore.seams.fence import fence
 from kvstore.spec import Exactness, MissReason, Tier
+from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.copying import CALL_BYTES, Copier
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Target
 from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun, runs_of
+from kvstore_client.planes.shared_memory.landing import MappedLanding
 from kvstore_client.planes.shared_memory.mapped import MappedMemory
 
 PIECE_BYTES, PIECES_MAX = 2 << 20, 32
@@ -19,18 +23,22 @@ PIECE_BYTES, PIECES_MAX = 2 << 20, 32
 
 
 class ResidentPrefix:
-    """The common part of prefixes in mapped memory."""
+    """A prefix in mapped memory, whose ``chunks`` are all there from the beginning."""
+
+    tails: Sequence[pb.PartialTail] = ()
+    tail_lengths = b""
 
     def __init__(
-        self, session: MappedMemory, wanted: Wanted, exactness: Exactness, tier: Tier, reason: MissReason
-    ) -> None:
+        self, session: MappedMemory, wanted: Wanted, chunks: list[Chunk], exactness: Exactness, tier: Tier,
+        reason: MissReason,
+    ) -> None:  # fmt: skip
         self.session = session
         self.wanted = wanted
         self.exactness = exactness
         self.tier = tier
         self.reason = reason
-        self.chunks: list[Chunk] = []
-        self.token_count = self._stop = 0
+        self.chunks = chunks
+        self.token_count = self._stop = chunks[-1].token_start + chunks[-1].layout.token_count if chunks else 0
         self._generations = session.generations
         self._pool = session.pool_for(wanted)
 
@@ -57,6 +65,29 @@ class ResidentPrefix:
         for part, layer in enumerate(self.wanted.hidden_layers, start=1):
             work.append(partial(target.copy_hidden, layer, self.runs(part), bad))
         copier.share(call, work, byte_count, timeout_s)
+
+    def landing(
+        self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], on_copied: Callable[[], None]
+    ) -> MappedLanding:
+        """Copy the chunks in memory at once, layer by layer, and others as they land."""
+        return MappedLanding(self, target, copier, faults, bad, on_copied)
+
+    def advance(self) -> bool:
+        """Return False: nothing is on its way."""
+        return False
+
+    def arrived(self, part: int, slab: int) -> list[Chunk] | None:
+        """Return nothing: nothing was on its way."""
+        return []
+
+    def received(self) -> Self:
+        """Return itself, once everything is in memory."""
+        return self
+
+    def cancel(self) -> None:
+        """Do nothing: nothing is on its way."""
+
+    abandon = cancel
 
     def settle(self, bad: set[int]) -> int:
         """Return the number of leading tokens whose copies are good: generations unchanged, no bad checksum (``bad``:

@@ -26,17 +26,12 @@ class WarmPrefix(ResidentPrefix):
     """A prefix that needed no call, and has no lease: its chunks may leave while they are copied."""
 
     is_leased = is_provisional = False
-    tails, tail_lengths = (), b""
 
     def __init__(
         self, session: MappedMemory, wanted: Wanted, chunks: list[Chunk], exactness: Exactness, tier: Tier,
         reason: MissReason, on_used: Callable[[Sequence[Chunk]], None],
     ) -> None:  # fmt: skip
-        super().__init__(session, wanted, exactness, tier, reason)
-        self.chunks = chunks
-        last = chunks[-1]
-        self._stop = last.token_start + last.layout.token_count
-        self.token_count = self._stop
+        super().__init__(session, wanted, chunks, exactness, tier, reason)
         self._on_used = on_used
 
     def settle(self, bad: set[int]) -> int:
@@ -56,8 +51,6 @@ class WarmPrefix(ResidentPrefix):
 
     def close(self) -> None:
         """Do nothing: it holds no lease."""
-
-    cancel = abandon = close
 
 
 def warm_prefix(
