@@ -19,15 +19,7 @@ MUTANTS = [
         FUSED,
         'f"i{size}", memory.data, at * size - base, strides',
         'f"i{size}", memory.data, at * size - layout.header_bytes, strides',
-        "a large chunk's later slabs are written behind their room in staging",
-        (f"{T_STORED}::test_what_was_stored_is_fetched",),
-    ),
-    Mutant(
-        "pages-from-a-chunks-begin",
-        FUSED,
-        'f"u{size}", memory.data, at * size - base, strides',
-        'f"u{size}", memory.data, at * size - layout.header_bytes, strides',
-        "a large chunk's later slabs are filled out of pages in another one's place",
+        "a large chunk's later slabs are written behind their room in staging, from tensors and from pages",
         (f"{T_STORED}::test_what_was_stored_is_fetched",),
     ),
     Mutant(

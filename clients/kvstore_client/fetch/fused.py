@@ -126,7 +126,7 @@ def _in_pairs(
     targets: list[Tensor] = []
     sources: list[Tensor] = []
     for run in runs:
-        arrays = _sources_of(run, layers, heads)
+        arrays = sources_of(run, layers, heads)
         if arrays is None or run.stride % run.chunks[0].layout.item_size:
             return None
         for which, source in enumerate(arrays):
@@ -220,7 +220,7 @@ def _source_blocks(run: MappedRun, layers: tuple[int, ...], heads: range) -> lis
     return found
 
 
-def _sources_of(
+def sources_of(
     run: MappedRun, layers: tuple[int, ...], heads: range
 ) -> list[NDArray[np.generic]] | None:  # fmt: skip
     """Return K, and V, of these chunks as [layers, heads, chunks, tokens, dim]: views. None as ``copies_of`` says."""
@@ -262,35 +262,12 @@ def token_runs(planes: Iterable[Tensor], shape: Sequence[int], start: int) -> It
         yield plane.as_strided(shape, steps, plane.storage_offset() + skipped)
 
 
-def paged_sources(
-    run: MappedRun, layers: tuple[int, ...], heads: range, page_tokens: int
-) -> list[NDArray[np.generic]] | None:  # fmt: skip
-    """Return K, and V, of these chunks as [layers, chunks, pages, page_tokens, heads, dim]. Views, within the run's
-    memory. None where slabs or chunks lie irregularly."""
-    placed = _placed(run, layers)
-    if placed is None:
-        return None
-    geometry, memory = placed
-    layout, count = run.chunks[0].layout, len(run.chunks)
-    return page_views(memory, layout, geometry, len(layers), heads, count, run.stride, 0, page_tokens)
-
-
-def page_views(
-    memory: Bytes, layout: ChunkLayout, geometry: PlaneGeometry, layer_count: int, heads: range, count: int,
-    stride: int, base: int, page_tokens: int,
-) -> list[NDArray[np.generic]]:  # fmt: skip
-    """Return K, and V, as ``paged_sources`` does, of ``count`` chunks in ``memory``, as ``strip_arrays`` does."""
-    size, tokens = layout.item_size, layout.token_count
-    found: list[NDArray[np.generic]] = []
-    at = geometry.begin + heads.start * geometry.strip_step
-    for dim in geometry.dims:
-        shape = (layer_count, count, tokens // page_tokens, page_tokens, len(heads), dim)
-        steps = (geometry.layer_step, 0, page_tokens * dim, dim, geometry.strip_step, 1)
-        strides = [step * size for step in steps]
-        strides[1] = stride
-        found.append(np.ndarray(shape, f"u{size}", memory.data, at * size - base, strides))
-        at += tokens * dim
-    return found
+def in_pages(strips: NDArray[np.generic], page_tokens: int) -> NDArray[np.generic]:
+    """Return strips, [layers, heads, chunks, tokens, dim], as [layers, chunks, pages, page_tokens, heads, dim]: a
+    view."""
+    layers, heads, count, tokens, dim = strips.shape
+    by_token = strips.transpose(0, 2, 3, 1, 4)
+    return by_token.reshape(layers, count, tokens // page_tokens, page_tokens, heads, dim)
 
 
 def pieces_of(

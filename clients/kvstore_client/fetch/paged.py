@@ -20,7 +20,7 @@ from kvstore_client.cuda.fetching import copy_checked_on, fetch_in_turn, fetched
 from kvstore_client.cuda.pages import GpuSlots
 from kvstore_client.cuda.planes import GpuPlanes
 from kvstore_client.fetch.axes import PageViews
-from kvstore_client.fetch.fused import Fused, in_calls, paged_sources, pieces_of
+from kvstore_client.fetch.fused import Fused, in_calls, in_pages, pieces_of, sources_of
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.fetch.whole_pages import PageRows, WholePages, copy_pages, page_batch, page_copies
 from kvstore_client.planes.prefix import LandedRange
@@ -149,10 +149,6 @@ class Pages:
                 yield Piece(token, count, page, whole, place)
                 token, slot = token + count, slot + count
 
-    def pieces_only(self, start: int, stop: int) -> Cut:
-        """Return as ``whole_pages`` does, but all of it as pieces."""
-        return [], list(self.pieces(start, stop))
-
     def whole_pages(self, start: int, stop: int) -> Cut:
         """Return the tokens ``start .. stop`` as runs of whole pages in any order, (first token, pages), and the rest
         as pieces."""
@@ -203,6 +199,32 @@ class Pages:
                 rows = (chunk, slice(start - chunk * each, end - chunk * each))
                 places.append((rows, numbers[start - page : end - page]))
         return places
+
+    def exchange(
+        self, position: int, which: int, strips: NDArray[np.generic], token: int, heads: slice, *, are_targets: bool
+    ) -> None:  # fmt: skip
+        """Copy ``strips``, [heads, tokens, dim], from ``token`` on, into these heads of K or V of a wanted layer, or,
+        where the pages are no targets, from there. Whole pages go in one call: numpy's index is three times as fast as
+        a call per page, and lets other threads run."""
+        array, (head_count, count, dim), size = self.array(position, which), strips.shape, self.page_size
+        if array is None:
+            rest = list(self.pieces(token, token + count))
+        else:
+            runs, rest = self.whole_pages(token, token + count)
+            pages = array[:, :, heads]
+            for first, numbers in runs:
+                some = strips[:, first - token : first - token + len(numbers) * size].view(array.dtype)
+                content = some.reshape(head_count, len(numbers), size, dim).transpose(1, 2, 0, 3)
+                if are_targets:
+                    pages[numbers] = content
+                else:
+                    content[...] = pages[numbers]
+        if rest:
+            plane, tensor = self.plane(position, which)[:, :, heads], raw(strips)
+            for piece in rest:
+                some = tensor[:, piece.token - token : piece.token - token + piece.token_count]
+                both = self.place(plane, piece), self.shaped(some, piece)
+                copy(*both if are_targets else both[::-1])
 
     def place(self, plane: Tensor, piece: Piece) -> Tensor:
         """Return the memory of a piece: [pages, page_size, heads, dim], or [tokens, heads, dim] inside one page."""
@@ -312,12 +334,13 @@ class PagedTarget:
         for run in runs:
             first = run.chunks[0]
             places = pages.places_of(first.token_start, first.layout.token_count, len(run.chunks))
-            sources = None if places is None else paged_sources(run, layers, heads, pages.page_size)
+            sources = None if places is None else sources_of(run, layers, heads)
             if places is None or sources is None:
                 return None
             for which, source in enumerate(sources):
                 of_layers = [halves[which] for halves in arrays if halves is not None]
-                parts += [WholePages(of_layers, numbers, source[:, *some]) for some, numbers in places]
+                content = in_pages(source, pages.page_size)
+                parts += [WholePages(of_layers, numbers, content[:, *some]) for some, numbers in places]
         return parts
 
     def copy_strips(self, position: int, strips: Strips) -> None:
@@ -335,23 +358,9 @@ class PagedTarget:
         raise AssertionError("no hidden states go into pages")
 
     def _put(self, position: int, which: int, strips: NDArray[np.generic], token: int, head: int = 0) -> None:
-        """Copy tokens from ``token`` on, [heads, tokens, dim], into one plane, from its ``head`` on. Whole pages go in
-        one call: numpy's indexed assignment is three times as fast as a call per page, and lets other threads run."""
-        pages, stop = self._pages, token + strips.shape[1]
-        array = pages.array(position, which)
-        heads, _, dim = strips.shape
-        runs, rest = pages.pieces_only(token, stop) if array is None else pages.whole_pages(token, stop)
-        if array is not None:
-            for first, numbers in runs:
-                count = len(numbers) * pages.page_size
-                source = strips[:, first - token : first - token + count].view(array.dtype)
-                shaped = source.reshape(heads, len(numbers), pages.page_size, dim).transpose(1, 2, 0, 3)
-                array[:, :, head : head + heads][numbers] = shaped
-        if rest:
-            plane, tensor = pages.plane(position, which)[:, :, head : head + heads], raw(strips)
-            for piece in rest:
-                source = tensor[:, piece.token - token : piece.token - token + piece.token_count]
-                copy(pages.place(plane, piece), pages.shaped(source, piece))
+        """Copy tokens from ``token`` on, [heads, tokens, dim], into one plane, from its ``head`` on."""
+        heads = slice(head, head + strips.shape[0])
+        self._pages.exchange(position, which, strips, token, heads, are_targets=True)
 
 
 def _slots(slots: Tensor) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.chunk import ChunkLayout, Part, slab_parts
+from kvstore.chunk import ChunkLayout, slab_parts
 from kvstore.chunk.layout import STRIP_ALIGNMENT
 from kvstore.errors import InvalidRequest
 from kvstore.v1 import cache_pb2 as pb
@@ -82,15 +82,13 @@ class Dense:
         self.gpu = common_gpu(planes)
         self.token_count = int(planes[0].shape[1])
 
-    def copy(self, part: Part, start: int, stop: int, token: int) -> None:
-        """Copy tokens ``start .. stop`` of a part. ``token``: the place of the part's first token in this source."""
-        target = part.array[0, :, start - part.token_start : stop - part.token_start]
-        source = self._planes[part.which][:, token + start - part.token_start : token + stop - part.token_start]
-        copy(raw(target), source)
+    def copy(self, target: NDArray[np.generic], which: int, token: int) -> None:
+        """Fill ``target``, [heads, tokens, dim], with the tokens of one half from ``token`` on."""
+        copy(raw(target), self.on_gpu(which, token, target.shape[1]))
 
-    def on_gpu(self, part: Part, start: int, stop: int, token: int) -> Tensor:
+    def on_gpu(self, which: int, token: int, count: int) -> Tensor:
         """Return what ``copy`` copies, where it lies."""
-        return self._planes[part.which][:, token + start - part.token_start : token + stop - part.token_start]
+        return self._planes[which][:, token : token + count]
 
 
 class FromPages:
@@ -104,29 +102,13 @@ class FromPages:
         self._position = position
         self.token_count = len(pages.slots)
 
-    def on_gpu(self, part: Part, start: int, stop: int, token: int) -> Tensor:
+    def on_gpu(self, which: int, token: int, count: int) -> Tensor:
         """Return what ``copy`` copies, gathered on the GPU: queued on the current stream."""
-        first = token - part.token_start
-        return self.pages.slots_on_gpu.tokens(self.pages.plane(self._position, part.which), first + start, first + stop)
+        return self.pages.slots_on_gpu.tokens(self.pages.plane(self._position, which), token, token + count)
 
-    def copy(self, part: Part, start: int, stop: int, token: int, heads: slice = slice(None)) -> None:
-        """Copy as ``Dense.copy`` does, these ``heads`` of the pages. Whole pages come in one call, by numpy's index."""
-        pages, base = self.pages, token - part.token_start
-        array, cut = pages.array(self._position, part.which), pages.whole_pages
-        runs, rest = (pages.pieces_only if array is None else cut)(base + start, base + stop)
-        strips = part.array[0]
-        head_count, _, dim = strips.shape
-        if array is not None:
-            for first, numbers in runs:
-                count = len(numbers) * pages.page_size
-                target = strips[:, first - token : first - token + count].view(array.dtype)
-                shaped = target.reshape(head_count, len(numbers), pages.page_size, dim).transpose(1, 2, 0, 3)
-                shaped[...] = array[:, :, heads][numbers]
-        if rest:
-            plane, tensor = pages.plane(self._position, part.which)[:, :, heads], raw(strips)
-            for piece in rest:
-                target = tensor[:, piece.token - token : piece.token - token + piece.token_count]
-                copy(pages.shaped(target, piece), pages.place(plane, piece))
+    def copy(self, target: NDArray[np.generic], which: int, token: int, heads: slice = slice(None)) -> None:
+        """Copy as ``Dense.copy`` does, these ``heads`` of the pages."""
+        self.pages.exchange(self._position, which, target, token, heads, are_targets=False)
 
 
 PutTokens = tuple[Pile, int, int, int]
@@ -143,22 +125,24 @@ def gather(source: Dense | FromPages, work: Sequence[PutTokens], copier: Copier,
 
 
 def _copy_one(source: Dense | FromPages, one: PutTokens) -> None:
-    pile, start, stop, offset = one
-    for part in pile.parts:
-        first, last = max(start, part.token_start), min(stop, part.token_stop)
-        if first < last:
-            source.copy(part, first, last, offset + part.token_start)
+    for array, which, token in _places_of(*one):
+        source.copy(array, which, token)
 
 
 def _save(source: Dense | FromPages, pile: Pile, start: int, stop: int, offset: int) -> None:
     """Queue the same from a GPU, on the current stream."""
-    parts: list[StripsPart] = []
-    for part in pile.parts:
-        first, last = max(start, part.token_start), min(stop, part.token_stop)
-        if first < last:
-            array = part.array[0, :, first - part.token_start : last - part.token_start]
-            parts.append(StripsPart(array, partial(source.on_gpu, part, first, last, offset + part.token_start)))
+    places = _places_of(pile, start, stop, offset)
+    parts = [StripsPart(array, partial(source.on_gpu, which, token, array.shape[1])) for array, which, token in places]
     if (start, stop) == (0, pile.layout.token_count):
         save_whole(source.gpu, pile.memory[: pile.byte_count], parts)
     else:
         save_strips(source.gpu, parts)
+
+
+def _places_of(pile: Pile, start: int, stop: int, offset: int) -> Iterator[tuple[NDArray[np.generic], int, int]]:
+    """Yield the places in staging of the tokens that come, [heads, tokens, dim], each with its half, and its first
+    token's place in the source."""
+    for part in pile.parts:
+        first, last = max(start, part.token_start), min(stop, part.token_stop)
+        if first < last:
+            yield part.array[0, :, first - part.token_start : last - part.token_start], part.which, offset + first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -18,7 +18,7 @@ from kvstore_client.copying import calls_of
 from kvstore_client.cuda.storing import stored_from
 from kvstore_client.derived import check_exact
 from kvstore_client.fetch.axes import Arrays
-from kvstore_client.fetch.fused import page_views, plane_geometry
+from kvstore_client.fetch.fused import in_pages, plane_geometry, strip_arrays
 from kvstore_client.fetch.paged import Paged, Pages
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.fetch.whole_pages import PageRows, WholePages, page_batch
@@ -64,8 +64,7 @@ class PagesSource:
         for part in slab_parts(layout, slab, memory, count, stride, first=first, stop=stop):
             for number in range(count):
                 token = unit.token_start + number * layout.token_count + part.token_start
-                one = replace(part, array=part.array[number : number + 1])
-                self.slabs[slab].copy(one, part.token_start, part.token_stop, token, heads)
+                self.slabs[slab].copy(part.array[number], part.which, token, heads)
 
     def fused(self, unit: Unit, memory: Bytes, count: int, stride: int) -> Steps | None:
         """See ``planes.store.StoreSource.fused``: compiled calls; or one step per layer, half and chunk, whose pages
@@ -80,7 +79,8 @@ class PagesSource:
             return None
         heads = range(self.spec.layers[self.spec.slab_layers[unit.slab_first]].kv_heads)
         base = layout.header_bytes + unit.base
-        sides = page_views(memory, layout, geometry, len(arrays), heads, count, stride, base, pages.page_size)
+        strips = strip_arrays(memory, layout, geometry, len(arrays), heads, count, stride, base)
+        sides = [in_pages(each, pages.page_size) for each in strips]
         batch = page_batch(_parts(arrays, sides, places), are_targets=False)
         if batch is not None:
             return Steps(calls_of(batch), by_torch=False)
