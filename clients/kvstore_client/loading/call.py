@@ -196,19 +196,10 @@ def begin(
     if link is not None:
         message.link.MergeFrom(link_to_message(link))
     try:
-        return _begun(session, message, context.timeout_s)
+        return session.with_model(partial(PrefillCall, session, message, context.timeout_s), context.timeout_s)
     except _Unplanned as error:
         session.has_prefills = not isinstance(error, _Unknown)
         return None
-
-
-def _begun(session: ClientSession, message: pb.BeginPrefill, timeout_s: float) -> PrefillCall:
-    try:
-        return PrefillCall(session, message, timeout_s)
-    except KVStoreError as error:
-        if not session.registers_again(error, timeout_s):
-            raise
-    return PrefillCall(session, message, timeout_s)
 
 
 def match_of_call(context: Context, prompt: Prompt, call: PrefillCall) -> Match:

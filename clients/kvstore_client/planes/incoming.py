@@ -12,10 +12,10 @@ from typing import Any
 
 import grpc
 
-from kvstore.errors import KVStoreError, Unavailable
+from kvstore.errors import Unavailable
 from kvstore.seams.scheduler import start_thread
 from kvstore_client.forks import in_children
-from kvstore_client.planes.session import ClientSession, cancel, noted, translated
+from kvstore_client.planes.session import ClientSession, cancel, noted, translated, typed_call
 
 _log = logging.getLogger("kvstore.client")
 
@@ -121,24 +121,14 @@ def opened(
 ) -> tuple[Incoming, Any]:  # fmt: skip
     """Make a call, and return its stream and the first message. ``lent``: returns a function that gives back what the
     first message lends; it is called when the stream ends. Raises the typed error of a failed call."""
-    try:
-        return _opened(session, method, request, timeout_s, lent)
-    except KVStoreError as error:
-        if not session.registers_again(error, timeout_s):
-            raise
-    return _opened(session, method, request, timeout_s, lent)
+    return session.with_model(partial(_opened, session, method, request, timeout_s, lent), timeout_s)
 
 
 def _opened(
     session: ClientSession, method: Any, request: object, timeout_s: float,
     lent: Callable[[Any], Callable[[], object]] | None,
 ) -> tuple[Incoming, Any]:  # fmt: skip
-    try:
-        stream = Incoming(method(request, timeout=timeout_s, metadata=session.carried))
-    except grpc.RpcError as error:
-        raise translated(error) from error
-    except ValueError as error:
-        raise Unavailable("the sidecar is gone") from error
+    stream = Incoming(typed_call(method, request, timeout_s, session.carried))
     try:
         first = stream.read()
         if first is not None and lent is not None:

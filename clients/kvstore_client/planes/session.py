@@ -174,10 +174,8 @@ class ClientSession(Plane):
         """Make a unary call. Raises the typed error of its status."""
         self._check_process()
         try:
-            return _called(method, request, timeout_s, self.carried)
+            return self.with_model(lambda: typed_call(method, request, timeout_s, self.carried), timeout_s)
         except KVStoreError as error:
-            if self.registers_again(error, timeout_s):
-                return _called(method, request, timeout_s, self.carried)
             if isinstance(error.__cause__, grpc.RpcError) and error.__cause__.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise self._unknown(request, timeout_s) from error
             raise
@@ -191,6 +189,16 @@ class ClientSession(Plane):
         if len(self.models) >= MODELS_MAX:
             self._earlier_models, self.models = self.models, {}
         self.models[name] = spec
+
+    def with_model(self, call: Callable[[], Reply], timeout_s: float) -> Reply:
+        """Return what a call returns, which is made once more where the sidecar had forgotten its model. Raises the
+        call's error."""
+        try:
+            return call()
+        except KVStoreError as error:
+            if not self.registers_again(error, timeout_s):
+                raise
+        return call()
 
     def registers_again(self, error: KVStoreError, timeout_s: float) -> bool:
         """Register the model again which the sidecar does not know (any more), as this error of a call says: True, and
@@ -211,7 +219,7 @@ class ClientSession(Plane):
     def _unknown(self, request: object, timeout_s: float) -> InvalidRequest:
         """Return the error for a call that the sidecar's release does not have. It names both releases."""
         try:
-            status = _called(self.admin.Stats, admin_pb.StatsRequest(), timeout_s, self.carried)
+            status = typed_call(self.admin.Stats, admin_pb.StatsRequest(), timeout_s, self.carried)
             release = f"of release {status.version}"
         except KVStoreError:
             release = "of a release that it does not tell"
@@ -274,7 +282,8 @@ def translated(error: grpc.RpcError) -> KVStoreError:
     return from_status(status, said, **unpack_fields(metadata))
 
 
-def _called(method: Callable[..., Reply], request: object, timeout_s: float, metadata: object) -> Reply:
+def typed_call(method: Callable[..., Reply], request: object, timeout_s: float, metadata: object) -> Reply:
+    """Make a call of gRPC's. Its failure is a typed error."""
     try:
         return method(request, timeout=timeout_s, metadata=metadata)
     except grpc.RpcError as error:
@@ -284,4 +293,4 @@ def _called(method: Callable[..., Reply], request: object, timeout_s: float, met
 
 
 def _release(method: Callable[..., object], metadata: object, timeout_s: float, lease_ids: list[int]) -> None:
-    _called(method, pb.ReleaseRequest(lease_ids=lease_ids), timeout_s, metadata)
+    typed_call(method, pb.ReleaseRequest(lease_ids=lease_ids), timeout_s, metadata)

@@ -23,7 +23,7 @@ from kvstore.wire.data import split_message
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.incoming import opened, read_out
-from kvstore_client.planes.session import ClientSession, PendingCall, check_threads, translated
+from kvstore_client.planes.session import ClientSession, PendingCall, check_threads, translated, typed_call
 from kvstore_client.planes.store import StagingRun, StoreSource
 from kvstore_client.planes.stream.prefix import StreamPrefix
 from kvstore_client.planes.stream.store import PrivatePool, StoreWay, StreamUpload, messages_of, stream_timeout_s
@@ -154,12 +154,7 @@ class StreamSession(ClientSession):
         messages = messages_of(reservation_id, fills, runs, self.message_bytes)
         limit_s = stream_timeout_s(timeout_s, sum(run.byte_count for run in runs))
         check_threads()
-        try:
-            self.store_bytes(messages, timeout=limit_s, metadata=self.carried)
-        except grpc.RpcError as error:
-            raise translated(error) from error
-        except ValueError as error:
-            raise Unavailable("the sidecar is gone") from error
+        typed_call(self.store_bytes, messages, limit_s, self.carried)
 
     def close(self) -> None:
         """End the session. Idempotent."""
