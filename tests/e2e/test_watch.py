@@ -14,7 +14,6 @@ import pytest
 from kvstore_client import ChunkEvent, Client, EventKind, Tier, connect
 from kvstore_client.lookup.feed import Feed
 from kvstore_client.planes.incoming import Incoming
-from kvstore_client.planes.session import translated
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Exhausted, PermissionDenied, Unavailable
@@ -168,7 +167,7 @@ def test_events_that_come_while_a_watch_is_closed_do_not_keep_its_stream() -> No
         cancel = cancel_soon = end_soon
 
     stream = Late()
-    feed = Feed(cast(Incoming, stream), translated)
+    feed = Feed(cast(Incoming, stream))
     feed._is_closed = True  # by another thread, which cancels and ends it next
     asked = feed.ask()
     failed.set()

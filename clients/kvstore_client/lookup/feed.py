@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from queue import SimpleQueue
@@ -14,6 +13,7 @@ from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams.scheduler import start_thread
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.planes.incoming import Incoming
+from kvstore_client.planes.session import translated
 
 GONE = "the sidecar is stopping, or the session ended: watch again"
 _Asked = SimpleQueue[Future[pb.WatchResponse] | None]
@@ -23,7 +23,7 @@ class Feed:
     """Reads a stream on a thread of its own, one message for each ``ask``: messages not asked for stay with the
     sidecar. The thread does not keep the feed alive: a feed that is dropped ends its stream."""
 
-    def __init__(self, stream: Incoming, translated: Callable[[grpc.RpcError], KVStoreError], gone: str = GONE) -> None:
+    def __init__(self, stream: Incoming, gone: str = GONE) -> None:
         """``gone``: what a reader is told whose stream ended before its time."""
         self._stream = stream
         self._gone = gone
@@ -31,7 +31,7 @@ class Feed:
         self._asked: _Asked = SimpleQueue()
         asked = self._asked
         try:
-            start_thread(lambda: _read(stream, asked, translated, gone), "kvstore-feed")
+            start_thread(lambda: _read(stream, asked, gone), "kvstore-feed")
         except BaseException:
             stream.end_soon()
             raise
@@ -57,9 +57,7 @@ class Feed:
         self._stream.cancel_soon()
 
 
-def _read(
-    stream: Incoming, asked: _Asked, translated: Callable[[grpc.RpcError], KVStoreError], gone: str
-) -> None:  # fmt: skip
+def _read(stream: Incoming, asked: _Asked, gone: str) -> None:
     error: KVStoreError | None = None
     while (future := asked.get()) is not None:
         message: Any = None

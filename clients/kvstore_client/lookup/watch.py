@@ -13,7 +13,7 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.awaiting import ended
 from kvstore_client.lookup.feed import GONE, Feed
 from kvstore_client.planes.incoming import Incoming
-from kvstore_client.planes.session import ClientSession, translated
+from kvstore_client.planes.session import ClientSession
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Watch:
             call = session.cache.Watch(pb.WatchRequest(tenant=tenant), metadata=session.metadata)
         except ValueError as error:
             raise Unavailable(GONE) from error  # the channel was closed meanwhile
-        self._feed = Feed(Incoming(call), translated)
+        self._feed = Feed(Incoming(call))
         self._asked: Future[pb.WatchResponse] | None = None
         first = self._first()
         self._events: Iterator[pb.ChunkEvent] = iter(first.events)

@@ -8,7 +8,6 @@ from typing import Any
 from kvstore_client import Client
 from kvstore_client.lookup.feed import Feed
 from kvstore_client.planes.incoming import Incoming
-from kvstore_client.planes.session import translated
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from kvstore.spec import ModelSpec
@@ -107,7 +106,7 @@ class Operator:
             call = getattr(session.admin, method)(request, metadata=session.metadata)
         except ValueError as error:
             raise Unavailable("the sidecar is gone: its log says why; kvstore serve starts it again") from error
-        feed = Feed(Incoming(call), translated, ENDED)
+        feed = Feed(Incoming(call), ENDED)
         try:
             while True:
                 try:
