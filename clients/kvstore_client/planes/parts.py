@@ -4,12 +4,16 @@ that a header is the asked part's, which are the same on each plane."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
-from kvstore.chunk import ChunkHeader, ChunkLayout, layout_of, parse_header
+from kvstore.chunk import ChunkHeader, ChunkLayout, layout_of, parse_header, strip_seeds
 from kvstore.errors import DataLoss
 from kvstore.keys import fingerprint
 from kvstore.spec import CacheKind, Exactness, ModelSpec
 from kvstore_client.fetch.wanted import Wanted
+
+kept_seeds = lru_cache(maxsize=512)(strip_seeds)
+"""Cached, because a chunk fetched once is often fetched again, and its seeds cost more than its hashes."""
 
 
 def _named(spec: ModelSpec, hidden_layers: Sequence[int], part: int) -> tuple[CacheKind, int | None]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 from kvstore_copies import address_of
 
-from kvstore.chunk import ChunkHeader, ChunkLayout, strip_seeds, verify_slab
+from kvstore.chunk import ChunkHeader, ChunkLayout, verify_slab
 from kvstore.errors import DataLoss
 from kvstore.seams.memory import Bytes
+from kvstore_client.planes.parts import kept_seeds
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,11 +58,7 @@ class Chunk:
 
     @property
     def seeds(self) -> list[int]:
-        return _kept_seeds(self.header.storage_key, self.layout, self.header.write_id)
-
-
-_kept_seeds = lru_cache(maxsize=512)(strip_seeds)
-"""Cached, because a chunk fetched once is often fetched again, and its seeds cost more than its hashes."""
+        return kept_seeds(self.header.storage_key, self.layout, self.header.write_id)
 
 
 class MappedRun(NamedTuple):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Self
 
 import grpc
 
-from kvstore.chunk import ChunkLayout, layout_of
+from kvstore.chunk import layout_of
 from kvstore.errors import DataLoss, InvalidRequest
 from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
@@ -16,7 +17,6 @@ from kvstore.spec import CacheKind, Exactness, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import split_message
-from kvstore_client.arrays import destination
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.incoming import Incoming
@@ -26,67 +26,6 @@ from kvstore_client.planes.session import ClientSession, translated
 from kvstore_client.planes.stream.strips import StreamChunk, Strips, extent_of
 
 _log = logging.getLogger("kvstore.client")
-
-
-class ReceivedChunk:
-    """A chunk that arrives strip by strip, each of them checked."""
-
-    def __init__(self, chunk: StreamChunk) -> None:
-        self.token_start = chunk.token_start
-        self.layout: ChunkLayout = chunk.layout
-        self._memory = destination(0)
-        self._strip_count = 0
-
-    def take(self, strips: Strips) -> bool:
-        """Add strips. Returns False unless they are the chunk's next ones, and match its header."""
-        slab, extent = self.layout.slabs[0], strips.extent
-        if extent.first != self._strip_count or not strips.is_intact():
-            return False
-        if not self._strip_count:
-            self._memory = destination(slab.byte_count)
-        start, size = int(self.layout.strip_offsets[extent.first]), extent.spans[-1][1]
-        self._memory[start : start + size] = strips.memory[:size]
-        self._strip_count = extent.stop
-        return True
-
-    @property
-    def is_whole(self) -> bool:
-        return self._strip_count == self.layout.slabs[0].strip_count
-
-    def slab(self, _: int) -> Bytes:
-        return self._memory
-
-    def is_intact(self, *_: object) -> bool:
-        """Return True: only strips that passed their check are here."""
-        return True
-
-
-class ReceivedPrefix:
-    """The chunks of a query, received to the end, in memory of their own."""
-
-    def __init__(self, prefix: StreamPrefix) -> None:
-        self._prefix = prefix
-        found = {id(chunk): (chunk, ReceivedChunk(chunk)) for chunk in prefix.chunks}
-        while (strips := prefix.receive()) is not None:
-            for each in strips:
-                if not found[id(each.chunk)][1].take(each):
-                    prefix.cut(each.chunk, MissReason.CORRUPT)
-        for chunk, received in found.values():
-            if not received.is_whole:
-                prefix.cut(chunk, MissReason.UNAVAILABLE)
-        self.chunks = [received for _, received in found.values() if received.token_start < prefix.stop]
-
-    @property
-    def reason(self) -> MissReason:
-        """Return why they are no more."""
-        return self._prefix.reason
-
-    def settle(self, bad: set[int]) -> int:
-        """Return the number of leading tokens that are good."""
-        return self._prefix.settle(bad)
-
-    def close(self) -> None:
-        self._prefix.close()
 
 
 class StreamLanding:
@@ -298,9 +237,17 @@ class StreamPrefix:
         """Return copies that run on the thread that waits for the messages."""
         return StreamLanding(self, target, faults, bad, on_copied)
 
-    def received(self) -> ReceivedPrefix:
-        """Receive its chunks to the end, and return them."""
-        return ReceivedPrefix(self)
+    def received(self) -> Self:
+        """Return itself, once its chunks were received to the end, in memory of their own."""
+        while (strips := self.receive()) is not None:
+            for each in strips:
+                if not each.chunk.take(each):
+                    self.cut(each.chunk, MissReason.CORRUPT)
+        for chunk in self.chunks:
+            if not chunk.is_whole:
+                self.cut(chunk, MissReason.UNAVAILABLE)
+        self.chunks = [chunk for chunk in self.chunks if chunk.token_start < self.stop]
+        return self
 
     def cancel(self) -> None:
         """Stop waiting for bytes on their way. From any thread."""

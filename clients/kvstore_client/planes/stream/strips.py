@@ -8,17 +8,21 @@ from typing import NamedTuple
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from kvstore.chunk import ChunkHeader, ChunkLayout, strip_seeds
+from kvstore.chunk import ChunkHeader, ChunkLayout
 from kvstore.chunk.checksum import CHECKSUM_BYTES
 from kvstore.errors import DataLoss
 from kvstore.seams.memory import Bytes
 from kvstore.wire.data import ALIGNMENT
-
-_kept_seeds = lru_cache(maxsize=512)(strip_seeds)
+from kvstore_client.arrays import destination
+from kvstore_client.planes.parts import kept_seeds
 
 
 class StreamChunk:
-    """One chunk of a prefix, with its header's checksums once the header came."""
+    """One chunk of a prefix, with its header's checksums once the header came. Opaque values, of one slab, ``take``
+    their strips into memory of their own."""
+
+    _memory: Bytes = np.empty(0, np.uint8)
+    _strip_count = 0
 
     def __init__(self, part: int, index: int, token_start: int, layout: ChunkLayout) -> None:
         self.part = part
@@ -30,8 +34,31 @@ class StreamChunk:
 
     def introduce(self, header: ChunkHeader) -> None:
         """Take the header: now the chunk's strips can be checked."""
-        self.seeds = _kept_seeds(header.storage_key, self.layout, header.write_id)
+        self.seeds = kept_seeds(header.storage_key, self.layout, header.write_id)
         self.checksums = header.checksums.tobytes()
+
+    def take(self, strips: Strips) -> bool:
+        """Add strips to the chunk's own memory. Returns False unless they are its next ones, and match its header."""
+        slab, extent = self.layout.slabs[0], strips.extent
+        if extent.first != self._strip_count or not strips.is_intact():
+            return False
+        if not self._strip_count:
+            self._memory = destination(slab.byte_count)
+        start, size = int(self.layout.strip_offsets[extent.first]), extent.spans[-1][1]
+        self._memory[start : start + size] = strips.memory[:size]
+        self._strip_count = extent.stop
+        return True
+
+    @property
+    def is_whole(self) -> bool:
+        return self._strip_count == self.layout.slabs[0].strip_count
+
+    def slab(self, _: int) -> Bytes:
+        return self._memory
+
+    def is_intact(self, *_: object) -> bool:
+        """Return True: only strips that passed their check were taken."""
+        return True
 
 
 class StripExtent(NamedTuple):
