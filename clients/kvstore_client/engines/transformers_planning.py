@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
-from kvstore.errors import Exhausted
 from kvstore.keys import Tokens
 from kvstore.planning import ANY_TERMS, Terms
 from kvstore.planning.loading import LoadPlan, Prefill
@@ -74,10 +73,7 @@ class PromptPlan:
         asked = Asked(most_tokens, step_tokens, ENGINE_WAYS, self._mode, terms=terms)
 
         def begin() -> tuple[PrefillCall | None]:
-            try:
-                return (planner.begin(prompt, asked),)
-            except Exhausted:  # the service holds, or streams, no more: a lookup needs neither
-                return (None,)
+            return (planner.begin(prompt, asked),)
 
         with planner.or_miss():
             begun = begin() if self._mode != "on" else result_in_time(begin, left_s, _take_back)

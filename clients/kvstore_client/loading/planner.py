@@ -11,7 +11,7 @@ from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import Exhausted, InvalidRequest, KVStoreError
 from kvstore.keys import fingerprint
 from kvstore.planning import ANY_TERMS, Terms
 from kvstore.planning.loading import (
@@ -228,12 +228,16 @@ class Planner:
         return self._context.or_miss()
 
     def begin(self, prompt: Prompt, asked: Asked) -> PrefillCall | None:
-        """Begin a partial prefill, planned by the sidecar with this client's measurements. None: its release plans
-        none. Raises the typed error of a call that fails."""
+        """Begin a partial prefill, planned by the sidecar with this client's measurements. None: it plans none, as
+        ``loading.call.begin`` says, or holds, or streams, no more: a lookup needs neither. Raises the typed error of a
+        call that fails."""
         with self._lock:
             prefills = self._prefills.get((prompt.spec, asked.step_tokens)) or Prefills(0.0)
             link = self._link.rate
-        return begin(self._context, prompt, asked, prefills.rate, link)
+        try:
+            return begin(self._context, prompt, asked, prefills.rate, link)
+        except Exhausted:
+            return None
 
     def found(self, prompt: Prompt, call: PrefillCall) -> Match:
         """See ``loading.call.match_of_call``."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias, TypeVar
 
-from kvstore.errors import Exhausted
 from kvstore.planning import Facts, Holding, Permit, StoredSegment
 from kvstore.planning.loading import LoadPlan, Way
 from kvstore.planning.loading.facts import IN_MEMORY
@@ -191,10 +190,7 @@ _Begun: TypeAlias = tuple[PrefillCall | None, Match | None]
 def _begun(planner: Planner, prompt: Prompt, asked: Asked) -> _Begun:
     """Begin a partial prefill, and return it with what it found. No call: the sidecar makes none. No match: nothing of
     it is loaded."""
-    try:
-        call = planner.begin(prompt, asked)
-    except Exhausted:  # it streams no more calls: a lookup needs no stream
-        return None, None
+    call = planner.begin(prompt, asked)
     if call is None:
         return None, None
     plan, mode = call.plan, asked.mode
