@@ -77,7 +77,7 @@ def owned_layers(wanted: Wanted, token_count: int) -> list[list[NDArray[np.gener
     """Return, per requested layer, its planes, all in one run of memory: for layers that differ, and without torch."""
     spec = wanted.spec
     shapes = [plane_shapes(spec, layer, token_count, wanted.heads_of(layer)) for layer in wanted.layers]
-    planes = iter(_owned([shape for each in shapes for shape in each], spec.item_size))
+    planes = iter(owned_arrays([shape for each in shapes for shape in each], spec.item_size))
     return [[next(planes) for _ in each] for each in shapes]
 
 
@@ -86,11 +86,12 @@ def owned_rows(wanted: Wanted, token_count: int) -> dict[int, NDArray[np.generic
     if not wanted.hidden_layers:
         return {}
     shape = (1, token_count, wanted.spec.hidden_size)
-    rows = _owned([shape] * len(wanted.hidden_layers), item_size(wanted.spec.hidden_dtype))
+    rows = owned_arrays([shape] * len(wanted.hidden_layers), item_size(wanted.spec.hidden_dtype))
     return dict(zip(wanted.hidden_layers, rows, strict=True))
 
 
-def _owned(shapes: Sequence[_Shape], size: int) -> list[NDArray[np.generic]]:
+def owned_arrays(shapes: Sequence[tuple[int, ...]], size: int) -> list[NDArray[np.generic]]:
+    """Return arrays of plain integers of ``size`` bytes, all in one run of memory, not initialised."""
     sizes = [_aligned(math.prod(shape) * size) for shape in shapes]
     memory = destination(sum(sizes))
     planes, offset = [], 0

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from math import prod
 
 import torch
 
 from kvstore.spec import ModelSpec, item_size
-from kvstore_client.arrays import as_tensor, carve, destination
-
-ALIGNMENT = 64
+from kvstore_client.arrays import as_tensor
+from kvstore_client.fetch.owned import owned_arrays
 
 
 def dense_planes(
@@ -36,10 +33,4 @@ def _planes(shapes: Sequence[tuple[int, ...]], dtype: str, device: torch.device 
     with torch.inference_mode(False):  # the caller must be able to write to the planes
         if device is not None and device.type != "cpu":
             return [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape in shapes]
-        size = item_size(dtype)
-        sizes = [-(-prod(shape) * size // ALIGNMENT) * ALIGNMENT for shape in shapes]
-        memory = destination(sum(sizes))
-        offsets = accumulate(sizes[:-1], initial=0)
-        return [
-            as_tensor(carve(memory, offset, shape, size), dtype) for offset, shape in zip(offsets, shapes, strict=True)
-        ]
+        return [as_tensor(each, dtype) for each in owned_arrays(shapes, item_size(dtype))]
