@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,10 +60,6 @@ class Context:
         wait(commits_beside(self.committer))
         self.committer.close()
         self.copier.close()
-
-    @property
-    def counters(self) -> Counter[str]:
-        return self.connection.counters
 
     def count(self, name: str, amount: int = 1) -> None:
         """See ``Connection.count``."""

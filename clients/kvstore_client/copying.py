@@ -42,7 +42,7 @@ HERE_BYTES_MAX = 8 << 20
 """The most bytes that are copied on the calling thread alone: to wake another thread takes as long."""
 CALL_BYTES = 64 << 20
 """The bytes that one call of compiled code copies: a caller can be interrupted between two calls."""
-_SIGNED = {1: "int8", 2: "int16", 4: "int32"}
+SIGNED_TYPES = {1: "int8", 2: "int16", 4: "int32"}
 Result = TypeVar("Result")
 Work = TypeVar("Work")
 Committed = tuple[Durability, int, str]
@@ -61,7 +61,7 @@ def raw(value: Tensor) -> Tensor:
     if torch is None:
         return raw_array(value)
     if isinstance(value, torch.Tensor):
-        return value.view(dtype_of(_SIGNED[value.element_size()]))
+        return value.view(dtype_of(SIGNED_TYPES[value.element_size()]))
     if not value.flags.writeable or not is_shareable(value):
         value = np.array(value)
     return torch.from_numpy(value.view(f"i{value.itemsize}"))

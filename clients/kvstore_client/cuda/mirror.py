@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 
 from kvstore.seams.mapping import Bytes, address_of
 from kvstore_client.arrays import Tensor, dtype_of, torch_module
+from kvstore_client.copying import SIGNED_TYPES
 from kvstore_client.cuda.pinned import pin
 from kvstore_client.cuda.runtime import PITCH_MAX, TO_DEVICE, TO_HOST, runtime
-
-_SIGNED = {1: "int8", 2: "int16", 4: "int32"}
 
 
 class HostRows(NamedTuple):
@@ -82,7 +81,7 @@ class Mirror:
         steps = (self.width // size, *(step // size for step in strides))
         items = self._items.get(size)
         if items is None:
-            items = self._items[size] = self._bytes.view(dtype_of(_SIGNED[size]))
+            items = self._items[size] = self._bytes.view(dtype_of(SIGNED_TYPES[size]))
         return items.as_strided((self.row_count, *shape), steps, offset // size)
 
 
@@ -108,5 +107,5 @@ class DeviceBytes:
         ``size``."""
         reach = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) + size
         assert offset + reach <= self.size, "a view beyond the chunk"
-        items = self._tensor.view(dtype_of(_SIGNED[size]))
+        items = self._tensor.view(dtype_of(SIGNED_TYPES[size]))
         return items.as_strided(shape, [stride // size for stride in strides], (self._begin + offset) // size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from kvstore.spec import MissReason
 from kvstore_client.context import Context
@@ -62,9 +61,7 @@ def _layers_of(prefix: Prefix, given: Places, context: Context) -> LayerStream:
 def start_fetch(context: Context, prompt: Prompt, wanted: Wanted, into: Into) -> Transfer:
     """See ``Client.start_fetch_prefix``."""
     layers = stream(context, prompt, wanted, into)
-    transfer = Transfer(
-        layers.token_count, wanted.layers, wanted.hidden_layers, layers.reason, layers.exactness
-    )  # fmt: skip
+    transfer = Transfer(layers.token_count, wanted.layers, wanted.hidden_layers, layers.reason, layers.exactness)
     try:
         transfer.start(lambda: layers)
     except BaseException:
@@ -83,9 +80,5 @@ def redeem(
     given, wanted = given_places(wanted, into), wanted.on(device_of(into))
     given(held.token_count)  # raises now if it does not fit
     transfer = Transfer(held.token_count, wanted.layers, exactness=EXACTNESSES[held.exactness])
-    transfer.start(partial(_redeemed, context, held, wanted, given))
+    transfer.start(lambda: _layers_of(open_held(context, wanted, held), given, context))
     return transfer
-
-
-def _redeemed(context: Context, held: TicketFields, wanted: Wanted, given: Places) -> LayerStream:
-    return _layers_of(open_held(context, wanted, held), given, context)

@@ -15,7 +15,8 @@ __all__ = ["DRIFT_COUNTERS", "Gate", "connected"]
 def connected(gate: Gate, context: Context) -> Gate:
     """Have a gate count in a client's counters, and exchange profiles with its service. A gate that a second client
     gets, too, exchanges none from then on: the clients may be of two tenants. Returns the gate."""
-    is_others = gate.counters is not context.counters and gate.is_connected
-    gate.counters, gate.is_connected = context.counters, True
+    counters = context.connection.counters
+    is_others = gate.counters is not counters and gate.is_connected
+    gate.counters, gate.is_connected = counters, True
     gate.exchange = None if is_others else ProfileExchange(context)
     return gate
