@@ -31,16 +31,14 @@ from kvstore.spec import Durability, MissReason, ModelSpec, Tier
 from kvstore_client.arrays import Layer, Tensor
 from kvstore_client.client import Client
 from kvstore_client.engines.pause import CallPause
-from kvstore_client.engines.transformers_documents import chat_frame, remember
+from kvstore_client.engines.transformers_documents import chat_frame, documents_in, mended, remember
 from kvstore_client.engines.transformers_hidden import PromptE
 from kvstore_client.engines.transformers_layers import CacheLayer, LayerArrivals, cache_of
-from kvstore_client.engines.transformers_mended import Documents, documents_in, mended
-from kvstore_client.engines.transformers_model import CausalModel
 from kvstore_client.engines.transformers_options import room_tokens, why_left, why_rotation
 from kvstore_client.engines.transformers_planning import FirstToken, PromptPlan, Stopwatch
 from kvstore_client.engines.transformers_report import Generated, Report
 from kvstore_client.engines.transformers_runner import TransformersRunner
-from kvstore_client.engines.transformers_spec import adapters_of, followed, is_of, spec_and_steps
+from kvstore_client.engines.transformers_spec import CausalModel, adapters_of, followed, is_of, spec_and_steps
 from kvstore_client.forks import in_children
 from kvstore_client.loading.patience import Patience, prior_s, with_budget
 from kvstore_client.prompt import GivenTokens
@@ -199,7 +197,7 @@ class CachedModel:
         if not self._pause.is_spent:
             try:
                 if documents:
-                    return self._mended(whose, input_ids, tokens, options, started_s, documents, preamble)
+                    return self._mended(whose, input_ids, tokens, options, started_s, documents, terms, preamble)
                 return self._attempt(whose, input_ids, tokens, options, started_s, terms)
             except KVStoreError as error:
                 # Announced bytes did not come: the cache is incomplete, so compute all of it.
@@ -214,12 +212,12 @@ class CachedModel:
 
     def _mended(
         self, whose: _Whose, input_ids: torch.Tensor, tokens: Tensor, options: dict[str, Any], started_s: float,
-        documents: Documents, preamble: GivenTokens,
+        documents: list[range], terms: Terms, preamble: GivenTokens,
     ) -> tuple[Report, Any]:  # fmt: skip
         """Generate over documents that were stored. What is computed behind them is not kept."""
         runner = whose.runner or TransformersRunner(self.model, spec=whose.spec)
-        documents = documents._replace(terms=documents.terms.after(self._clock.monotonic() - started_s))
-        report, cache = mended(self.client, runner, tokens, documents, preamble)
+        terms = terms.after(self._clock.monotonic() - started_s)
+        report, cache = mended(self.client, runner, tokens, documents, terms, preamble)
         if not report.reused_token_count:  # where something came, the service is slow, and worth it
             self._pause.took(report.lookup_s)
         first = FirstToken(lambda: self._stamp(report, started_s))

@@ -1,4 +1,5 @@
-"""Documents of a chat: each computed once, behind the beginning that the template gives every prompt.
+"""Documents of a chat: each computed once, behind the beginning that the template gives every prompt. Later prompts
+reuse their caches, mended as far as the terms allow.
 
 before, behind = chat_frame(tokenizer, instruction="Answer from these documents.\\n")
 preamble = tokenizer.encode(before, add_special_tokens=False)
@@ -12,14 +13,20 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from transformers import DynamicCache
 
 from kvstore.errors import InvalidRequest
-from kvstore.planning import Recompute
-from kvstore.spec import Durability
+from kvstore.keys import Tokens
+from kvstore.planning import Recompute, Terms
+from kvstore.spec import Durability, ModelSpec
 from kvstore_client.arrays import Layer
 from kvstore_client.client import Client
+from kvstore_client.engines.transformers_layers import cache_of
+from kvstore_client.engines.transformers_report import Report
 from kvstore_client.prompt import GivenTokens, checked_tokens, preamble_tokens
 from kvstore_client.recompute import ModelRunner, recompute
+from kvstore_client.recompute.prefill import partial_prefill
+from kvstore_client.recompute.request import Request
 from kvstore_client.store.receipt import Receipt
 
 
@@ -68,3 +75,23 @@ def remember(
             kept = [made.hidden[layer][before.size :] for layer in layers]
         receipts.append(client.store_segment(spec, given, kept, preamble=before, durability=durability))
     return receipts
+
+
+def documents_in(client: Client, spec: ModelSpec, tokens: Tokens, terms: Terms, preamble: GivenTokens) -> list[range]:
+    """Return the documents of a prompt that this client knows, where the terms allow their reuse. Makes no call.
+    Raises: InvalidRequest for a preamble that is none."""
+    return client.find_segments(spec, tokens, preamble=preamble) if terms.allows_lossy else []
+
+
+def mended(
+    client: Client, runner: ModelRunner, tokens: Tokens, documents: list[range], terms: Terms, preamble: GivenTokens
+) -> tuple[Report, DynamicCache]:
+    """Prefill a prompt over its documents. Returns the report, and the cache of all tokens but the last, which
+    ``generate`` computes itself. Raises: KVStoreError."""
+    request = Request.of(runner, tokens, documents, (), None, (), 1, preamble, terms)
+    done = partial_prefill(client, request, client.planner.timeout_s, client.planner.clock)
+    report = Report(
+        token_count=len(request.tokens), reused_token_count=done.plan.reused_token_count,
+        lookup_s=done.timeline.prepare_s, plan=done.plan.loading, exactness=done.exactness, mended=done.plan,
+    )  # fmt: skip
+    return report, cache_of([(k[:, :-1], v[:, :-1]) for k, v in done.kv])

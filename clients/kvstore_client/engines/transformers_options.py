@@ -14,7 +14,7 @@ from kvstore_kernels.rotary import KINDS
 from transformers import GenerationConfig
 
 from kvstore_client.arrays import Tensor
-from kvstore_client.engines.transformers_model import CausalModel
+from kvstore_client.engines.transformers_spec import CausalModel
 
 HONOURED = frozenset({
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "stop_strings", "do_sample", "temperature", "top_k",

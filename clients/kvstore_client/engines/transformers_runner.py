@@ -15,8 +15,7 @@ from kvstore_kernels import Rotary, rotary_of
 from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
 from kvstore.spec.live import identity_of
-from kvstore_client.engines.transformers_model import CausalModel
-from kvstore_client.engines.transformers_spec import check_spec, is_of
+from kvstore_client.engines.transformers_spec import CausalModel, check_spec, is_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 FP16_LOSS = 2**-25

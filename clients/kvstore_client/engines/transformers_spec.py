@@ -1,20 +1,40 @@
-"""The spec of a live transformers model: compared with the model, and updated when the model changes."""
+"""A live transformers model and its spec: compared with the model, and updated when the model changes."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
 from kvstore.spec.configuration import UNVERIFIED
 from kvstore.spec.from_transformers import spec_from_transformers
 from kvstore.spec.live import identity_of
-from kvstore_client.engines.transformers_model import CausalModel
 
 CHUNK_TOKENS = 256
 _log = logging.getLogger("kvstore.client")
+
+
+class CausalModel(Protocol):
+    """A causal language model of transformers, as far as it is used here. ``config`` has the fields of its family.
+    transformers ships no types."""
+
+    config: Any
+    generation_config: object
+    base_model: Any
+    dtype: torch.dtype
+    device: torch.device
+    training: bool
+
+    def __call__(self, **inputs: object) -> Any: ...
+
+    def modules(self) -> Iterable[torch.nn.Module]: ...
+
+    def generate(self, input_ids: torch.Tensor, **options: object) -> Any: ...
 
 
 def spec_and_steps(

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from kvstore_client.engines.transformers_model import CausalModel
 from kvstore_client.engines.transformers_runner import TransformersRunner
+from kvstore_client.engines.transformers_spec import CausalModel
 from kvstore_client.gate.drift import misled
 from kvstore_client.recompute import GivenKV, Recomputed, Run, check_sender, recompute
 from transformers import DynamicCache
