@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 
 from kvstore.seams import FaultPoints
 from kvstore_client.cuda.lanes import QueuedStep, run_in_turn, run_on
+from kvstore_client.cuda.launches import ARRIVE
 from kvstore_client.cuda.mirror import DeviceBytes, HostRows, Mirror
 from kvstore_client.cuda.planes import GpuPlanes
 from kvstore_client.cuda.slabs import Slabs, pieces
 from kvstore_client.fetch.fused import Fused
 from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.planes.prefix import LandedRange
 from kvstore_client.planes.shared_memory.chunk import MappedRun, runs_of
 
-Landed = Callable[[range], bool]
 LINES_MAX = 1 << 16
 """Parts of chunks in the pool that go in one launch: their table takes 3 MiB."""
 
@@ -63,7 +64,7 @@ def copy_checked_on(
 
 def fetch_in_turn(
     target: GpuPlanes, wanted: Wanted, runs: Sequence[MappedRun], positions: Sequence[range], faults: FaultPoints,
-    landed: Landed,
+    landed: LandedRange,
 ) -> None:  # fmt: skip
     """Copy layers, those of a range together, and call ``landed`` with each range that has come; nothing more is queued
     once it returns False."""
@@ -145,7 +146,7 @@ def _copy(
         both = zip(memories, runs, strict=True)
         mirror = Mirror([HostRows(at, run.stride, slabs.width, len(run.chunks)) for at, run in both], target.gpu)
         mirror.load()
-        if not target.put_all(positions, slabs, mirror.addresses, _tokens(runs)):
+        if not target.launches.run(ARRIVE, positions, slabs, mirror.addresses, _tokens(runs)):
             for place, part in slabs.parts():
                 content = mirror.view(part.shape[1:], part.strides[1:], part.offset, slabs.layout.item_size)
                 target.put(positions[place], part, content, runs[0].chunks[0].token_start, slabs.layout.token_count)
@@ -160,7 +161,7 @@ def _put_near(
         memory.address + run.stride * np.arange(len(run.chunks), dtype=np.int64)
         for memory, run in zip(memories, runs, strict=True)
     ])  # fmt: skip
-    if target.put_all(positions, slabs, addresses, _tokens(runs)):
+    if target.launches.run(ARRIVE, positions, slabs, addresses, _tokens(runs)):
         return
     for memory, run in zip(memories, runs, strict=True):
         for place, part in slabs.parts():

@@ -57,7 +57,9 @@ class Launches:
         self, program: str, positions: Sequence[int], slabs: Slabs, addresses: NDArray[np.int64],
         tokens: NDArray[np.int64],
     ) -> bool:  # fmt: skip
-        """See ``GpuPlanes.put_all``."""
+        """Write all parts of ``slabs``, the layers at ``positions``, in one launch (``ARRIVE``), or read them
+        (``GATHER``). False where that cannot be: then part by part. ``addresses`` [chunks]: of the first wanted byte of
+        each chunk, on the GPU; ``tokens`` [chunks]: the first token of each."""
         planes = self._addresses
         if planes is None or not len(addresses):
             return planes is not None

@@ -6,15 +6,11 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvstore.chunk import PartPlace
 from kvstore.errors import Internal
 from kvstore_client.arrays import Tensor
-from kvstore_client.cuda.launches import ARRIVE, GATHER, Launches
+from kvstore_client.cuda.launches import Launches
 from kvstore_client.cuda.pages import GpuSlots
-from kvstore_client.cuda.slabs import Slabs
 
 
 class GpuPlanes:
@@ -25,7 +21,7 @@ class GpuPlanes:
         self.gpu = gpu
         self._planes = planes
         self._slots = slots
-        self._launches = Launches(gpu, planes, slots)
+        self.launches = Launches(gpu, planes, slots)
 
     @cached_property
     def _room(self) -> int:
@@ -55,20 +51,6 @@ class GpuPlanes:
             self._slots.take(plane, content, token, chunk_tokens, part)
         else:
             content.copy_(_rows(plane, part, content, token, chunk_tokens))
-
-    def put_all(
-        self, positions: Sequence[int], slabs: Slabs, addresses: NDArray[np.int64], tokens: NDArray[np.int64]
-    ) -> bool:
-        """Write all parts of ``slabs``, the layers at ``positions``, in one launch. False where that cannot be: ``put``
-        writes part by part. ``addresses`` [chunks]: of the first wanted byte of each chunk, on the GPU; ``tokens``
-        [chunks]: the first token of each."""
-        return self._launches.run(ARRIVE, positions, slabs, addresses, tokens)
-
-    def take_all(
-        self, positions: Sequence[int], slabs: Slabs, addresses: NDArray[np.int64], tokens: NDArray[np.int64]
-    ) -> bool:
-        """Read what ``put_all`` writes."""
-        return self._launches.run(GATHER, positions, slabs, addresses, tokens)
 
 
 def _rows(plane: Tensor, part: PartPlace, content: Tensor, token: int, chunk_tokens: int) -> Tensor:

@@ -14,6 +14,7 @@ from kvstore.seams.mapping import address_of
 from kvstore.seams.memory import Bytes
 from kvstore_client.arrays import Tensor
 from kvstore_client.cuda.lanes import run_on
+from kvstore_client.cuda.launches import GATHER
 from kvstore_client.cuda.mirror import HostRows, Mirror
 from kvstore_client.cuda.planes import GpuPlanes
 from kvstore_client.cuda.slabs import Slabs, pieces
@@ -70,7 +71,7 @@ def _copy(planes: GpuPlanes, slabs: Slabs, rows: HostRows, token: int) -> None:
     mirror = Mirror([rows], planes.gpu)
     step = slabs.layout.token_count
     tokens = token + step * np.arange(rows.row_count, dtype=np.int64)
-    if not planes.take_all(slabs.numbers, slabs, mirror.addresses, tokens):
+    if not planes.launches.run(GATHER, slabs.numbers, slabs, mirror.addresses, tokens):
         for place, part in slabs.parts():
             content = mirror.view(part.shape[1:], part.strides[1:], part.offset, slabs.layout.item_size)
             planes.take(slabs.numbers[place], part, content, token, step)
