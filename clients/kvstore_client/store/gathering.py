@@ -49,8 +49,7 @@ class Pile:
         memory = run.memory[run.offset : run.offset + run.byte_count]  # excludes the next run
         self.parts = slab_parts(layout, strips.slab, memory, first=first, stop=stop)
         self.memory = memory
-        self.byte_count = int(layout.strip_offsets[self.first + self.count - 1]) - int(layout.strip_offsets[self.first])
-        self.byte_count += int(layout.strip_lengths[self.first + self.count - 1])
+        self.byte_count = strips_bytes(layout, strips)
 
     def fills(self) -> Iterator[tuple[pb.Fill, StagingRun]]:
         """Yield its strips as fills, each with its part of the run: all of them may be too large for one message."""
@@ -71,6 +70,13 @@ def strip_range(layout: ChunkLayout, strips: StripRange) -> tuple[int, int]:
     if layout.blocked:
         return slab.strip_first, slab.strip_count
     return slab.strip_first + strips.head_start, strips.head_stop - strips.head_start
+
+
+def strips_bytes(layout: ChunkLayout, strips: StripRange) -> int:
+    """Return the bytes from the first of the strips to the end of the last."""
+    first, count = strip_range(layout, strips)
+    last = first + count - 1
+    return int(layout.strip_offsets[last]) + int(layout.strip_lengths[last]) - int(layout.strip_offsets[first])
 
 
 class Dense:

@@ -133,13 +133,10 @@ def _steps(
     targets: Sequence[NDArray[np.generic]], sides: Sequence[Sequence[Tensor]], start: int
 ) -> Steps | None:  # fmt: skip
     """Return the copies by torch, a step per layer; None without torch."""
-    if torch_module() is None:
+    torch = torch_module()
+    if torch is None:
         return None
     views = [views_of(array, sides[0][0].dtype) for array in targets]
     sources = [token_runs(side, array.shape[1:], start) for side, array in zip(sides, targets, strict=True)]
     pairs = zip(zip(*views, strict=True), zip(*sources, strict=True), strict=True)
-    return Steps([partial(_copy_both, *both) for both in pairs])
-
-
-def _copy_both(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    torch_module()._foreach_copy_(targets, sources)
+    return Steps([partial(torch._foreach_copy_, *both) for both in pairs])

@@ -29,7 +29,7 @@ from kvstore_client.planes.parts import part_layout
 from kvstore_client.planes.session import ClientSession
 from kvstore_client.planes.store import StagingMemory, StagingRun
 from kvstore_client.prompt import EXACT
-from kvstore_client.store.gathering import Dense, FromPages, Pile, PutTokens, StripRange, gather, strip_range
+from kvstore_client.store.gathering import Dense, FromPages, Pile, PutTokens, StripRange, gather, strips_bytes
 from kvstore_client.store.receipt import Receipt, Settle
 from kvstore_client.store.store import drop_reservation, dropping
 
@@ -217,10 +217,7 @@ class StoreWriter:
                 )
         pile = self._piles.get(strips)
         if pile is None:
-            first, count = strip_range(layout, strips)
-            last = first + count - 1
-            base = int(layout.strip_offsets[first])
-            run = self._take(int(layout.strip_offsets[last]) + int(layout.strip_lengths[last]) - base)
+            run = self._take(strips_bytes(layout, strips))
             if run is None:
                 return None
             pile = self._piles[strips] = Pile(strips, layout, run)
