@@ -3,6 +3,7 @@ it, and never imported only for this."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import sys
 from collections.abc import Mapping, Sequence
@@ -135,6 +136,11 @@ def destination(byte_count: int) -> NDArray[np.uint8]:
     except OSError:
         pass  # a kernel without huge pages: slower first touch, same bytes
     return np.frombuffer(mapping, np.uint8)
+
+
+def memory_at(address: int, byte_count: int) -> NDArray[np.uint8]:
+    """Return bytes of this process that an engine has allocated: nothing keeps them but the engine."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * byte_count).from_address(address))
 
 
 def carve(memory: NDArray[np.uint8], offset: int, shape: tuple[int, ...], size: int) -> NDArray[np.generic]:

@@ -14,7 +14,6 @@ CPUs; its kernels, which need a GPU, were not run.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import importlib
 import json
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import token_array
 from kvstore.seams import SystemRandom
-from kvstore_client.arrays import Tensor
+from kvstore_client.arrays import Tensor, memory_at
 from kvstore_client.begin import connect
 from kvstore_client.engines.sglang_calls import CALL_S_MAX, PageCalls, warn_missing
 from kvstore_client.engines.sglang_settings import OF_DRAFTS, OF_ENGINE, OF_WEIGHTS, BackendSettings
@@ -220,7 +219,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         addresses, sizes = pool.get_page_buffer_meta(host_indices)
         if not keys or len(addresses) % len(keys) or len(addresses) != len(sizes):
             raise InvalidRequest(f"the pool names {len(addresses)} buffers for {len(keys)} pages")
-        buffers = [_memory(int(address), int(size)) for address, size in zip(addresses, sizes, strict=True)]
+        buffers = [memory_at(int(address), int(size)) for address, size in zip(addresses, sizes, strict=True)]
         count = len(buffers) // len(keys)
         return [buffers[at : at + count] for at in range(0, len(buffers), count)]
 
@@ -380,11 +379,6 @@ def _check_indices(host_indices: Tensor, page_count: int, pool: HostPool) -> Non
     pages = found.reshape(page_count, step)
     if (pages != pages[:, :1] + np.arange(step)).any():
         raise InvalidRequest(f"host_indices must name {step} tokens in a row for each page: it is read as one run")
-
-
-def _memory(address: int, size: int) -> NDArray[np.uint8]:
-    """Bytes of the engine's host pool, which lives as long as the engine."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
 
 def _tensor(value: NDArray[np.uint8] | None) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -43,10 +44,7 @@ class PageCalls:
 
     def store(self, namespace: str, keys: Sequence[str], pages: Sequence[Buffer]) -> list[bool]:
         """Keep the pages that are not stored yet. Returns, per key, True when its page is stored now."""
-
-        def put() -> list[bool]:
-            return self._client.put_each(namespace, keys, pages, timeout_s=STORE_S_MAX)
-
+        put = partial(self._client.put_each, namespace, keys, pages, timeout_s=STORE_S_MAX)
         return _asked(self._storing, [False] * len(keys), put)
 
     def read(self, namespace: str, key: str) -> NDArray[np.uint8] | None:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -67,10 +68,7 @@ class Offloaded:
 
     def store(self, keys: Sequence[bytes], rows: Sequence[Bytes]) -> list[bool]:
         """Keep the rows that are not stored yet. Returns, per key, True when its value is stored now."""
-
-        def put() -> list[bool]:
-            return self._client.put_each(self._namespace, keys, rows, timeout_s=STORE_S_MAX)
-
+        put = partial(self._client.put_each, self._namespace, keys, rows, timeout_s=STORE_S_MAX)
         return self._asked(self._storing, COPY_S_MAX, keys, put)
 
     def _asked(

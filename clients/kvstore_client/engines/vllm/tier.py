@@ -13,7 +13,6 @@ Source: vLLM 0.32, vllm/v1/kv_offload/tiering/base.py, and async_lookup.py besid
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
@@ -29,6 +28,7 @@ from vllm.version import __version__ as vllm_version
 from kvstore.seams import SystemClock, WorkerThreads
 from kvstore.seams.jobs import begun
 from kvstore.seams.memory import Bytes
+from kvstore_client.arrays import memory_at
 from kvstore_client.begin import connect
 from kvstore_client.engines.vllm.objects import OffloadJob, OffloadRequest
 from kvstore_client.engines.vllm.offloaded import Offloaded, offload_namespace
@@ -112,8 +112,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not th
         self._running[job.job_id] = job, begun(threads, run)
 
     def _row(self, number: int) -> Bytes:
-        address = self._memory + number * self.block_size_bytes
-        return np.ctypeslib.as_array((ctypes.c_uint8 * self.block_size_bytes).from_address(address))
+        return memory_at(self._memory + number * self.block_size_bytes, self.block_size_bytes)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         done = [name for name, (_, future) in self._running.items() if future.done()]
