@@ -15,7 +15,6 @@ from kvstore_client.planes.shared_memory.store import StagedUpload
 from kvstore_client.planes.store import StagingRun, Unit, units_of
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.chunk import layout_of
 from kvstore.errors import Internal, InvalidRequest
 from kvstore.spec import MissReason, StoreState
 from kvstore.units import PAGE_BYTES
@@ -153,10 +152,8 @@ class Pool:
 
 def upload_of(chunk_count: int) -> tuple[StagedUpload, Pool, list[Unit]]:
     """An upload that copies nothing and tells nobody."""
-    layout, pool = layout_of(SPEC, SPEC.kind, SPEC.chunk_tokens), Pool()
-    source: Any = SimpleNamespace(
-        spec=SPEC, part_count=1, token_count=chunk_count * SPEC.chunk_tokens, layout=lambda *_: layout
-    )
+    pool = Pool()
+    source: Any = SimpleNamespace(spec=SPEC, hidden_layers=(), token_count=chunk_count * SPEC.chunk_tokens)
     session: Any = SimpleNamespace(staging=pool, cache=SimpleNamespace(Store=None), begin=lambda *_: None)
     upload = StagedUpload(session, source, Copier(), 1.0)
     upload._copy_batch = lambda batch: None  # type: ignore[method-assign]  # no bytes

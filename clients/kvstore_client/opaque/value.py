@@ -18,7 +18,6 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from kvstore.chunk import ChunkLayout, layout_of
 from kvstore.errors import InvalidRequest
 from kvstore.seams.memory import Bytes
 from kvstore.spec import ModelSpec
@@ -161,7 +160,7 @@ class Value:
 
     spec: ModelSpec
     content: Pieces
-    part_count = 1
+    hidden_layers = ()
 
     @staticmethod
     def of(spec: ModelSpec, version: bytes, data: Sequence[NDArray[np.uint8]]) -> Value:
@@ -175,9 +174,6 @@ class Value:
     @property
     def chunk_count(self) -> int:
         return -(-self.token_count // self.spec.chunk_tokens)
-
-    def layout(self, part: int, token_count: int) -> ChunkLayout:
-        return layout_of(self.spec, self.spec.kind, token_count)
 
     def copy(
         self, unit: Unit, slab: int, memory: Bytes, *, first: int = 0, stop: int | None = None, count: int = 1,

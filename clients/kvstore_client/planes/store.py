@@ -10,6 +10,7 @@ from kvstore.chunk import ChunkLayout
 from kvstore.seams.mapping import Bytes
 from kvstore.spec import ModelSpec, StoreState
 from kvstore.v1 import cache_pb2 as pb
+from kvstore_client.planes.parts import part_layout
 
 UNIT_BYTES_MAX = 64 << 20
 """A chunk larger than this is staged in runs of slabs."""
@@ -48,8 +49,8 @@ class Steps(NamedTuple):
 
 
 class StoreSource(Protocol):
-    """The source of a store's bytes. ``part_count``: the parts of a chunk, the cache first, then E of each hidden
-    layer."""
+    """The source of a store's bytes. The parts of a chunk are the cache, and then E of each of the
+    ``hidden_layers``."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -58,10 +59,7 @@ class StoreSource(Protocol):
     def token_count(self) -> int: ...
 
     @property
-    def part_count(self) -> int: ...
-
-    def layout(self, part: int, token_count: int) -> ChunkLayout:
-        """Return the layout of a chunk's part with so many tokens."""
+    def hidden_layers(self) -> tuple[int, ...]: ...
 
     def copy(
         self, unit: Unit, slab: int, memory: Bytes, *, first: int = 0, stop: int | None = None, count: int = 1,
@@ -110,12 +108,12 @@ class Unit:
 def units_of(source: StoreSource, states: Sequence[int]) -> list[Unit]:
     """Return the units of the chunks and parts that are wanted. ``states``: one per chunk and part."""
     units: list[Unit] = []
-    step = source.spec.chunk_tokens
+    step, part_count = source.spec.chunk_tokens, 1 + len(source.hidden_layers)
     for chunk, state in enumerate(states):
         if state != StoreState.WANTED:
             continue
-        part, start = chunk % source.part_count, chunk // source.part_count * step
-        layout = source.layout(part, min(step, source.token_count - start))
+        part, start = chunk % part_count, chunk // part_count * step
+        layout = part_layout(source.spec, source.hidden_layers, part, min(step, source.token_count - start))
         first = size = 0
         for index, slab in enumerate(layout.slabs):
             if size and size + slab.byte_count > UNIT_BYTES_MAX:

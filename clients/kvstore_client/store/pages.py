@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.chunk import ChunkLayout, layout_of, slab_parts
+from kvstore.chunk import slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams.memory import Bytes
 from kvstore.spec import ModelSpec
@@ -34,7 +34,6 @@ class PagesSource:
     spec: ModelSpec
     token_count: int
     slabs: list[FromPages]
-    part_count: int = 1
     hidden_layers: tuple[int, ...] = ()
 
     @staticmethod
@@ -50,9 +49,6 @@ class PagesSource:
             check_exact([plane for pair in pages.views for plane in pair], "kv", pages.slots)
         slabs = [FromPages(pages, position) for position in range(len(pages.views))]
         return PagesSource(prompt.spec, prompt.token_count, slabs)
-
-    def layout(self, part: int, token_count: int) -> ChunkLayout:
-        return layout_of(self.spec, self.spec.kind, token_count)
 
     def copy(
         self, unit: Unit, slab: int, memory: Bytes, *, first: int = 0, stop: int | None = None, count: int = 1,

@@ -10,7 +10,7 @@ import numpy as np
 from kvstore_copies import Blocks, batch_of, is_compiled
 from numpy.typing import NDArray
 
-from kvstore.chunk import ChunkLayout, slab_parts
+from kvstore.chunk import slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams.memory import Bytes
 from kvstore.spec import Exactness, ModelSpec
@@ -23,7 +23,6 @@ from kvstore_client.derived import check_exact
 from kvstore_client.fetch.fused import plane_geometry, strip_arrays, token_runs, views_of
 from kvstore_client.fetch.in_memory import placed_planes
 from kvstore_client.halves import checked_layers
-from kvstore_client.planes.parts import part_layout
 from kvstore_client.planes.store import Steps, Unit
 from kvstore_client.prompt import EXACT, Prompt
 
@@ -73,13 +72,6 @@ class Tensors:
             planes.append([(raw(x.reshape(1, *shape)),)])
         settle_device([plane for part in planes for slab in part for plane in slab])
         return Tensors(spec, token_count, hidden_layers, planes)
-
-    def layout(self, part: int, token_count: int) -> ChunkLayout:
-        return part_layout(self.spec, self.hidden_layers, part, token_count)
-
-    @property
-    def part_count(self) -> int:
-        return len(self.planes)
 
     def copy(
         self, unit: Unit, slab: int, memory: Bytes, *, first: int = 0, stop: int | None = None, count: int = 1,
