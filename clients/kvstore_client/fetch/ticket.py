@@ -18,18 +18,14 @@ TICKET_BYTES = 16
 
 @lru_cache(maxsize=64)
 def packed_spec(spec: ModelSpec) -> pb.ModelSpec:
-    """Return the spec as a message, for tickets; do not change it. It is kept, as ``unpacked_spec`` keeps specs: to
+    """Return the spec as a message, for tickets; do not change it. It is kept, as those that tickets bring are: to
     convert and to check 30 layers takes as long as to copy two of them."""
     return spec_to_message(spec)
 
 
-def unpacked_spec(message: pb.ModelSpec) -> ModelSpec:
-    """Return the spec that a ticket brings. Raises InvalidRequest naming the field that is wrong."""
-    return _unpacked(message.SerializeToString())
-
-
 @lru_cache(maxsize=64)
 def _unpacked(spec: bytes) -> ModelSpec:
+    """Return the spec that a ticket brings. Raises InvalidRequest naming the field that is wrong."""
     return spec_from_message(pb.ModelSpec.FromString(spec))
 
 
@@ -54,18 +50,20 @@ class TicketFields:
     Raises InvalidRequest when the bytes are no ticket."""
 
     def __init__(self, ticket: bytes) -> None:
+        wrong = "ticket must be the bytes of a ticket: a writer's, or that of a match with hold=True"
         try:
-            message = decode(pb.HeldPrefix, ticket)
+            held, store = decode(pb.HeldPrefix, ticket), decode(pb.SharedStore, ticket)
         except Exception as error:
-            raise InvalidRequest("ticket must be the bytes that a match with hold=True carries") from error
-        if not message.ticket or not message.token_count or len(message.digests) % DIGEST_BYTES:
-            raise InvalidRequest("ticket must be the bytes that a match with hold=True carries")
-        self.ticket = message.ticket
-        self.spec = unpacked_spec(message.spec)
-        self.digests = split_digests(message.digests)
-        self.exactness = int(message.exactness)
-        if self.exactness not in EXACTNESSES:
-            raise InvalidRequest("ticket must be the bytes that a match with hold=True carries")
-        self.is_store = pb.SharedStore.FromString(ticket).shards > 0
-        self.places = message.places
-        self.token_count = int(message.token_count)
+            raise InvalidRequest(wrong) from error
+        self.exactness = int(held.exactness)
+        is_known = self.exactness in EXACTNESSES and len(held.digests) % DIGEST_BYTES == 0
+        if not held.ticket or not held.token_count or not is_known:
+            raise InvalidRequest(wrong)
+        self.ticket = held.ticket
+        self.spec = _unpacked(held.spec.SerializeToString())
+        self.digests = split_digests(held.digests)
+        self.places = held.places
+        self.token_count = int(held.token_count)
+        self.hidden_layers = tuple(store.hidden_layers)
+        self.shards = int(store.shards)
+        self.is_store = self.shards > 0

@@ -10,12 +10,11 @@ from functools import partial
 from kvstore.errors import Exhausted, InvalidRequest, Unavailable
 from kvstore.spec import LEVELS, Durability, Exactness
 from kvstore.v1 import cache_pb2 as pb
-from kvstore.wire.bounds import decode
 from kvstore_client.arrays import Layer, Tensor
 from kvstore_client.context import Context
 from kvstore_client.copying import COPY_THREADS, commit_beside
 from kvstore_client.fetch.paged import Paged
-from kvstore_client.fetch.ticket import split_digests, unpacked_spec
+from kvstore_client.fetch.ticket import TicketFields
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.lookup.tails import superseded
 from kvstore_client.prompt import EXACTNESSES, Prompt, check_count
@@ -127,13 +126,13 @@ def join(
 ) -> StoreWriter:  # fmt: skip
     """See ``Client.join_store``."""
     check_durability(durability)
-    held = _writer_ticket(ticket)
-    prompt = Prompt.known(unpacked_spec(held.spec), split_digests(held.digests), int(held.exactness))
+    held = TicketFields(ticket)
+    prompt = Prompt.known(held.spec, held.digests, held.exactness)
     reservation = ReservedChunks(
-        prompt.spec, prompt.digests, prompt.exactness, int(held.token_count), tuple(held.hidden_layers),
-        int(held.shards), is_claimed=exactness is not None,
+        held.spec, held.digests, held.exactness, held.token_count, held.hidden_layers, held.shards,
+        is_claimed=exactness is not None,
     )  # fmt: skip
-    if exactness not in (None, EXACTNESSES.get(prompt.exactness)):
+    if exactness not in (None, EXACTNESSES[prompt.exactness]):
         raise InvalidRequest(f"exactness {exactness}: the store was started as {EXACTNESSES[prompt.exactness]}")
     if not 0 < shard < reservation.shards:
         raise InvalidRequest(f"shard {shard} must be in 1..{reservation.shards - 1}: shard 0 is who started the store")
@@ -164,14 +163,3 @@ def _writer(
         context.count("stores_refused")
         return StoreWriter(None, reservation, shard, context, None, error.message)
     return StoreWriter(None, reservation, shard, context, None, miss.why)
-
-
-def _writer_ticket(ticket: bytes) -> pb.SharedStore:
-    """Decode a writer's ticket. Raises InvalidRequest when the bytes are none."""
-    try:
-        message: pb.SharedStore = decode(pb.SharedStore, ticket)
-    except Exception as error:
-        raise InvalidRequest("ticket must be the bytes of a writer's ticket") from error
-    if not message.ticket or not message.token_count:
-        raise InvalidRequest("ticket must be the bytes of a writer's ticket")
-    return message

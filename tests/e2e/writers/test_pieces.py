@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvstore_client import Client, Durability, Paged, connect
+from kvstore_client import Client, Durability, Exactness, Paged, connect
 from kvstore_client.planes.shared_memory.mapped import CALL_FILLS_MAX
 from kvstore_client.store import calls, gathering
 from kvstore_ops.sidecar import Sidecar
@@ -16,6 +16,7 @@ from kvstore_ops.sidecar import Sidecar
 from kvstore.errors import InvalidRequest
 from kvstore.seams.jobs import begun
 from kvstore.spec import LayerSpec
+from kvstore.v1 import cache_pb2 as pb
 from tests.e2e.writers.prompts import COUNT, SPEC, STEP, assert_stored, fresh
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
@@ -163,6 +164,14 @@ def test_what_does_not_fit_is_said(client: Client) -> None:
             writer.put_layer(1, cache[1])
     with pytest.raises(InvalidRequest, match="ticket"):
         client.join_store(b"no ticket", 1)
+
+
+def test_a_writers_ticket_of_no_known_exactness_is_refused(client: Client) -> None:
+    with client.start_store(SPEC, fresh()[0], shards=2) as writer:
+        ticket = pb.SharedStore.FromString(writer.ticket)
+        ticket.exactness = 9  # type: ignore[assignment]  # of another release, or of nobody's
+        with pytest.raises(InvalidRequest, match="ticket"):
+            client.join_store(ticket.SerializeToString(), 1, exactness=Exactness.EXACT)
 
 
 def test_a_token_without_a_slot_is_refused(client: Client) -> None:
