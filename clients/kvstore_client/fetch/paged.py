@@ -243,7 +243,7 @@ class Pages:
 
 
 class PagedTarget:
-    """Pages as the destination of a prefix. Tokens whose slot is negative are left out."""
+    """Pages as the destination of a prefix (``planes.prefix.Target``). Tokens whose slot is negative are left out."""
 
     is_callers = True
 
@@ -259,15 +259,12 @@ class PagedTarget:
             pages.are_written()
 
     def layer(self, position: int, token_count: int) -> Layer:
-        """Return a wanted layer in the caller's form: (K, V) of its pages."""
         return self._pages.views[position]
 
     def layers(self, token_count: int) -> list[Layer]:
-        """Return all wanted layers, as ``layer`` does each."""
         return list(self._pages.views)
 
     def places(self, token_count: int) -> tuple[Iterator[Tensor], NDArray[np.int64]]:
-        """Return the memory of the first ``token_count`` tokens: the pages, and the slots in them."""
         slots = self._pages.slots[:token_count]
         return (plane for pair in self._pages.views for plane in pair), slots[slots >= 0]
 
@@ -299,7 +296,6 @@ class PagedTarget:
         return partial(fetch_in_turn, self._pages.on_gpu, self._wanted, some, positions, faults, landed)
 
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:
-        """Copy one wanted layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
         wanted = self._wanted
         if self._pages.gpu is not None:
             some = with_slots(runs, self._pages.slots)
@@ -344,7 +340,6 @@ class PagedTarget:
         return parts
 
     def copy_strips(self, position: int, strips: Strips) -> None:
-        """Copy the strips of one wanted layer that a message brought."""
         chunk, extent = strips.chunk, strips.extent
         layout = chunk.layout
         head = 0 if layout.blocked else extent.first - self._wanted.head_start

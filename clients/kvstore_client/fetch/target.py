@@ -31,7 +31,7 @@ Places = Callable[[int], Target]
 
 
 class DenseTarget:
-    """A dense destination of a prefix: one run of owned memory, or the caller's tensors."""
+    """A dense destination of a prefix (``planes.prefix.Target``): one run of owned memory, or the caller's tensors."""
 
     def __init__(self, wanted: Wanted, given: Given | None, token_count: int) -> None:
         """``given``: the caller's planes, from ``given_planes``. Raises InvalidRequest when one of them is too
@@ -66,7 +66,6 @@ class DenseTarget:
         return shown(spec, planes)
 
     def layers(self, token_count: int) -> Iterable[Layer]:
-        """Return all requested layers, as ``layer`` does each."""
         if self.is_callers and not self._wanted.spec.keeps_e:
             return map(tuple, self._layers)
         return (self.layer(position, token_count) for position in range(len(self._layers)))
@@ -82,11 +81,9 @@ class DenseTarget:
         ), None
 
     def rows(self, layer: int, token_count: int) -> Tensor:
-        """Return the first ``token_count`` tokens of E of a requested hidden layer."""
         return presented(self.hidden[layer], self._wanted.spec.hidden_dtype)[0, :token_count]
 
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:
-        """Copy one requested layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
         if self._gpu is not None:
             copy_checked_on(self._gpu, self._wanted, runs, position, bad, faults)
             return
@@ -100,8 +97,6 @@ class DenseTarget:
                 self._copy_run(run, index, self._raw[position])
 
     def fused(self, runs: Sequence[MappedRun], positions: range | None = None) -> Fused | None:
-        """Return all copies of the requested layers, or those at ``positions``, at once; None where each layer has work
-        of its own."""
         wanted = self._wanted
         if self._gpu is not None and not wanted.verify:
             return fetched_on(self._gpu, wanted, runs, positions or range(len(wanted.layers)))
@@ -136,7 +131,6 @@ class DenseTarget:
                 self._copy_run(run, 0, [self._raw_hidden[layer]])
 
     def copy_strips(self, position: int, strips: Strips) -> None:
-        """Copy the strips of one requested layer that a message brought."""
         self._copy_strips(self._whole[position], strips)
 
     def copy_hidden_strips(self, layer: int, strips: Strips) -> None:

@@ -37,8 +37,9 @@ class Arriving(Protocol):
 
 
 class MappedLanding:
-    """Copies of a prefix that is still arriving: resident chunks at once, the rest as its layers land. Small layers
-    that are there together are one job; a layer is handed out once all of its jobs have ended."""
+    """Copies of a prefix that is still arriving (``planes.prefix.Landing``): resident chunks at once, the rest as its
+    layers land. Small layers that are there together are one job; a layer is handed out once all of its jobs have
+    ended."""
 
     def __init__(
         self,
@@ -122,7 +123,6 @@ class MappedLanding:
             self._hidden.append(self._copier.submit(self._target.copy_hidden, layer, runs, self._bad))
 
     def advance(self) -> bool:
-        """Wait for news and start the copies it allows. False when nothing is arriving any more."""
         more = self._prefix.advance()
         self._copy_arrived()
         return more
@@ -144,11 +144,9 @@ class MappedLanding:
 
     @property
     def is_waiting(self) -> bool:
-        """True while wanted bytes have not landed yet."""
         return bool(self._coming)
 
     def has_landed(self, position: int) -> bool:
-        """Return True when all copies of a layer have been started."""
         return not any(part == 0 and number == position for part, _, number in self._coming)
 
     def stop(self, timeout_s: float) -> None:
@@ -164,7 +162,6 @@ class MappedLanding:
         return list(dict.fromkeys(chain(*self.layers, self._hidden, self._turns)))
 
     def finish(self, timeout_s: float) -> None:
-        """Wait for the copies. Raises DeadlineExceeded while one may still be running."""
         wait_all(self._jobs(), timeout_s)
 
 

@@ -189,7 +189,6 @@ class MappedPrefix(ResidentPrefix):
     # ------------------------------------------------------------ copies
 
     def copy_all(self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], timeout_s: float) -> None:
-        """Copy every requested layer, at once where all of it is in memory."""
         if self._arriving:
             land(self.landing(target, copier, faults, bad, nothing), timeout_s)
             return
@@ -202,13 +201,10 @@ class MappedPrefix(ResidentPrefix):
         return self
 
     def cancel(self) -> None:
-        """Stop waiting for chunks on their way: ``advance`` returns False soon. From any thread."""
         self._stream.cancel()
 
     def abandon(self) -> None:
-        """Cancel from a destructor."""
         self._stream.cancel_soon()
 
     def close(self) -> None:
-        """Give the lease back, without waiting for chunks on their way. Idempotent."""
         self._stream.end_soon()

@@ -23,7 +23,7 @@ PIECE_BYTES, PIECES_MAX = 2 << 20, 32
 
 
 class ResidentPrefix:
-    """A prefix in mapped memory, whose ``chunks`` are all there from the beginning."""
+    """A prefix in mapped memory (``planes.prefix.Prefix``), whose ``chunks`` are all there from the beginning."""
 
     tails: Sequence[pb.PartialTail] = ()
     tail_lengths = b""

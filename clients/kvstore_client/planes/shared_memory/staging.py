@@ -67,7 +67,8 @@ class StagingFile:
 
 
 class StagingPool:
-    """Allocates runs, first fit, in segments made on demand, within the server's limit. Idle segments go back."""
+    """Allocates runs, first fit (``planes.store.StagingMemory``), in segments made on demand, within the server's
+    limit. Idle segments go back."""
 
     def __init__(self, session: MappedMemory) -> None:
         self._session = session
@@ -116,12 +117,10 @@ class StagingPool:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that were taken and not given back."""
         with self._lock:
             return sum(file.used_bytes for file in self._segments.values())
 
     def give_back(self, run: StagingRun) -> None:
-        """Free a run: the server has read it."""
         with self._lock:
             self._segments[run.staging_id].give_back(run.offset, run.byte_count)
 

@@ -32,7 +32,7 @@ def _continues(group: list[Staged], unit: Unit, run: StagingRun) -> bool:
 
 
 class StagedUpload:
-    """Units in staging. When staging is short, fills go out in between."""
+    """Units in staging (``planes.store.Upload``). When staging is short, fills go out in between."""
 
     def __init__(self, session: MappedMemory, source: StoreSource, copier: Copier, timeout_s: float) -> None:
         self._session = session
@@ -136,12 +136,10 @@ class StagedUpload:
         return [unit.fill(run) for unit, run in self._staged]
 
     def free(self) -> None:
-        """Give the staged runs back: the sidecar has read them."""
         for run in self.stop():
             self._pool.give_back(run)
 
     def stop(self) -> list[StagingRun]:
-        """Drop the staged units, and return their runs."""
         runs = [*self._ahead, *(run for _, run in self._staged)]
         self._ahead, self._staged = [], []
         return runs

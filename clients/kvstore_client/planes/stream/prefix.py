@@ -29,9 +29,9 @@ _log = logging.getLogger("kvstore.client")
 
 
 class StreamLanding:
-    """Copies strips into their places as messages come, on the thread that waits for them: while it hashes and copies a
-    message in the processor's cache, gRPC's threads take the next from the network. A separate thread to hash and copy
-    saved nothing: it lost as much time waiting for the interpreter."""
+    """Copies strips into their places as messages come (``planes.prefix.Landing``), on the thread that waits for them:
+    while it hashes and copies a message in the processor's cache, gRPC's threads take the next from the network. A
+    separate thread to hash and copy saved nothing: it lost as much time waiting for the interpreter."""
 
     def __init__(
         self, prefix: StreamPrefix, target: Target, faults: FaultPoints, bad: set[int], on_copied: Callable[[], None]
@@ -62,7 +62,6 @@ class StreamLanding:
         return wanted.head_start, wanted.head_stop
 
     def advance(self) -> bool:
-        """Wait for a message and copy its strips. Returns False when no more will come."""
         strips = self._prefix.receive()
         if strips is None:
             self._end()
@@ -114,11 +113,9 @@ class StreamLanding:
 
     @property
     def is_waiting(self) -> bool:
-        """True while wanted strips have not come yet."""
         return any(self._missing.values())
 
     def has_landed(self, position: int) -> bool:
-        """Return True when all of a layer has been copied."""
         return not any(missing for key, missing in self._missing.items() if position in self._positions.get(key, ()))
 
     def stop(self, timeout_s: float) -> None:
@@ -129,8 +126,8 @@ class StreamLanding:
 
 
 class StreamPrefix:
-    """Chunks on their way, and where they end. ``close`` ends the stream, and the lease with it; so does dropping the
-    prefix."""
+    """Chunks on their way, and where they end (``planes.prefix.Prefix``). ``close`` ends the stream, and the lease with
+    it; so does dropping the prefix."""
 
     is_leased = True
     is_provisional = False
@@ -221,14 +218,12 @@ class StreamPrefix:
             self.stop, self.reason = chunk.token_start, reason
 
     def settle(self, bad: set[int]) -> int:
-        """Return the number of leading tokens whose strips are good (``bad``: ids of chunks)."""
         for chunk in self.chunks:
             if id(chunk) in bad:
                 self.cut(chunk, MissReason.CORRUPT)
         return self.stop
 
     def copy_all(self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], timeout_s: float) -> None:
-        """Copy every requested layer, message by message."""
         land(self.landing(target, copier, faults, bad, nothing), timeout_s)
 
     def landing(
@@ -250,13 +245,10 @@ class StreamPrefix:
         return self
 
     def cancel(self) -> None:
-        """Stop waiting for bytes on their way. From any thread."""
         self._stream.cancel()
 
     def abandon(self) -> None:
-        """Cancel from a destructor."""
         self._stream.cancel_soon()
 
     def close(self) -> None:
-        """End the stream, and the lease with it. Idempotent."""
         self._stream.end_soon()

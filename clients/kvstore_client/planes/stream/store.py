@@ -118,7 +118,8 @@ class StoreWay(NamedTuple):
 
 
 class StreamUpload:
-    """Messages on their way to another host. ``put`` returns when every byte is in a message."""
+    """Messages on their way to another host (``planes.store.Upload``). ``put`` returns when every byte is in a
+    message."""
 
     def __init__(
         self, session: ClientSession, way: StoreWay, source: StoreSource, copier: Copier, timeout_s: float
@@ -138,8 +139,6 @@ class StreamUpload:
         """Set when nothing reads the caller's tensors any more, or the stream has ended."""
 
     def put(self, reservation_id: int, units: Sequence[Unit], *, at_once: bool = False) -> None:
-        """Send these units. Returns when nothing reads the caller's tensors any more. Raises the typed error of a
-        failed stream."""
         self._reservation_id = reservation_id
         messages = list(_messages(units, self._way.message_bytes))
         if messages:
@@ -194,7 +193,6 @@ class StreamUpload:
         return message
 
     def stop(self) -> list[StagingRun]:
-        """End the stream."""
         with self._turn:
             self._has_stopped = True
         if self._stream is not None:
@@ -217,7 +215,6 @@ class StreamUpload:
             raise DeadlineExceeded(f"the store was not taken within {self._limit_s:.0f} s") from error
 
     def finish(self) -> list[pb.Fill]:
-        """Wait for the stream."""
         self._result()
         return []
 
