@@ -241,20 +241,16 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         return {each.name: self._set(str(each.name), each.keys or [], each.host_indices) for each in transfers}
 
     def _got(self, name: str, keys: Sequence[str], host_indices: Tensor) -> list[bool]:
-        if name == KV and self._is_logical:
+        if not keys or (name == KV and self._is_logical):
             return [True] * len(keys)
-        if not keys:
-            return []
         targets = self._pages(name, keys, host_indices)
         if targets is None:
             return [False] * len(keys)
         return self._calls.load(self._namespace(name), self._named(keys), targets)
 
     def _set(self, name: str, keys: Sequence[str], host_indices: Tensor) -> list[bool]:
-        if name == KV and self._is_logical:
+        if not keys or (name == KV and self._is_logical):
             return [True] * len(keys)
-        if not keys:
-            return []
         names, pages = self._kept_as(keys), self._pages(name, keys, host_indices)
         if names is None or pages is None:
             return [False] * len(keys)
