@@ -126,7 +126,7 @@ MUTANTS = [
     Mutant(
         "mappings-outlive-their-server",
         MAPPED,
-        "        self._maps.clear()\n",
+        "        self._regions.clear()\n",
         "        pass\n",
         "each restart leaves an arena's memory behind in every engine",
         (f"{T_FAILURES}::test_the_mappings_go_with_the_server",),

@@ -83,7 +83,6 @@ class MappedMemory(ClientSession):
         self._arrived = threading.Condition()
         self._late_count = 0
         """Answers that are still to come, and that nobody waits for: the next ones, as they come in order."""
-        self._maps: list[SharedMap] = []
         self.warm = KnownChunks()
         self._regions: dict[int, Bytes] = {}
         self._pools: dict[str, DevicePool | None] = {}
@@ -96,7 +95,7 @@ class MappedMemory(ClientSession):
             self.server_pid = welcome.server_pid
             with closing_all(descriptors):
                 check_descriptors(welcome, descriptors)
-                generations = self._map(descriptors[0], welcome.generations_bytes)
+                generations = SharedMap(descriptors[0], welcome.generations_bytes, writable=False).bytes
                 self.generations: NDArray[np.uint64] = generations.view(np.uint64)
                 self._add_regions(welcome, descriptors[1:])
         except BaseException:
@@ -190,14 +189,9 @@ class MappedMemory(ClientSession):
 
     # ------------------------------------------------------------ memory
 
-    def _map(self, descriptor: int, byte_count: int) -> Bytes:
-        mapping = SharedMap(descriptor, byte_count, writable=False)
-        self._maps.append(mapping)
-        return mapping.bytes
-
     def _add_regions(self, answer: Welcome | RegionsAnswer, descriptors: list[int]) -> None:
         for (index, byte_count), descriptor in zip(answer.regions, descriptors, strict=True):
-            self._regions[index] = self._map(descriptor, byte_count)
+            self._regions[index] = SharedMap(descriptor, byte_count, writable=False).bytes
 
     def region(self, index: int) -> Bytes:
         """Return a region's bytes, read-only; mapped at first use. Raises Unavailable once the session ended."""
@@ -289,7 +283,6 @@ class MappedMemory(ClientSession):
             self._answers.clear()
             self._arrived.notify_all()
         self.warm.clear()
-        self._maps.clear()
         self._regions.clear()
         self._has_pool = False
         self._pools.clear()
