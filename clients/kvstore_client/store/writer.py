@@ -107,7 +107,6 @@ class StoreWriter:
         self._timeout_s = context.timeout_s
         self.failure = failure
         self._piles: dict[StripRange, Pile] = {}
-        self._done: set[StripRange] = set()
         self._cuts: dict[tuple[int, int], set[StripRange]] = {}
         """Per chunk and layer, the ranges of heads that came together: their strips are gathered and sent together."""
         self._whole: deque[Pile] = deque()
@@ -206,9 +205,10 @@ class StoreWriter:
 
     def _pile(self, strips: StripRange, layout: ChunkLayout) -> Pile | None:
         """Return the pile of these strips. None when staging has no room for them: the store has failed."""
-        if strips in self._done:
+        cut = self._cuts.get((strips.entry, strips.slab), set())
+        if strips in cut and strips not in self._piles:  # it was whole
             raise InvalidRequest("this layer of these tokens was put before")
-        for other in self._cuts.get((strips.entry, strips.slab), ()):
+        for other in cut:
             if other != strips and other.head_start < strips.head_stop and strips.head_start < other.head_stop:
                 raise InvalidRequest(
                     f"heads {strips.head_start}..{strips.head_stop}: of the same chunk and layer heads "
@@ -257,14 +257,14 @@ class StoreWriter:
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it was, this store has failed, not its engine
             self._fail(error.message if isinstance(error, KVStoreError) else f"a copy failed: {error!r}")
             return
-        count = len(self._done)
+        is_whole = False
         for pile, start, stop, _ in work:
             pile.there[start:stop] = True
             self._cuts.setdefault((pile.strips.entry, pile.strips.slab), set()).add(pile.strips)
             if pile.there.all():
                 self._whole.append(self._piles.pop(pile.strips))
-                self._done.add(pile.strips)
-        if len(self._done) > count:
+                is_whole = True
+        if is_whole:
             sent = begun(self._committer, self._send)
             self._sent.append(sent)
             if sent.done() and isinstance(refusal := failure_of(sent), NotBegun):
