@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvstore.keys import Extra, Tokens
@@ -20,7 +20,7 @@ from kvstore.planning.loading.outcome import PlanOutcome
 from kvstore.seams import Clock
 from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
-from kvstore_client.engines.vllm.objects import ScheduledStep
+from kvstore_client.engines.vllm.objects import ScheduledStep, scheduled_requests
 from kvstore_client.engines.vllm.step import Load
 from kvstore_client.loading.patience import patience_s
 from kvstore_client.loading.planner import ENGINE_WAYS
@@ -182,14 +182,14 @@ class RequestPlanner:
             return load
         return replace(load, give_up_s=decision.give_up_s)
 
-    def landed(self, request_ids: Iterable[str], failed: Callable[[str], bool]) -> None:
-        """Learn from the loads of these requests, which have ended; ``failed`` tells which of them failed."""
+    def landed(self, request_ids: Iterable[str], failed: Collection[str]) -> None:
+        """Learn from the loads of these requests, which have ended; ``failed``: those of them that failed."""
         now = self._clock.monotonic()
         # The report of the step before came after that step had begun, and did not name these requests.
         heard_s = self._begun_s[0] if len(self._begun_s) > STEPS_MAX else 0.0
         for name in request_ids:
             begun_s, byte_count = self._loading.pop(name, (now, 0))
-            has_failed, least_s = failed(name), max(0.0, heard_s - begun_s)
+            has_failed, least_s = name in failed, max(0.0, heard_s - begun_s)
             self.counts["failed"] += has_failed
             if has_failed:
                 self._tell(name, None, is_given_up=True)
@@ -270,9 +270,7 @@ class _Running:
     @staticmethod
     def of(output: ScheduledStep, number: int, now: float, *, is_measured: bool) -> _Running:
         counts = output.num_scheduled_tokens
-        contexts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        contexts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=False))
+        contexts = {name: computed for name, _, _, computed in scheduled_requests(output)}
         total = sum(counts.values())
         pairs = sum(count * (contexts.get(name, 0) + count / 2) for name, count in counts.items())
         context = max(0, round(pairs / total - total / 2)) if total else 0

@@ -305,18 +305,16 @@ class SchedulerSide:
         for name in getattr(output, "failed_recving", None) or ():
             if (tracked := self._tracked.get(name)) is not None:
                 self._cut(tracked)
-        for name in output.finished_recving or ():
+        landed = output.finished_recving or ()
+        for name in landed:
             self._lookups.landed(name)
-        self._planner.landed(output.finished_recving or (), self._has_failed)
+        # A rank may have said so in an earlier step than the one in which the load ended.
+        cut = {name for name in landed if name in self._tracked and self._tracked[name].was_cut}
+        self._planner.landed(landed, cut)
         told = getattr(output, "kv_connector_worker_meta", None)
         self._planner.step_ended(getattr(told, "number", 0))
         self._documents.worth.mended(getattr(told, "mended", ()))
         return wrong
-
-    def _has_failed(self, request_id: str) -> bool:
-        """Return True when a rank could not load this request, in whichever step it said so."""
-        tracked = self._tracked.get(request_id)
-        return tracked is not None and tracked.was_cut
 
     def reported(self, failed_blocks: Iterable[int]) -> set[int]:
         """Note blocks that workers could not load, where there is one table; vLLM computes them, so nobody loads them
