@@ -143,11 +143,6 @@ def memory_at(address: int, byte_count: int) -> NDArray[np.uint8]:
     return np.ctypeslib.as_array((ctypes.c_uint8 * byte_count).from_address(address))
 
 
-def carve(memory: NDArray[np.uint8], offset: int, shape: tuple[int, ...], size: int) -> NDArray[np.generic]:
-    """Return an array of ``shape`` and item size ``size`` at byte ``offset`` of ``memory``."""
-    return np.ndarray(shape, _UNSIGNED[size], memory.data, offset)
-
-
 def presented(array: NDArray[np.generic], dtype: str) -> Tensor:
     """Return the caller's view of an unsigned array: a torch tensor when the process uses torch, else numpy."""
     torch = torch_module()

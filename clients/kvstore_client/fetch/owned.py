@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.spec import item_size
-from kvstore_client.arrays import Tensor, carve, destination, dtype_of, torch_module
+from kvstore_client.arrays import Tensor, destination, dtype_of, torch_module
 from kvstore_client.copying import raw
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.halves import plane_shapes
@@ -96,7 +96,7 @@ def owned_arrays(shapes: Sequence[tuple[int, ...]], size: int) -> list[NDArray[n
     memory = destination(sum(sizes))
     planes, offset = [], 0
     for shape, byte_count in zip(shapes, sizes, strict=True):
-        planes.append(carve(memory, offset, shape, size))
+        planes.append(np.ndarray(shape, f"u{size}", memory.data, offset))
         offset += byte_count
     return planes
 

@@ -40,11 +40,6 @@ def pack_ticket(
     ).SerializeToString()  # fmt: skip
 
 
-def split_digests(digests: bytes) -> list[bytes]:
-    """Split digests that travelled as one run."""
-    return [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
-
-
 class TicketFields:
     """A ticket, decoded: of a match with hold=True, or of a writer (``is_store``), which has the same fields and more.
     Raises InvalidRequest when the bytes are no ticket."""
@@ -61,7 +56,8 @@ class TicketFields:
             raise InvalidRequest(wrong)
         self.ticket = held.ticket
         self.spec = _unpacked(held.spec.SerializeToString())
-        self.digests = split_digests(held.digests)
+        run = held.digests
+        self.digests = [run[start : start + DIGEST_BYTES] for start in range(0, len(run), DIGEST_BYTES)]
         self.places = held.places
         self.token_count = int(held.token_count)
         self.hidden_layers = tuple(store.hidden_layers)

@@ -12,7 +12,7 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -22,7 +22,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.seams.memory import Bytes
 from kvstore.spec import ModelSpec
 from kvstore.v1 import cache_pb2 as pb
-from kvstore_client.arrays import Buffer, check_memory, is_tensor
+from kvstore_client.arrays import Buffer, check_memory, is_tensor, torch_module
 from kvstore_client.planes.prefix import WholeChunk
 from kvstore_client.planes.store import Unit
 from kvstore_client.prompt import EXACT
@@ -57,7 +57,7 @@ def flat(data: Buffer, name: str = "data") -> NDArray[np.uint8]:
     try:
         if is_tensor(data):
             check_memory(data, name)
-            data = data.detach().contiguous().view(-1).view(_byte_type()).numpy()
+            data = data.detach().contiguous().view(-1).view(torch_module().uint8).numpy()
         view = memoryview(data)
         return np.frombuffer(view.cast("B"), np.uint8) if view.nbytes else np.empty(0, np.uint8)
     except (TypeError, ValueError, BufferError, RuntimeError) as error:
@@ -74,12 +74,6 @@ def writable(target: Buffer) -> NDArray[np.uint8]:
     if not view.flags.writeable:
         raise InvalidRequest("into must be writable: give a bytearray, an array or a tensor")
     return view
-
-
-def _byte_type() -> Any:
-    import torch
-
-    return torch.uint8
 
 
 @dataclass(frozen=True)
