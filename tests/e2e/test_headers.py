@@ -11,6 +11,7 @@ from kvstore_client.copying import Copier
 from kvstore_client.fetch.open import open_prefix
 from kvstore_client.fetch.target import DenseTarget
 from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.lookup.presence import ChainName
 from kvstore_client.planes.prefix import Prefix
 from kvstore_client.prompt import EXACTNESSES, Prompt
 from kvstore_ops.sidecar import Sidecar
@@ -36,7 +37,9 @@ def opened(client: Client, asked: Any = SPEC, *, exactness: int = 1) -> Prefix:
     """The prefix of ``TOKENS`` as SPEC's, of a server that was asked for another model's, or other chunks."""
     session, name = client._context.ready(asked)
     prompt = Prompt.of(SPEC, TOKENS, (), Exactness.EXACT)
-    return open_prefix(session, Wanted.of(SPEC, None, None, (), False), name, prompt.digests, exactness, 10.0)
+    return open_prefix(
+        session, Wanted.of(SPEC, None, None, (), False), ChainName(name, exactness, 0), prompt.digests, 10.0
+    )
 
 
 def good_tokens(prefix: Prefix) -> int:
@@ -75,7 +78,7 @@ def test_a_chunk_of_other_tokens_is_a_miss(client: Client, monkeypatch: pytest.M
     session, name = client._context.ready(SPEC)
     wanted = Wanted.of(SPEC, None, None, (), False)
     mine, others = (Prompt.of(SPEC, each, (), Exactness.EXACT).digests for each in (TOKENS, other))
-    prefix = open_prefix(session, wanted, name, _Answered(others, mine), 1, 10.0)  # type: ignore[arg-type]
+    prefix = open_prefix(session, wanted, ChainName(name, 1, 0), _Answered(others, mine), 10.0)  # type: ignore[arg-type]
     assert good_tokens(prefix) == 0
     assert prefix.reason is MissReason.CORRUPT
 

@@ -138,7 +138,7 @@ class SimulatedSession(MappedSession):
         self.cache = SimpleNamespace(Fetch=lambda *_, **__: _Call(reply))  # type: ignore[assignment]  # simulated
         wanted = Wanted.of(chain.spec, None, None, chain.hidden, False)
         request = pb.FetchRequest(query=pb.ChainQuery(**name_of(chain)._asdict()))
-        return self.open_prefix(wanted, request, chain.digests, 1.0, Exactness.EXACT)
+        return self.open_prefix(wanted, request, chain.digests, 1.0)
 
 
 class WarmReader:
@@ -173,7 +173,7 @@ class WarmReader:
         if found is None:
             return None
         wanted = Wanted.of(chain.spec, None, None, (), False)
-        prefix = self._session.open_warm(wanted, name, chain.digests, found[0], Exactness.EXACT)
+        prefix = self._session.open_warm(wanted, name, chain.digests, found[0])
         if prefix is None:
             self._chains.remove(chain)  # until a call finds it again
             return None

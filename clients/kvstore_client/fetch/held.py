@@ -10,6 +10,7 @@ from kvstore_client.context import Context
 from kvstore_client.fetch.open import open_prefix
 from kvstore_client.fetch.ticket import TICKET_BYTES, TicketFields
 from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.lookup.presence import ChainName
 from kvstore_client.planes.prefix import Prefix
 from kvstore_client.store.writer import COMMIT_S_MAX
 
@@ -21,7 +22,7 @@ def open_held(context: Context, wanted: Wanted, held: TicketFields) -> Prefix:
         if placed is not None:
             return placed
     session, name = context.ready(held.spec)
-    ask = partial(open_prefix, session, wanted, name, held.digests, held.exactness)
+    ask = partial(open_prefix, session, wanted, ChainName(name, held.exactness, 0), held.digests)
     if not held.is_store:
         return ask(context.timeout_s, held.ticket)
     try:

@@ -15,25 +15,21 @@ from kvstore_client.lookup.presence import ChainName, LookupAnswer, Presence
 from kvstore_client.lookup.tails import first_held, longest_tail, peeked_tail
 from kvstore_client.planes.prefix import Prefix
 from kvstore_client.planes.session import ClientSession
-from kvstore_client.prompt import EXACTNESSES, Prompt
+from kvstore_client.prompt import Prompt
 
 
 def open_prefix(
-    session: ClientSession, wanted: Wanted, name: bytes, digests: list[bytes], exactness: int, timeout_s: float,
-    ticket: bytes = b"", provenance: int = 0,
-) -> Prefix:  # fmt: skip
+    session: ClientSession, wanted: Wanted, name: ChainName, digests: list[bytes], timeout_s: float, ticket: bytes = b""
+) -> Prefix:
     """Ask for the resident prefix of a chain, or redeem a ticket for all of it. If the limit on leases is reached, wait
     for the leases on their way back, and ask once more. Raises the typed error of a failed call."""
     query = pb.ChainQuery(
-        fingerprint=name,
-        digests=b"".join(digests),
-        hidden_layers=wanted.hidden_layers,
-        exactness=exactness,  # type: ignore[arg-type]  # the wire's number
-        provenance=provenance,  # type: ignore[arg-type]  # as above
-    )
+        fingerprint=name.fingerprint, digests=b"".join(digests), hidden_layers=wanted.hidden_layers,
+        exactness=name.exactness, provenance=name.provenance,  # type: ignore[arg-type]  # wire numbers
+    )  # fmt: skip
     layers = () if wanted.layers == wanted.spec.slab_layers else wanted.layers
     request = pb.FetchRequest(query=query, layers=layers, ticket=ticket)
-    ask = partial(session.open_prefix, wanted, request, digests, timeout_s, EXACTNESSES[exactness])
+    ask = partial(session.open_prefix, wanted, request, digests, timeout_s)
     try:
         return ask()
     except Exhausted:
@@ -44,8 +40,8 @@ def open_prefix(
 def open_longest(session: ClientSession, name: bytes, wanted: Wanted, prompt: Prompt, timeout_s: float) -> Prefix:
     """Open the resident chunks, and the partial chunk after them when one matches. Raises the typed error of a failed
     call."""
-    digests, how = prompt.digests, (prompt.exactness, timeout_s, b"", prompt.provenance)
-    prefix = open_prefix(session, wanted, name, digests, *how)
+    digests, chain = prompt.digests, ChainName(name, prompt.exactness, prompt.provenance)
+    prefix = open_prefix(session, wanted, chain, digests, timeout_s)
     hits = -(-prefix.token_count // wanted.spec.chunk_tokens)
     held = partial(first_held, session, name, prompt, wanted.hidden_layers, timeout_s)
     try:
@@ -57,7 +53,7 @@ def open_longest(session: ClientSession, name: bytes, wanted: Wanted, prompt: Pr
         return prefix
     # The tail's digest stands for its whole prefix: ask for the chain with it in place of the next chunk.
     prefix.close()
-    return _ends_with_tail(open_prefix(session, wanted, name, [*digests[:hits], tail[1]], *how), prefix.reason)
+    return _ends_with_tail(open_prefix(session, wanted, chain, [*digests[:hits], tail[1]], timeout_s), prefix.reason)
 
 
 def _ends_with_tail(prefix: Prefix, reason: MissReason) -> Prefix:
@@ -115,15 +111,13 @@ def open_resident(context: Context, wanted: Wanted, prompt: Prompt, *, is_brief:
             session.presence.count(fetch_calls=1, fetch_miss_chunks=len(prompt.digests))
             return NoPrefix(wanted, MissReason(seen[0].runs[0].reason or MissReason.COLD))
         digests, answer = _with_tail(session.presence, wanted, name, prompt, seen[0])
-        is_tail = digests is not prompt.digests
+        is_tail, chain = digests is not prompt.digests, ChainName(name, prompt.exactness, prompt.provenance)
         if is_brief:
-            chain = ChainName(name, prompt.exactness, prompt.provenance)
-            warm = session.open_warm(wanted, chain, digests, answer, EXACTNESSES[prompt.exactness])
+            warm = session.open_warm(wanted, chain, digests, answer)
             if warm is not None:
                 return _ends_with_tail(warm, _missing(seen[0])) if is_tail else warm
         if is_tail:
-            how = (prompt.exactness, context.timeout_s, b"", prompt.provenance)
-            return _ends_with_tail(open_prefix(session, wanted, name, digests, *how), _missing(seen[0]))
+            return _ends_with_tail(open_prefix(session, wanted, chain, digests, context.timeout_s), _missing(seen[0]))
     return open_longest(session, name, wanted, prompt, context.timeout_s)
 
 

@@ -16,6 +16,7 @@ from kvstore_client.arrays import destination
 from kvstore_client.copying import Copier, stopped, wait_all
 from kvstore_client.fetch.open import open_prefix
 from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.lookup.presence import ChainName
 from kvstore_client.opaque.value import CHUNK_BYTES, HEAD, Head, Key, Pieces, room_of
 from kvstore_client.planes.prefix import Received, WholeChunk
 from kvstore_client.planes.session import ClientSession
@@ -53,7 +54,7 @@ class Reader:
 
     def _open(self, digests: list[bytes]) -> Received:
         """Open the leading chunks of these that are stored, all of them in memory: the sidecar's, or received."""
-        prefix = open_prefix(self._session, self._wanted, self._name, digests, EXACT, self._timeout_s)
+        prefix = open_prefix(self._session, self._wanted, ChainName(self._name, EXACT, 0), digests, self._timeout_s)
         try:
             return prefix.received()
         except BaseException:

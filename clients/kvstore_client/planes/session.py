@@ -15,7 +15,7 @@ import grpc
 from kvstore import __version__
 from kvstore.errors import UNREGISTERED, InvalidRequest, KVStoreError, Unavailable, from_status
 from kvstore.seams.scheduler import start_thread
-from kvstore.spec import Exactness, ModelSpec
+from kvstore.spec import ModelSpec
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import cache_pb2_grpc
 from kvstore.v1alpha import admin_pb2 as admin_pb
@@ -73,14 +73,10 @@ class Plane(Protocol):
     maps_chunks: bool = False
     """True when the session copies chunks from where they lie."""
 
-    def open_prefix(
-        self, wanted: Wanted, request: pb.FetchRequest, digests: list[bytes], timeout_s: float, exactness: Exactness
-    ) -> Prefix:
+    def open_prefix(self, wanted: Wanted, request: pb.FetchRequest, digests: list[bytes], timeout_s: float) -> Prefix:
         """Ask for the resident prefix of a chain. Raises the typed error of a failed call."""
 
-    def open_warm(
-        self, wanted: Wanted, name: ChainName, digests: Sequence[bytes], seen: LookupAnswer, exactness: Exactness
-    ) -> Prefix | None:
+    def open_warm(self, wanted: Wanted, name: ChainName, digests: Sequence[bytes], seen: LookupAnswer) -> Prefix | None:
         """Open the prefix that a lookup has just shown (``seen``), without a call and without a lease. None where only
         a call will do."""
         return None

@@ -17,6 +17,7 @@ from kvstore_client.copying import Copier
 from kvstore_client.fetch.open import open_prefix
 from kvstore_client.fetch.target import device_of, given_places
 from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.lookup.presence import ChainName
 
 from kvstore.errors import Unavailable
 from kvstore.keys import chain_digests, fingerprint
@@ -135,7 +136,9 @@ def _copies(client: Client, spec: Any, tokens: Any, paged: Paged) -> Callable[[]
     """Return the copies that a fetch makes of a prefix that it has opened."""
     wanted = Wanted.of(spec, None, None, (), verify=False).on(device_of(paged))
     name = fingerprint(spec, spec.kind)
-    prefix = open_prefix(client.connect_now(), wanted, name, chain_digests(tokens, spec.chunk_tokens), 1, 10.0)
+    prefix = open_prefix(
+        client.connect_now(), wanted, ChainName(name, 1, 0), chain_digests(tokens, spec.chunk_tokens), 10.0
+    )
     assert prefix.tier is Tier.HBM
     target, copier = given_places(wanted, paged)(prefix.token_count), Copier()
 

@@ -12,6 +12,7 @@ from kvstore_client.client import Client
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.open import open_prefix
 from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.lookup.presence import ChainName
 from kvstore_client.planes.shared_memory.prefix import MappedPrefix
 
 from kvstore.chunk import slab_parts
@@ -25,7 +26,9 @@ def ask(client: Client, spec: Any, tokens: Any) -> MappedPrefix:
     """Do the part of a fetch before its first copy: the call, and the chunks' headers."""
     wanted = Wanted.of(spec, None, None, (), verify=False)
     name = fingerprint(spec, spec.kind)
-    prefix = open_prefix(client.connect_now(), wanted, name, chain_digests(tokens, spec.chunk_tokens), 1, 10.0)
+    prefix = open_prefix(
+        client.connect_now(), wanted, ChainName(name, 1, 0), chain_digests(tokens, spec.chunk_tokens), 10.0
+    )
     assert isinstance(prefix, MappedPrefix)
     return prefix
 

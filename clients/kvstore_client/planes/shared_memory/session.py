@@ -7,7 +7,6 @@ from functools import partial
 
 from kvstore.errors import Unavailable
 from kvstore.handoff.messages import Redeemed
-from kvstore.spec import Exactness
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.ticket import TicketFields
@@ -22,6 +21,7 @@ from kvstore_client.planes.shared_memory.prefix import MappedPrefix
 from kvstore_client.planes.shared_memory.store import StagedUpload
 from kvstore_client.planes.shared_memory.warm import WarmPrefix, warm_prefix
 from kvstore_client.planes.store import StoreSource
+from kvstore_client.prompt import EXACTNESSES
 
 
 class MappedSession(MappedMemory):
@@ -30,13 +30,13 @@ class MappedSession(MappedMemory):
     maps_chunks = True
 
     def open_prefix(
-        self, wanted: Wanted, request: pb.FetchRequest, digests: list[bytes], timeout_s: float, exactness: Exactness
+        self, wanted: Wanted, request: pb.FetchRequest, digests: list[bytes], timeout_s: float
     ) -> MappedPrefix:
         """Open a prefix by a stream: the first message names the chunks' places, the later ones report arrivals."""
         if self.pool_for(wanted) is not None:
             request.on_device = True
         stream, response = opened(self, self.cache.Fetch, request, timeout_s, self._lease)
-        prefix = MappedPrefix(self, wanted, response, digests, stream, exactness)
+        prefix = MappedPrefix(self, wanted, response, digests, stream, EXACTNESSES[request.query.exactness])
         if self._is_told and prefix.was_in_memory:
             query = request.query
             name = ChainName(query.fingerprint, query.exactness, query.provenance)
@@ -47,13 +47,13 @@ class MappedSession(MappedMemory):
         return partial(self.returns.lease, response.lease_id)
 
     def open_warm(
-        self, wanted: Wanted, name: ChainName, digests: Sequence[bytes], seen: LookupAnswer, exactness: Exactness
+        self, wanted: Wanted, name: ChainName, digests: Sequence[bytes], seen: LookupAnswer
     ) -> WarmPrefix | None:
         """Open a prefix from places known from earlier fetches, and shared memory. None for a sidecar that takes no
         reports of use: it would not know that the chunks are used."""
         if not self._is_told:
             return None
-        return warm_prefix(self, wanted, name, digests, seen, exactness, partial(self._note_use, name, digests))
+        return warm_prefix(self, wanted, name, digests, seen, partial(self._note_use, name, digests))
 
     def _note_use(self, name: ChainName, digests: Sequence[bytes], chunks: Sequence[Chunk]) -> None:
         """Report a fetch without a call, which brought these chunks."""

@@ -20,6 +20,7 @@ from kvstore_client.planes.prefix import Target
 from kvstore_client.planes.shared_memory.chunk import Chunk
 from kvstore_client.planes.shared_memory.mapped import MappedMemory
 from kvstore_client.planes.shared_memory.resident import ResidentPrefix
+from kvstore_client.prompt import EXACTNESSES
 
 
 class WarmPrefix(ResidentPrefix):
@@ -59,7 +60,6 @@ def warm_prefix(
     name: ChainName,
     digests: Sequence[bytes],
     seen: LookupAnswer,
-    exactness: Exactness,
     on_used: Callable[[Sequence[Chunk]], None],
 ) -> WarmPrefix | None:
     """Return the prefix that a lookup has just shown, if all of it is in memory at known places. None where a call is
@@ -79,4 +79,4 @@ def warm_prefix(
         return None
     tier = Tier.HBM if is_near else Tier.DRAM
     reason = MissReason.NONE if hits == len(digests) else MissReason(seen.runs[1].reason or MissReason.COLD)
-    return WarmPrefix(session, wanted, chunks, exactness, tier, reason, on_used)
+    return WarmPrefix(session, wanted, chunks, EXACTNESSES[name.exactness], tier, reason, on_used)

@@ -14,7 +14,6 @@ import numpy as np
 
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.seams.scheduler import start_thread
-from kvstore.spec import Exactness
 from kvstore.units import is_loopback, split_address
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import remote_pb2 as rpb
@@ -27,6 +26,7 @@ from kvstore_client.planes.session import ClientSession, PendingCall, check_thre
 from kvstore_client.planes.store import StagingRun, StoreSource
 from kvstore_client.planes.stream.prefix import StreamPrefix
 from kvstore_client.planes.stream.store import PrivatePool, StoreWay, StreamUpload, messages_of, stream_timeout_s
+from kvstore_client.prompt import EXACTNESSES
 
 PROTOCOL_VERSION = 1
 SERVICE = "/kvstore.v1.RemoteService/"
@@ -128,7 +128,7 @@ class StreamSession(ClientSession):
         self._opened.set()
 
     def open_prefix(
-        self, wanted: Wanted, request: pb.FetchRequest, digests: list[bytes], timeout_s: float, exactness: Exactness
+        self, wanted: Wanted, request: pb.FetchRequest, digests: list[bytes], timeout_s: float
     ) -> StreamPrefix:
         """Open a prefix by a stream: the first message tells its length, the later ones bring its bytes."""
         del request.layers[:]
@@ -143,7 +143,7 @@ class StreamSession(ClientSession):
         except (ValueError, KVStoreError) as error:
             stream.end_soon()
             raise Unavailable("the sidecar speaks another release's protocol") from error
-        return StreamPrefix(self, wanted, fields.head, digests, stream, exactness)
+        return StreamPrefix(self, wanted, fields.head, digests, stream, EXACTNESSES[request.query.exactness])
 
     def upload(self, source: StoreSource, copier: Copier, timeout_s: float) -> StreamUpload:
         """Return an upload by messages, which are built while others are sent."""
