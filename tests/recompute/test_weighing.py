@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvstore_client.loading import planner as planner_module
 from kvstore_client.lookup.match import ChunkMatch, Match, SegmentMatch, unknown_chunks
 from kvstore_client.recompute.inquiry import Held, ask
 from kvstore_client.recompute.request import Request
@@ -18,6 +19,7 @@ from kvstore.errors import DataLoss, Exhausted
 from kvstore.keys import Extra
 from kvstore.planning import Facts, Holding, Plan, Recompute, decide
 from kvstore.planning.loading import ComputeRate, HeldRun, LoadFacts, Stock, TierRate, plan_loading
+from kvstore.seams import SystemClock
 from kvstore.spec import ChunkState, Encoding, MissReason, ModelSpec, Tier
 from tests.e2e.prefills import RECEIVER, SENDER, STEP
 from tests.server.raw import eventually
@@ -130,13 +132,15 @@ def test_what_a_plan_left_out_is_measured_by_the_prompt_as_it_is_stored() -> Non
     assert asked == [salt]
 
 
-def test_a_sidecar_that_streams_no_more_calls_is_asked_by_a_lookup() -> None:
+def test_a_sidecar_that_streams_no_more_calls_is_asked_by_a_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is stored is still loaded: it would be the load of others that has a prompt computed."""
 
     def begin(*_: Any) -> None:
         raise Exhausted("no more streams")
 
-    planner = SimpleNamespace(mode_under=lambda _: "off", or_miss=nullcontext, begin=begin)
+    monkeypatch.setattr(planner_module, "begin", begin)
+    context: Any = SimpleNamespace(clock=SystemClock(), timeout_s=1.0, or_miss=nullcontext)
+    planner = planner_module.Planner(context)
     found = Match(LEFT, unknown_chunks(STEP, 0, COUNT), b"ticket")
     client: Any = SimpleNamespace(planner=planner, peek=lambda *_, **__: None, lookup=lambda *_, **__: found)
     request = Request.of(RECEIVER, np.arange(COUNT, dtype=np.uint32) % 96, None, (), None, (), 1)
