@@ -245,5 +245,5 @@ def test_absurd_durations_teach_nothing(client: Client) -> None:
     before = client.plan(model.spec, prompt(COUNT, 8)[0], step_tokens=STEP).prefill.ttft_s
     for seconds in (0.0, -1.0, math.nan, math.inf, 1e30):
         client.planner.computed(model.spec, STEP, Prefill(100, 0, seconds))
-        client.planner.landed(1 << 20, seconds)
+        client.planner.landed(BusyTime(1 << 20, seconds))
     assert client.plan(model.spec, prompt(COUNT, 8)[0], step_tokens=STEP).prefill.ttft_s == before

@@ -25,6 +25,7 @@ from transformers import DynamicCache, LogitsProcessorList
 
 from kvstore.errors import DataLoss, DeadlineExceeded, InvalidRequest, KVStoreError
 from kvstore.planning import RequestClass, Terms
+from kvstore.planning.loading import BusyTime
 from kvstore.seams import Clock, SystemClock, WorkerThreads
 from kvstore.seams.jobs import begun, failure_of
 from kvstore.spec import Durability, MissReason, ModelSpec, Tier
@@ -323,11 +324,11 @@ class CachedModel:
         def landed() -> None:
             report.fetch_s = stream.landed_s - opened_s
             if stream.tier is Tier.DRAM:
-                self.client.planner.landed(stream.byte_count, report.fetch_s)
+                self.client.planner.landed(BusyTime(stream.byte_count, report.fetch_s))
 
         def given_up() -> None:
             if stream.tier is Tier.DRAM:
-                self.client.planner.late(stream.byte_count, self._clock.monotonic() - opened_s)
+                self.client.planner.landed(BusyTime(stream.byte_count, self._clock.monotonic() - opened_s, is_cut=True))
             stream.cancel()
 
         def project(layer: int) -> None:

@@ -114,10 +114,10 @@ class Planner:
 
     # ------------------------------------------------------------ what is measured
 
-    def landed(self, byte_count: int, seconds: float) -> None:
-        """Learn that so many bytes of the sidecar's memory took so many seconds to come."""
+    def landed(self, took: BusyTime) -> None:
+        """Learn how long bytes of the sidecar's memory took to come, or had not come."""
         with self._lock:
-            self._link = self._link.observed(BusyTime(byte_count, seconds))
+            self._link = self._link.observed(took)
 
     def landed_between(self, byte_count: int, least_s: float, most_s: float) -> None:
         """Learn from a move out of the sidecar's memory that took between ``least_s`` and ``most_s``. Bounds that lie
@@ -134,11 +134,6 @@ class Planner:
         """False while the way from the sidecar's memory has an assumed rate."""
         with self._lock:
             return self._link.rate is not None
-
-    def late(self, byte_count: int, seconds: float) -> None:
-        """Learn that so many bytes of the sidecar's memory had not come after so many seconds."""
-        with self._lock:
-            self._link = self._link.observed(BusyTime(byte_count, seconds, is_cut=True))
 
     def given_up(self) -> None:
         """Count a load that was given up, so that the prompt is computed."""

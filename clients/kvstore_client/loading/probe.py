@@ -47,7 +47,7 @@ def _measure(client: Caches, due: Probe, transfer: Transfer) -> None:
     finally:
         transfer.cancel(client.planner.timeout_s)
     if due.tier is Tier.DRAM and transfer.measured is not None:
-        client.planner.landed(transfer.measured.byte_count, transfer.measured.busy_s)
+        client.planner.landed(transfer.measured)
 
 
 def probe_segment(client: Caches, spec: ModelSpec, tokens: Tokens, found: SegmentMatch, preamble: Tokens) -> None:

@@ -73,7 +73,7 @@ class Arrivals:
             late = transfer.overdue
             transfer.stop()
             if late is not None:
-                self._client.planner.late(late.byte_count, late.busy_s)
+                self._client.planner.landed(late)
 
     def _in_flight(self) -> list[Transfer]:
         """Return the transfers of all runs, each once; those of E, too, until their run took it."""

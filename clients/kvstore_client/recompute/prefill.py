@@ -153,7 +153,7 @@ class _Prompt:
             raise
         self._planes = self._race = None  # the next step may need memory for another cache
         for took in arrivals.measured():
-            client.planner.landed(took.byte_count, took.busy_s)
+            client.planner.landed(took)
         if not in_memory:
             begin_probes(client, request, plan, arrivals.held.own)
         return plan, result, prepared_s

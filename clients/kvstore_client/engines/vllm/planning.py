@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvstore.keys import Extra, Tokens
-from kvstore.planning.loading import HeldRun, LoadFacts, LoadPlan, Prefill, Prices, Stock, Way, plan_loading
+from kvstore.planning.loading import BusyTime, HeldRun, LoadFacts, LoadPlan, Prefill, Prices, Stock, Way, plan_loading
 from kvstore.planning.loading.facts import IN_MEMORY
 from kvstore.planning.loading.outcome import PlanOutcome
 from kvstore.seams import Clock
@@ -194,7 +194,7 @@ class RequestPlanner:
             if has_failed:
                 self._tell(name, None, is_given_up=True)
             if byte_count and has_failed:
-                self._client.planner.late(byte_count, least_s)
+                self._client.planner.landed(BusyTime(byte_count, least_s, is_cut=True))
             elif byte_count:
                 self._client.planner.landed_between(byte_count, least_s, now - begun_s)
 
