@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from kvstore.errors import KVStoreError
 from kvstore.keys import Extra, Tokens
@@ -66,15 +65,6 @@ def probe_segment(client: Caches, spec: ModelSpec, tokens: Tokens, found: Segmen
 
 def _first(tokens: GivenTokens, token_count: int) -> GivenTokens:
     return tokens.first(token_count) if isinstance(tokens, PageHashes) else tokens[:token_count]
-
-
-def begin_probe(
-    client: Caches, spec: ModelSpec, tokens: GivenTokens, loaded_tokens: int, *, extras: Sequence[Extra] = (),
-    measures_link: bool = False,
-) -> None:  # fmt: skip
-    """Run ``probe`` beside the caller (``measure_beside``)."""
-    measure = partial(probe, client, spec, tokens, loaded_tokens, extras=extras, measures_link=measures_link)
-    measure_beside(client, measure)
 
 
 def measure_beside(client: Caches, measure: Callable[[], None]) -> None:

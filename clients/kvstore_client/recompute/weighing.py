@@ -12,7 +12,7 @@ from kvstore.planning.blends import BlendOffer, blend_offers, exact_part, tiers_
 from kvstore.planning.loading import LoadPlan, Way, plan_loading
 from kvstore_client.caches import Caches
 from kvstore_client.loading.planner import ENGINE_WAYS
-from kvstore_client.loading.probe import begin_probe, measure_beside, probe_segment
+from kvstore_client.loading.probe import measure_beside, probe, probe_segment
 from kvstore_client.lookup.match import Match
 from kvstore_client.recompute.inquiry import Held, prefix_cut
 from kvstore_client.recompute.request import Request
@@ -88,7 +88,7 @@ def begin_probes(client: Caches, request: Request, plan: Plan, own: Match | None
     if loading.chosen.way is Way.BLEND:
         loaded = sum(run.token_count for run in plan.runs if run.is_exact and not run.is_standalone)
     if loaded < max(each.load_stop for each in loading.candidates if each.way is not Way.BLEND):
-        begin_probe(client, spec, request.tokens, loaded, extras=request.extras)
+        measure_beside(client, partial(probe, client, spec, request.tokens, loaded, extras=request.extras))
         return
     if own is None or not any(each.way is Way.BLEND for each in loading.candidates):
         return
@@ -99,5 +99,5 @@ def begin_probes(client: Caches, request: Request, plan: Plan, own: Match | None
             return
     for sender in request.senders:
         if not any(run.sender == sender for run in plan.runs):
-            begin_probe(client, sender, request.tokens, 0)
+            measure_beside(client, partial(probe, client, sender, request.tokens, 0))
             return

@@ -12,6 +12,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kvstore.keys import Extra, Tokens
 from kvstore.planning.loading import BusyTime, HeldRun, LoadFacts, LoadPlan, Prefill, Prices, Stock, Way, plan_loading
@@ -24,7 +25,7 @@ from kvstore_client.engines.vllm.objects import ScheduledStep, scheduled_request
 from kvstore_client.engines.vllm.step import Load
 from kvstore_client.loading.patience import patience_s
 from kvstore_client.loading.planner import ENGINE_WAYS
-from kvstore_client.loading.probe import begin_probe
+from kvstore_client.loading.probe import measure_beside, probe
 from kvstore_client.lookup.match import Match
 from kvstore_client.prompt import PageHashes
 
@@ -156,9 +157,8 @@ class RequestPlanner:
         engine's own hashes. Never raises, and waits for nothing."""
         measures_link = self._is_layerwise or not self._client.planner.is_link_measured
         if self.mode == "on" and (decision.stop < stored or measures_link):
-            begin_probe(
-                self._client, spec, prompt, decision.stop, extras=extras, measures_link=measures_link
-            )  # fmt: skip
+            look = partial(probe, self._client, spec, prompt, decision.stop, extras=extras, measures_link=measures_link)
+            measure_beside(self._client, look)
 
     def computing_s(self, start: int, stop: int) -> float:
         """Return the seconds in which the engine computes these tokens of a prompt; 0: nothing was measured."""
