@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import LogitsProcessor
@@ -26,6 +26,8 @@ from kvstore_client.loading.planner import ENGINE_WAYS
 from kvstore_client.loading.probe import probe
 from kvstore_client.lookup.match import Match, chunk_matches, unknown_chunks
 from kvstore_client.prompt import Prompt
+
+Answer = TypeVar("Answer")
 
 
 class PromptPlan:
@@ -76,14 +78,11 @@ class PromptPlan:
             return (planner.begin(prompt, asked),)
 
         with planner.or_miss():
-            begun = begin() if self._mode != "on" else result_in_time(begin, left_s, _take_back)
-            if begun is None:
-                planner.given_up()
-            elif begun[0] is None:
-                return False
-            else:
-                self._follow(begun[0], most_tokens)
-                return True
+            begun = self._in_time(begin, left_s, _take_back)
+            if begun is not None:
+                if begun[0] is not None:
+                    self._follow(begun[0], most_tokens)
+                return begun[0] is not None
         self.token_count, self.reason = 0, MissReason.UNAVAILABLE
         return True
 
@@ -137,26 +136,28 @@ class PromptPlan:
             self.close()
             raise
 
+    def _in_time(
+        self, question: Callable[[], Answer], left_s: float, undo: Callable[[Answer], object]
+    ) -> Answer | None:
+        """Return the sidecar's answer. None: it did not come in time, where plans are carried out; ``undo`` gets one
+        that comes later."""
+        if self._mode != "on":
+            return question()
+        answer = result_in_time(question, left_s, undo)
+        if answer is None:
+            self._client.planner.given_up()
+        return answer
+
     def _looked_up(self, most_tokens: int, left_s: float) -> Match:
         look = partial(self._client.lookup, self._spec, self._tokens[:most_tokens])
-        if self._mode != "on":
-            return look()
-        found = result_in_time(look, left_s, lambda _: None)
-        if found is None:
-            self._client.planner.given_up()
-            return Match(0, unknown_chunks(self._spec.chunk_tokens, 0, most_tokens))
-        return found
+        found = self._in_time(look, left_s, lambda _: None)
+        return Match(0, unknown_chunks(self._spec.chunk_tokens, 0, most_tokens)) if found is None else found
 
     def opened(self, tokens: Tokens, into: list[Any], left_s: float) -> LayerStream | None:
         """Open the fetch of the tokens that the plan loads. None: the sidecar did not answer in time. Nothing is
         written to ``into`` before the stream is read."""
         opening = partial(self._client.fetch_layers, self._spec, tokens, into=into)
-        if self._mode != "on":
-            return opening()
-        stream = result_in_time(opening, left_s, LayerStream.close)
-        if stream is None:
-            self._client.planner.given_up()
-        return stream
+        return self._in_time(opening, left_s, LayerStream.close)
 
     def probe(self) -> None:
         """Measure the load that the plan left out, if it is time. Blocks; never raises."""
