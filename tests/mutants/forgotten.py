@@ -107,8 +107,8 @@ MUTANTS = [
     Mutant(
         "streams-of-forgotten-models-fail",
         "clients/kvstore_client/planes/incoming.py",
-        "    return session.with_model(partial(_opened, session, method, request, timeout_s, lent), timeout_s)\n",
-        "    return _opened(session, method, request, timeout_s, lent)\n",
+        "    return session.with_model(begun, timeout_s)\n",
+        "    return begun()\n",
         "a fetch fails where a lookup before it would have helped",
         (f"{T_E2E}::test_in_turns_every_call_works_and_no_client_connects_again",),
     ),

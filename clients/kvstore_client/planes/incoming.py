@@ -15,6 +15,7 @@ import grpc
 from kvstore.errors import Unavailable
 from kvstore.seams.scheduler import start_thread
 from kvstore_client.forks import in_children
+from kvstore_client.planes.prefix import nothing
 from kvstore_client.planes.session import ClientSession, cancel, noted, translated, typed_call
 
 _log = logging.getLogger("kvstore.client")
@@ -74,7 +75,7 @@ class Incoming:
         """Raises Unavailable where the thread that ends streams cannot be started."""
         self._pid = os.getpid()
         self._reading = threading.Lock()
-        self.gives_back: Callable[[], object] = _nothing
+        self.gives_back: Callable[[], object] = nothing
         """Called when the stream ends: gives back what the sidecar lent with it."""
         self._call = noted(call)
         self._has_ended = False
@@ -111,39 +112,32 @@ class Incoming:
             _ends.put(end)
 
 
-def _nothing() -> None:
-    """Nothing was lent."""
-
-
 def opened(
     session: ClientSession, method: Any, request: object, timeout_s: float,
     lent: Callable[[Any], Callable[[], object]] | None = None,
 ) -> tuple[Incoming, Any]:  # fmt: skip
     """Make a call, and return its stream and the first message. ``lent``: returns a function that gives back what the
     first message lends; it is called when the stream ends. Raises the typed error of a failed call."""
-    return session.with_model(partial(_opened, session, method, request, timeout_s, lent), timeout_s)
 
+    def begun() -> tuple[Incoming, Any]:
+        stream = Incoming(typed_call(method, request, timeout_s, session.carried))
+        try:
+            first = stream.read()
+            if first is not None and lent is not None:
+                stream.gives_back = lent(first)
+        except BaseException as error:
+            stream.end_soon()
+            if isinstance(error, grpc.RpcError):
+                raise translated(error) from error
+            if isinstance(error, ValueError):
+                raise Unavailable("the sidecar is gone") from error
+            raise
+        if first is None:
+            stream.end_soon()
+            raise Unavailable("the sidecar is gone")
+        return stream, first
 
-def _opened(
-    session: ClientSession, method: Any, request: object, timeout_s: float,
-    lent: Callable[[Any], Callable[[], object]] | None,
-) -> tuple[Incoming, Any]:  # fmt: skip
-    stream = Incoming(typed_call(method, request, timeout_s, session.carried))
-    try:
-        first = stream.read()
-        if first is not None and lent is not None:
-            stream.gives_back = lent(first)
-    except BaseException as error:
-        stream.end_soon()
-        if isinstance(error, grpc.RpcError):
-            raise translated(error) from error
-        if isinstance(error, ValueError):
-            raise Unavailable("the sidecar is gone") from error
-        raise
-    if first is None:
-        stream.end_soon()
-        raise Unavailable("the sidecar is gone")
-    return stream, first
+    return session.with_model(begun, timeout_s)
 
 
 def read_out(call: Any) -> None:

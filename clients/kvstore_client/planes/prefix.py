@@ -188,4 +188,4 @@ def land(landing: Landing, timeout_s: float) -> None:
 
 
 def nothing() -> None:
-    """Do nothing: an ``on_copied`` for callers that need no news of each copy."""
+    """Do nothing."""

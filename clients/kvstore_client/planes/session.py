@@ -26,7 +26,7 @@ from kvstore_client.fetch.ticket import TicketFields
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.forks import in_children
 from kvstore_client.lookup.presence import ChainName, LookupAnswer, Presence
-from kvstore_client.planes.prefix import Prefix
+from kvstore_client.planes.prefix import Prefix, nothing
 from kvstore_client.planes.returns import UNANSWERED, Returns
 from kvstore_client.planes.store import StagingMemory, StagingRun, StoreSource, Upload
 from kvstore_client.tracing import trace_headers
@@ -261,11 +261,7 @@ class ClientSession(Plane):
 def check_threads() -> None:
     """Raise Unavailable where no thread can be had. Call it before a call that gRPC starts threads for: it counts on a
     thread that it could not start, and later calls of its channel, and the channel's end, wait for that for ever."""
-    start_thread(_nothing, "kvstore-check")
-
-
-def _nothing() -> None:
-    """Do nothing."""
+    start_thread(nothing, "kvstore-check")
 
 
 def translated(error: grpc.RpcError) -> KVStoreError:
