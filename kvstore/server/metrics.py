@@ -56,6 +56,7 @@ _ENCODINGS = {
     "encoded_ratio": "Stored bytes per raw byte of a model as lz4, as measured there",
 }
 """Gauges of each tier and model."""
+OPEN_METRICS, OPEN_VERSION = "application/openmetrics-text", "1.0.0"
 TIER_UP = "1 while the tier is up"
 MILLISECONDS = "_milliseconds"
 UNITS = ("bytes", "chunks", "seconds", "tokens")
@@ -165,8 +166,16 @@ def _whole(parts: list[TierStatistics]) -> TierStatistics:
 
 
 def exposition_form(accept: str) -> str:
-    """Return the content type of the form that a reader prefers (its Accept header): one of a few."""
-    return choose_encoder(accept)[1]
+    """Return the content type of the form that a reader prefers (its Accept header): one of two. The library's own
+    choice repeats any version that a reader names, and fails for what is none."""
+    asked = [each.replace(" ", "").split(";") for each in accept.split(",")]
+    is_open = any(kind == OPEN_METRICS and _is_known(parameters) for kind, *parameters in asked)
+    return choose_encoder(f"{OPEN_METRICS}; version={OPEN_VERSION}" if is_open else "")[1]
+
+
+def _is_known(parameters: Iterable[str]) -> bool:
+    """True when an OpenMetrics reader names the version that there is, or none."""
+    return all(each == f"version={OPEN_VERSION}" for each in parameters if each.startswith("version="))
 
 
 def exposition(found: Scrape, form: str) -> bytes:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from kvstore.config import LoadedSettings
-from kvstore.controller import Controller
+from kvstore.controller import Controller, Stats
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.seams import Clock
 from kvstore.server.metrics import Scrape, exposition, exposition_form, sum_of_tenants
@@ -26,8 +26,6 @@ TOKEN_CHARACTERS_MIN = 16
 FILE_BYTES_MAX = 1 << 16
 FACTS_AGE_S, SCRAPE_AGE_S = 1.0, 0.25
 """Seconds for which one answer of the service serves every reader."""
-FORM_COUNT_MAX = 8
-"""Renderings of an answer that are kept, one per form; Prometheus' readers know four forms."""
 HERE = Path(__file__).parent
 FILES = {
     "/": ("page.html", "text/html; charset=utf-8"), "/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -57,16 +55,15 @@ class WebQuestion(Generic[Told]):
 
     async def get(self, form: str = "") -> Reply:
         """Return the answer, rendered in a form. Runs in the web's thread; the caller bounds the wait."""
+        came_s = self._clock.monotonic()
         async with self._gate:
             now_s = self._clock.monotonic()
-            if self._told is None or now_s - self._told[0] >= self._age_s:
+            if self._told is None or self._told[0] < min(came_s, now_s - self._age_s):
                 found = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._ask(), self._loop))
                 self._told, self._replies = (now_s, found), {}
             reply = self._replies.get(form)
             if reply is None:
-                reply = self._render(self._told[1], form)
-                if len(self._replies) < FORM_COUNT_MAX:
-                    self._replies[form] = reply
+                reply = self._replies[form] = self._render(self._told[1], form)
             return reply
 
 
@@ -100,10 +97,12 @@ class Site:
     # ------------------------------------------------------------ on the service's loop
 
     async def _scraped(self) -> Scrape:
-        counted: dict[str, str] = {}
-        for controller in self._controllers.values():
+        """Return the counts. Other requests are answered between two tenants."""
+        counted, stats = dict[str, str](), dict[str, Stats]()
+        for name, controller in self._controllers.items():
             counted |= controller.counted
-        stats = {name: each.stats() for name, each in self._controllers.items()}
+            stats[name] = controller.stats()
+            await asyncio.sleep(0)
         return Scrape(stats if self._shows_tenants else {"": sum_of_tenants(stats.values())}, counted)
 
     async def _answers(self) -> bool:
