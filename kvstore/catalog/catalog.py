@@ -78,6 +78,8 @@ class Catalog:
         self.registered = Models(self.spaces, model_count_max)
         self.models = self.registered.known
         """The registered models by fingerprint, for those who only look: ``model`` counts as a use."""
+        self.withdrawn_count = 0
+        """Chunks that became invisible. While it stays, all chunks that a walk found are here, in the same rows."""
 
     def register(self, spec: ModelSpec) -> Model:
         """Register a spec. Idempotent. At limits.model_count_max, the least recently used model that nothing needs is
@@ -297,6 +299,7 @@ class Catalog:
         assert not table.is_resident(row)
         namespace, digest = self.space_of(row), table.digests[row]
         del namespace.index[digest]
+        self.withdrawn_count += 1
         self.spaces.tell(EventKind.REMOVED, row, tier, reason)
         namespace.byte_count -= namespace.chunk_bytes(table.token_counts[row])
         self.depart(namespace, digest, reason)

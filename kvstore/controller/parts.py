@@ -17,7 +17,7 @@ from kvstore.controller.sessions import Leases
 from kvstore.directory import NodeDirectory
 from kvstore.movement import Movement, MovementParts, TierMeters
 from kvstore.policy import EvictionPolicy
-from kvstore.seams import Clock, Deadline, FaultPoints, LongWork, Memory, Random, TenantKeys, Workers
+from kvstore.seams import Clock, Deadline, FaultPoints, LongWork, Memory, Random, Rounds, TenantKeys, Workers
 from kvstore.telemetry import NO_TRACING, Counters, Tracing
 
 
@@ -37,6 +37,8 @@ class Parts:
     keys: TenantKeys
     faults: FaultPoints
     counters: Counters
+    rounds: Rounds = field(default_factory=Rounds)
+    """The rounds of the event loop, which all tenants' long work shares."""
     deadline_s: float = 10.0
     """Seconds that a call may wait at most, whatever its caller allows."""
     policies: PolicySettings = field(default_factory=PolicySettings)
@@ -56,7 +58,7 @@ class Parts:
 
     @cached_property
     def long_work(self) -> LongWork:
-        return LongWork(self.clock)
+        return LongWork(self.clock, self.rounds)
 
     @cached_property
     def catalog(self) -> Catalog:

@@ -10,7 +10,7 @@ from kvstore.seams.disk import Disk, SystemDisk
 from kvstore.seams.faults import FaultPoints
 from kvstore.seams.memory import Mapping, Memory, SystemMemory
 from kvstore.seams.movers import MoverProcesses
-from kvstore.seams.pauses import LongWork, Pauses
+from kvstore.seams.pauses import LongWork, Pauses, Rounds
 from kvstore.seams.randomness import Random, SystemRandom
 from kvstore.seams.scheduler import Lender, OwnThreads, Workers, WorkerThreads
 from kvstore.seams.secrets import EnvelopeKey, EnvelopeRing, TenantKeys
@@ -30,6 +30,7 @@ __all__ = [
     "OwnThreads",
     "Pauses",
     "Random",
+    "Rounds",
     "SystemClock",
     "SystemDisk",
     "SystemMemory",

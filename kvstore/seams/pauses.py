@@ -8,18 +8,49 @@ from kvstore.seams.clock import Clock
 
 STEP_S = 0.002
 """Longest step of work without a pause. With the last item and the loop's own cost, others wait at most 5 ms."""
+QUIET_ROUNDS, ROUNDS_MAX = 8, 100
+"""Rounds of the event loop in which no long work came, after which the next step is taken; and rounds after which it is
+taken in any case. A round without work takes some 20 us."""
+
+
+class Rounds:
+    """The rounds of an event loop. Of all pieces of long work that pause, one goes on at a time, whosever they are."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Lock()
+        self.paused_count = 0
+        """Pauses of this round."""
+
+    def paused(self) -> None:
+        """Count a pause, until the next round."""
+        if not self.paused_count:
+            asyncio.get_running_loop().call_soon(self._begin_round)
+        self.paused_count += 1
+
+    def _begin_round(self) -> None:
+        self.paused_count = 0
+
+    async def give_way(self, clock: Clock) -> None:
+        """Let others run until no more long work comes. gRPC begins the calls of a burst one by one, in two rounds
+        each: after a step in every round, a short call behind them would have waited for most of their work."""
+        quiet_count = 0
+        for _ in range(ROUNDS_MAX):
+            await clock.sleep(0)
+            quiet_count = 0 if self.paused_count else quiet_count + 1
+            if quiet_count == QUIET_ROUNDS:
+                return
 
 
 class LongWork:
-    """The long work of one tenant: of all its pieces that pause, one goes on per round of the event loop. The more of
-    them paused in a round, the shorter is the first step of one that begins then: many may begin in one round. Short
-    work ends within it, and waits for none of them, however many wait for their turn."""
+    """The long work of one tenant, whose pieces take turns with each other, and together with other tenants' work on
+    the same loop. The more pieces paused in a round, the shorter is the first step of one that begins then: many may
+    begin in one round. Short work ends within it, and waits for none of them, however many wait for their turn."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, rounds: Rounds | None = None) -> None:
+        """``rounds``: those of the loop, where others have long work on it, too."""
         self.clock = clock
+        self.rounds = rounds or Rounds()
         self.gate = asyncio.Lock()
-        self._paused_count = 0
-        """Pauses of this round of the event loop."""
 
     def begin(self) -> Pauses:
         return Pauses(self)
@@ -27,16 +58,7 @@ class LongWork:
     @property
     def first_step_s(self) -> float:
         """The longest first step of work that begins now."""
-        return STEP_S / (1 + self._paused_count)
-
-    def paused(self) -> None:
-        """Count a pause, until the next round of the event loop."""
-        if not self._paused_count:
-            asyncio.get_running_loop().call_soon(self._begin_round)
-        self._paused_count += 1
-
-    def _begin_round(self) -> None:
-        self._paused_count = 0
+        return STEP_S / (1 + self.rounds.paused_count)
 
 
 class Pauses:
@@ -55,7 +77,8 @@ class Pauses:
 
     async def turn(self) -> None:
         """Let others run, and wait until it is this work's turn to go on."""
-        self._work.paused()
-        async with self._work.gate:
-            await self._work.clock.sleep(0)
+        rounds = self._work.rounds
+        rounds.paused()
+        async with self._work.gate, rounds.gate:
+            await rounds.give_way(self._work.clock)
         self._step_s, self._since_s = STEP_S, self._work.clock.monotonic()

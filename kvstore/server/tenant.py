@@ -265,6 +265,7 @@ def _parts(settings: Settings, keys: TenantKeys, world: World, directory: NodeDi
         keys=keys,
         faults=world.faults,
         counters=Counters(),
+        rounds=world.rounds,
         deadline_s=settings.controller.deadline_s,
         policies=settings.policy,
         node=settings.server.node,

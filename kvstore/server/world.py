@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvstore.seams import Clock, Disk, EnvelopeRing, FaultPoints, Memory, MoverProcesses, Random, Workers
+from kvstore.seams import Clock, Disk, EnvelopeRing, FaultPoints, Memory, MoverProcesses, Random, Rounds, Workers
 from kvstore.server.reloading import Reloading
 from kvstore.telemetry import NO_TRACING, Tracing
 
@@ -34,3 +34,4 @@ class World:
     """Number of open files that the process may have."""
     reloading: Reloading
     tracing: Tracing = NO_TRACING
+    rounds: Rounds = field(default_factory=Rounds)

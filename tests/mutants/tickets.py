@@ -10,6 +10,14 @@ T_TICKETS = "tests/controller/test_tickets.py"
 
 MUTANTS = [
     Mutant(
+        "a-long-lookup-of-what-left-meanwhile",
+        "kvstore/controller/fetches/lookup.py",
+        "        if catalog.withdrawn_count == withdrawn_count:\n",
+        "        if True:\n",
+        "a ticket holds rows that other chunks have by now",
+        ("tests/controller/test_long_lookups.py::test_what_leaves_between_two_steps_is_a_miss_and_no_ticket_holds_it",),
+    ),
+    Mutant(
         "ticket-without-an-end",
         TICKETS,
         "if each.expires_s <= now_s]",

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from kvstore.seams import LongWork
-from kvstore.seams.pauses import STEP_S
+from kvstore.seams import LongWork, Rounds
+from kvstore.seams.pauses import QUIET_ROUNDS, ROUNDS_MAX, STEP_S
 from tests.simulated import ManualClock
 
 
@@ -86,4 +86,51 @@ async def test_short_work_waits_for_none_of_many_that_wait_for_their_turn() -> N
         clock.advance(STEP_S / 16)
         await pauses.between()
     assert clock.monotonic() - began_s == pytest.approx(STEP_S / 4)
+    await asyncio.gather(*tasks)
+
+
+async def test_a_burst_has_begun_before_any_of_it_goes_on_but_an_endless_one_is_not_waited_for() -> None:
+    """gRPC takes two rounds to begin a call: each long one took a step meanwhile, and a short one behind 40 of them
+    waited for most of their work."""
+    work, gone_on = LongWork(ManualClock()), 0
+
+    async def piece() -> None:
+        nonlocal gone_on
+        await work.begin().turn()
+        gone_on += 1
+
+    async def arrive(count: int) -> list[asyncio.Task[None]]:
+        tasks = []
+        for _ in range(count):
+            tasks.append(asyncio.create_task(piece()))
+            for _ in range(2):
+                await asyncio.sleep(0)
+        return tasks
+
+    tasks = await arrive(ROUNDS_MAX // 4)
+    assert gone_on == 0
+    for _ in range(2 * QUIET_ROUNDS):
+        await asyncio.sleep(0)
+    assert gone_on
+    tasks += await arrive(ROUNDS_MAX)
+    assert gone_on > 1
+    await asyncio.gather(*tasks)
+
+
+async def test_the_long_work_of_several_tenants_takes_its_steps_one_by_one() -> None:
+    """Each tenant took one in every round of the loop that they share."""
+    clock, rounds = ManualClock(), Rounds()
+    gone_on = 0
+
+    async def piece(work: LongWork) -> None:
+        nonlocal gone_on
+        await work.begin().turn()
+        gone_on += 1
+
+    tasks = [asyncio.create_task(piece(LongWork(clock, rounds))) for _ in range(10)]
+    seen = [0]
+    while seen[-1] < len(tasks):
+        await asyncio.sleep(0)
+        seen.append(gone_on)
+    assert max(after - before for before, after in zip(seen, seen[1:], strict=False)) == 1
     await asyncio.gather(*tasks)

@@ -62,7 +62,8 @@ async def test_others_are_answered_between_two_tenants_of_a_scrape() -> None:
     [
         ("", "text/plain"), ("text/plain; version=none", "text/plain"), ("text/plain; version=1.2.3", "text/plain"),
         (f"{OPEN_METRICS}; version=9.9", "text/plain"), (f"{OPEN_METRICS}; version=x", "text/plain"),
-        (f"{OPEN_METRICS};version=1.0.0;q=0.5,{OPEN_METRICS};version=0.0.1", OPEN_METRICS), (OPEN_METRICS, OPEN_METRICS),
+        (f"{OPEN_METRICS};version=1.0.0;q=0.5,{OPEN_METRICS};version=0.0.1", OPEN_METRICS),
+        (OPEN_METRICS, OPEN_METRICS),
     ],
 )  # fmt: skip
 async def test_a_reader_of_metrics_has_one_of_two_forms_whatever_it_asks_for(accept: str, kind: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from kvstore.catalog import Catalog, ChainRun, Namespace, absent_runs, joined_runs
+from kvstore.catalog import Catalog, ChainRun, Namespace, Walk, absent_runs, joined_runs
 from kvstore.controller.fetches.tickets import Tickets
 from kvstore.controller.parts import Parts
 from kvstore.controller.values import ChainQuery, LookupResult, Tail
@@ -75,7 +75,10 @@ class Lookups:
     def lookup(self, query: ChainQuery, readers: int = 0) -> LookupResult:
         """Return how far the node has a chain. With ``readers`` a ticket holds the hits for so many fetches."""
         spaces = namespaces_of(self._catalog, query)
-        walk = self._catalog.walk(spaces, query.digests)
+        return self._found(query, spaces, self._catalog.walk(spaces, query.digests), readers)
+
+    def _found(self, query: ChainQuery, spaces: Sequence[Namespace], walk: Walk, readers: int) -> LookupResult:
+        """Count the uses that a walk shows, and return its result."""
         for chain in walk.chains:
             self._parts.movement.uses.count(chain)
         self._parts.counters.add("lookup_hit_chunks", walk.hit_count)
@@ -177,19 +180,27 @@ class Lookups:
             return await self._in_steps(query, readers, pauses)
 
     async def _in_steps(self, query: ChainQuery, readers: int, pauses: Pauses) -> LookupResult:
-        spaces = namespaces_of(self._catalog, query)
-        step = max(1, STEP_CHUNKS // len(spaces))
-        hits, absent = 0, []
+        catalog, spaces = self._catalog, namespaces_of(self._catalog, query)
+        step, withdrawn_count = max(1, STEP_CHUNKS // len(spaces)), catalog.withdrawn_count
+        hits, runs = 0, list[ChainRun]()
+        chains: list[list[int]] = [[] for _ in spaces]
         for start in range(0, len(query.digests), step):
             digests = query.digests[start : start + step]
             if hits == start:
-                found = self._catalog.walk(spaces, digests).hit_count
-                hits, digests = hits + found, digests[found:]
-            absent += absent_runs(spaces, digests)
+                walk = catalog.walk(spaces, digests)
+                hits += walk.hit_count
+                runs += walk.runs
+                for chain, rows in zip(chains, walk.chains, strict=True):
+                    chain += rows
+            else:
+                runs += absent_runs(spaces, digests)
             await pauses.between()
-        prefix = self.lookup(query._replace(digests=query.digests[:hits]), readers)
-        self._parts.counters.add("lookup_miss_chunks", len(query.digests) - hits)
-        return prefix._replace(runs=tuple(joined_runs((*prefix.runs, *absent))))
+        if catalog.withdrawn_count == withdrawn_count:
+            return self._found(query, spaces, Walk(hits, tuple(joined_runs(runs)), chains), readers)
+        again = catalog.walk(spaces, query.digests[:hits])  # rows of chunks that left may be others' by now
+        return self._found(
+            query, spaces, again._replace(runs=tuple(joined_runs((*again.runs, *cut_runs(runs, hits))))), readers
+        )
 
     async def first_stored(self, query: ChainQuery, digests: Sequence[bytes], pauses: Pauses) -> int:
         """Return the position, from 1 on, of the first of ``digests`` that all parts of the query have, whatever comes
