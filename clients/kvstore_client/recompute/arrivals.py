@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 from typing import Any
@@ -49,11 +50,14 @@ class Arrivals:
         each layer that is fetched: after it nothing writes there any more."""
         runner = self._request.runner
         planes = dense_planes(runner.spec, plan.token_count, runner.device)
+        starts, parts = sorted(each.token_start for each in plan.runs), dict[StoredCache, list[PlannedRun]]()
+        for planned in plan.runs:
+            parts.setdefault(planned.cache, []).append(planned)
         runs = []
         for planned in plan.runs:
             source = self._source(plan, planned)
             self._sources.append(source)
-            self._follow(source, plan, planned, planes)
+            self._follow(source, planned, planes, parts[planned.cache], starts)
             runs.append(
                 Run(planned.token_start, planned.token_count, source, planned.rotated_from, planned.sender,
                     planned.is_exact)
@@ -119,26 +123,32 @@ class Arrivals:
         ahead = Ahead(self._ahead[run.cache, run.hidden_layer], run.hidden_layer, rows)
         return FetchedRun(self._timeout_s, runner.device, ahead)
 
-    def _follow(self, source: FetchedRun, plan: Plan, run: PlannedRun, planes: PlanePairs) -> None:
+    def _follow(
+        self, source: FetchedRun, run: PlannedRun, planes: PlanePairs, parts: Sequence[PlannedRun],
+        starts: Sequence[int],
+    ) -> None:  # fmt: skip
         """Bring the source's other layers by the one transfer of its cache; the first layer came with E, if E was
-        fetched."""
+        fetched. ``parts``: all runs of this cache. ``starts``: the first tokens of all runs, in order."""
         layers = run.layers if run.hidden_layer is None else run.layers[1:]
         if not layers:
             return
         if run.cache not in self._transfers:
-            self._transfers[run.cache] = self._started(plan, run, layers, planes)
+            self._transfers[run.cache] = self._started(run, layers, planes, parts, starts)
         source.follow(self._transfers[run.cache])
 
-    def _started(self, plan: Plan, run: PlannedRun, layers: tuple[int, ...], planes: PlanePairs) -> Transfer:
+    def _started(
+        self, run: PlannedRun, layers: tuple[int, ...], planes: PlanePairs, parts: Sequence[PlannedRun],
+        starts: Sequence[int],
+    ) -> Transfer:  # fmt: skip
         cache, spec, into = run.cache, self._spec(run.cache), None
-        parts = [each for each in plan.runs if each.cache == cache]
         if not spec.keeps_e:
             window = slice(cache.token_start, cache.token_stop)
             windows = [(k[:, window], v[:, window]) for k, v in planes]
             wanted = [
                 range(each.token_start - cache.token_start, each.token_stop - cache.token_start) for each in parts
             ]
-            is_last = not any(parts[-1].token_stop <= each.token_start < cache.token_stop for each in plan.runs)
+            behind = bisect_left(starts, parts[-1].token_stop)
+            is_last = behind == len(starts) or starts[behind] >= cache.token_stop
             into = places(windows, layers, wanted, is_last=is_last)
         if not cache.is_standalone:
             transfer = self._client.start_fetch(self.held.tickets[spec], into=into, layers=layers)
