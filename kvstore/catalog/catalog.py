@@ -325,7 +325,8 @@ class Catalog:
     def unhold(self, row: int) -> None:
         """Undo one ``table.hold``."""
         self.table.unhold(row)
-        self.forget_ghost(row)
+        if not self.table.child_counts[row]:  # of a long chain, only the last one: a lease may have 100,000 rows
+            self.forget_ghost(row)
 
 
 def absent_runs(namespaces: Sequence[Namespace], digests: Sequence[bytes]) -> list[ChainRun]:
