@@ -8,20 +8,31 @@ from kvstore.seams.clock import Clock
 
 STEP_S = 0.002
 """Longest step of work without a pause. With the last item and the loop's own cost, others wait at most 5 ms."""
-QUIET_ROUNDS, ROUNDS_MAX = 8, 100
-"""Rounds of the event loop in which no long work came, after which the next step is taken; and rounds after which it is
-taken in any case. A round without work takes some 20 us."""
+QUIET_ROUNDS, ALONE_ROUNDS, ROUNDS_MAX = 8, 3, 100
+"""Rounds of the event loop without new long work after which the next step is taken: where other long work waits for
+its turn, and where none does; and rounds after which it is taken in any case. A round without work takes some 20 us."""
 
 
 class Rounds:
     """The rounds of an event loop. Of all pieces of long work that pause, one goes on at a time, whosever they are."""
 
     def __init__(self) -> None:
-        self.gate = asyncio.Lock()
         self.paused_count = 0
         """Pauses of this round."""
+        self._gate = asyncio.Lock()
+        self._waiting_count = 0
 
-    def paused(self) -> None:
+    async def turn(self, tenant_gate: asyncio.Lock, clock: Clock) -> None:
+        """Wait until it is a piece's turn, of its tenant and of all, and let others run."""
+        self._pause()
+        self._waiting_count += 1
+        try:
+            async with tenant_gate, self._gate:
+                await self._give_way(clock)
+        finally:
+            self._waiting_count -= 1
+
+    def _pause(self) -> None:
         """Count a pause, until the next round."""
         if not self.paused_count:
             asyncio.get_running_loop().call_soon(self._begin_round)
@@ -30,14 +41,14 @@ class Rounds:
     def _begin_round(self) -> None:
         self.paused_count = 0
 
-    async def give_way(self, clock: Clock) -> None:
+    async def _give_way(self, clock: Clock) -> None:
         """Let others run until no more long work comes. gRPC begins the calls of a burst one by one, in two rounds
         each: after a step in every round, a short call behind them would have waited for most of their work."""
         quiet_count = 0
         for _ in range(ROUNDS_MAX):
             await clock.sleep(0)
             quiet_count = 0 if self.paused_count else quiet_count + 1
-            if quiet_count == QUIET_ROUNDS:
+            if quiet_count >= (QUIET_ROUNDS if self._waiting_count > 1 else ALONE_ROUNDS):
                 return
 
 
@@ -77,8 +88,5 @@ class Pauses:
 
     async def turn(self) -> None:
         """Let others run, and wait until it is this work's turn to go on."""
-        rounds = self._work.rounds
-        rounds.paused()
-        async with self._work.gate, rounds.gate:
-            await rounds.give_way(self._work.clock)
+        await self._work.rounds.turn(self._work.gate, self._work.clock)
         self._step_s, self._since_s = STEP_S, self._work.clock.monotonic()

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from kvstore.planning import Plan, PlannedRun, StoredCache
 from kvstore_client.recompute.arrivals import Arrivals
 from kvstore_client.recompute.sources import FetchedRun
+
+from kvstore.planning import Plan, PlannedRun, StoredCache
 from tests.specs import small_spec
 
 DOCUMENTS = 50
