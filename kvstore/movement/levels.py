@@ -15,7 +15,7 @@ from kvstore.movement.breaker import told_of
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.questions import PROBE_COUNT_MAX
 from kvstore.movement.shared import SharedCopies, is_for_others
-from kvstore.movement.writes import EVICTED_FIRST, NO_ROOM, Writes
+from kvstore.movement.writes import GONE, NO_ROOM, Writes
 from kvstore.seams import Clock, Deadline
 from kvstore.spec import Durability
 
@@ -24,7 +24,6 @@ ROUND_COUNT = 2
 PATIENCE = 0.5
 """The share of the remaining time that is spent waiting for other nodes that write the same chunks; then this node
 writes them, too."""
-GONE = "a part of it is gone again: raise arena.capacity_bytes"
 BEYOND = (Durability.SHARED, Durability.OBJECT)
 """The levels of tiers that other nodes use, too."""
 
@@ -132,7 +131,7 @@ class Levels:
         known = await asyncio.gather(*(self._known(each, asks.get(each), until) for each in others))
         beyond.update(zip(others, known, strict=True))
         if not all(self._catalog.is_here(*each) for each in chunks.items()):  # a chunk left while tiers were asked
-            level, reason = Durability.NONE, EVICTED_FIRST
+            level, reason = Durability.NONE, GONE
         elif level > Durability.MEMORY:
             level, reason = self._local_now(chunks)
         missing = {each: found.reason for each, found in beyond.items() if found.reason}

@@ -37,7 +37,7 @@ AWAY = (DeadlineExceeded, PermissionDenied, Unavailable)
 refuses a chunk, perhaps that one alone."""
 DRAINING = "an operator drains it (kvstore drain --tier NAME --end has it take chunks again)"
 NO_ROOM = "memory has no room to read it back: raise arena.capacity_bytes"
-EVICTED_FIRST = "evicted before it was written: raise arena.capacity_bytes"
+GONE = "a part of it is gone again: evicted (raise arena.capacity_bytes), replaced or removed"
 LEFT_BY_A_CRASH = "a crash left it, and it was not stored again since"
 _log = logging.getLogger("kvstore.movement")
 
@@ -368,7 +368,7 @@ class Writes:
         level, reason = self.target.durability, ""
         for row, identity in chunks.items():
             if not self._catalog.is_here(row, identity):
-                return Durability.NONE, EVICTED_FIRST
+                return Durability.NONE, GONE
             if not self.target.is_proven(row):
                 missing = LEFT_BY_A_CRASH if self.target.has(row) else f"{self.target.name} has not taken it yet"
                 level, reason = Durability.MEMORY, self.reason or missing

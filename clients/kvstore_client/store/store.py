@@ -137,7 +137,8 @@ def ask_settled(
                 raise
             reply = pb.StoreResponse()  # its model is forgotten, as one is that has no chunk any more
         if min(reply.committed_count * chunk_tokens, token_count) < token_count:
-            return Outcome(dict.fromkeys(LEVELS, "a part of it is gone again: raise arena.capacity_bytes"), True)
+            why = "a part of it is gone again: evicted (raise arena.capacity_bytes), replaced or removed"
+            return Outcome(dict.fromkeys(LEVELS, why), True)
         return Outcome(reported(reply), reply.is_settled)
 
     answered: Future[None] = Future()
