@@ -9,7 +9,7 @@ of encoding and of checksum.
 
 Arena and client see ``raw`` chunks, whose strips lie where the layout says. A tier may keep a chunk ``lz4``: the same
 order and alignment, each strip shorter or as it was, and the header's table says where. ``encode_chunk`` and
-``decode_slab`` convert between the two and restore every byte, header included; ``Making`` and ``decode_slabs`` do so
+``decode_slab`` convert between the two and restore every byte, header included; ``Making`` and ``StoredSlabs`` do so
 for copies in envelopes, too.
 
 Invariants: the layout follows from the spec, the kind and the token count alone; the bytes of one encoding are
@@ -46,7 +46,8 @@ from kvstore.chunk.making import SAVES_MIN, EncodingCost, Making, decode_slabs, 
 from kvstore.chunk.parts import Part, PartPlace, part_places, slab_parts
 from kvstore.chunk.seal import AEAD, MAC, check_available
 from kvstore.chunk.sealed_file import open_file, seal_file
-from kvstore.chunk.strips import StripMemory, StripRun, are_right, slab_runs, strip_run
+from kvstore.chunk.slabs import StoredSlabs
+from kvstore.chunk.strips import StripMemory, StripRun, are_right, settle_runs, slab_runs, strip_run
 
 __all__ = [
     "AEAD",
@@ -64,6 +65,7 @@ __all__ = [
     "PartPlace",
     "Sealer",
     "Sealing",
+    "StoredSlabs",
     "StoredStrips",
     "StripMemory",
     "StripRun",
@@ -91,6 +93,7 @@ __all__ = [
     "seal_file",
     "sealed",
     "sealed_header_bytes",
+    "settle_runs",
     "shown_header",
     "slab_parts",
     "slab_range",

@@ -34,16 +34,13 @@ class Making:
     encoding: Encoding
     sealing: Sealing | None
 
-    @property
-    def is_plain(self) -> bool:
-        """True when the copy is the raw chunk, byte for byte."""
-        return self.encoding is Encoding.RAW and self.sealing is None
-
     def made(self, pieces: Sequence[Bytes]) -> tuple[ChunkHeader, list[Bytes]]:
         """Blocking. Make the copy; return its header without envelope, and its bytes: the header's, then the body's.
         ``pieces``: the raw chunk's, header first. Raises DataLoss when a strip that is encoded or sealed fails its
         checksum in the header."""
         layout, header, (head, *slabs) = self.layout, self.header, pieces
+        if self.encoding is Encoding.RAW and self.sealing is None:
+            return header, list(pieces)
         whole = range(len(layout.slabs))
         if self.encoding is Encoding.LZ4:
             encoded = encode_chunk(header, layout, pieces)

@@ -149,3 +149,12 @@ def are_right(runs: Sequence[StripMemory], expected: bytes) -> bool:
             return False
         start = stop
     return True
+
+
+def settle_runs(runs: Sequence[StripMemory], expected: bytes) -> bool:
+    """Blocking. Check strips in memory that was just filled, as ``are_right`` does, and zero the gaps between them."""
+    good = are_right(runs, expected)
+    if good:
+        for data, strips in runs:
+            strips.zero_gaps(data)
+    return good

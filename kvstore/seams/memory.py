@@ -12,7 +12,7 @@ import errno
 import fcntl
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -155,3 +155,18 @@ def _longer(first: Bytes, start: int, size: int) -> Bytes:
             whole.flags.writeable = False
         return whole
     return np.lib.stride_tricks.as_strided(first, (size,), (1,))
+
+
+def cut(arrays: Sequence[Bytes], sizes: Sequence[int]) -> Iterator[list[Bytes]]:
+    """Yield the same memory, one part after the other, in parts of these sizes."""
+    waiting, at = list(arrays), 0
+    for size in sizes:
+        part: list[Bytes] = []
+        while size:
+            piece = waiting[0][at : at + size]
+            part.append(piece)
+            size -= piece.size
+            at += piece.size
+            if at == waiting[0].size:
+                waiting, at = waiting[1:], 0
+        yield part

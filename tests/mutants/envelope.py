@@ -7,10 +7,9 @@ from tests.mutants.mutant import Mutant
 SEAL = "kvstore/chunk/seal.py"
 ENVELOPE = "kvstore/chunk/envelope.py"
 STRIPS = "kvstore/chunk/strips.py"
-REDIS = "kvstore/tiers/redis/chunk.py"
 SCRIPTS = "kvstore/tiers/redis/scripts.py"
-S3_READING = "kvstore/tiers/s3/reading.py"
 NVME_READING = "kvstore/tiers/nvme/reading.py"
+SLABS = "kvstore/chunk/slabs.py"
 NVME_RECOVERY = "kvstore/tiers/nvme/recovery.py"
 NVME_TIER = "kvstore/tiers/nvme/tier.py"
 NVME_ERASURES = "kvstore/tiers/nvme/erasures.py"
@@ -117,9 +116,9 @@ MUTANTS = [
     ),
     Mutant(
         "strips-not-opened-from-redis",
-        REDIS,
-        "header.write_id, slabs, memory, header.seal)",
-        "header.write_id, slabs, memory)",
+        SLABS,
+        "write_id, slabs, target, header.seal)\n",
+        "write_id, slabs, target)\n",
         "strips are checked as if they had no envelope",
         (f"{T_REDIS}::test_chunks_of_any_shape_come_back",),
     ),
@@ -189,9 +188,9 @@ MUTANTS = [
     ),
     Mutant(
         "strips-not-opened-from-the-device",
-        NVME_READING,
-        "header.write_id, slabs, memory, header.seal)\n",
-        "header.write_id, slabs, memory)\n",
+        SLABS,
+        "write_id, slabs, target, header.seal)\n",
+        "write_id, slabs, target)\n",
         "strips are checked as if they had no envelope",
         (f"{T_ENVELOPE}::test_chunks_of_any_shape_come_back",),
     ),

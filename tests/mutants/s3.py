@@ -36,8 +36,8 @@ MUTANTS = [
     Mutant(
         "strips-of-an-object-are-believed",
         f"{ROOM}/reading.py",
-        "    good = are_right(runs, expected)\n",
-        "    good = True\n",
+        "    return stored.are_right(room)\n",
+        "    return True\n",
         "an altered object gives wrong bytes",
         (f"{TESTS}::test_no_altered_object_gives_a_wrong_byte",),
     ),

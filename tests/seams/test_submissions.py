@@ -64,8 +64,7 @@ SITES = {
     **{("kvstore/tiers/hbm/tier.py", f"HbmTier.{name}"): HBM for name in ("_begun", "are_right")},
     ("kvstore/tiers/hbm/tier.py", "HbmTier.close"): HBM_CLOSE,
     ("kvstore/server/tenant.py", "Tenant._attach_hbm"): HBM_OPEN,
-    ("kvstore/tiers/nvme/reading.py", "NvmeChunk.read"): DEVICE,
-    ("kvstore/tiers/nvme/reading.py", "NvmeChunk.check"): DEVICE,
+    ("kvstore/tiers/nvme/reading.py", "NvmeChunk._read"): DEVICE,
     ("kvstore/tiers/nvme/recovery.py", "_read_all"): DEVICE,
     ("kvstore/tiers/nvme/sync.py", "GroupSync.wait"): DEVICE,
     **{

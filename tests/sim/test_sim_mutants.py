@@ -32,8 +32,8 @@ Mutant = Callable[[pytest.MonkeyPatch], None]
 
 def without_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serves what it read, whatever it is."""
-    monkeypatch.setattr("kvstore.tiers.nvme.reading.decode_slabs", lambda *args: True)
-    monkeypatch.setattr("kvstore.tiers.nvme.reading.are_right", lambda *args: True)
+    monkeypatch.setattr("kvstore.chunk.slabs.decode_slabs", lambda *args: True)
+    monkeypatch.setattr("kvstore.chunk.slabs.settle_runs", lambda *args: True)
 
 
 def leases_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.chunk import ChunkHeader, ChunkLayout, StripMemory, are_right, pack_header, parse_header, slab_runs
+from kvstore.chunk import ChunkHeader, ChunkLayout, StripMemory, pack_header, parse_header, settle_runs, slab_runs
 from kvstore.errors import DataLoss, Exhausted, KVStoreError
 from kvstore.seams import Clock, SystemClock, Workers
 from kvstore.seams.devices import DeviceRegion
@@ -195,7 +195,7 @@ class HbmTier:
     async def are_right(self, runs: Sequence[StripMemory], expected: bytes) -> bool:
         """Return True when strips in host memory have these checksums; they count as read then. Bytes that no strip
         covers become zero."""
-        good = await done(self._workers, _are_right, runs, expected)
+        good = await done(self._workers, settle_runs, runs, expected)
         if good:
             self._read_bytes += sum(data.size for data, _ in runs)
         return good
@@ -291,10 +291,3 @@ def _read(region: DeviceRegion, reads: Sequence[tuple[int, Bytes]]) -> None:
     """Copy bytes of the device to host memory. Blocking."""
     for offset, target in reads:
         region.read(offset, target)
-
-
-def _are_right(runs: Sequence[StripMemory], expected: bytes) -> bool:
-    """Check strips, and zero the gaps between them. Blocking."""
-    for data, strips in runs:
-        strips.zero_gaps(data)
-    return are_right(runs, expected)

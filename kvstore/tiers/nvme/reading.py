@@ -11,18 +11,13 @@ from typing import Any, Protocol
 from kvstore.chunk import (
     ChunkHeader,
     ChunkLayout,
-    StripMemory,
-    StripRun,
+    StoredSlabs,
     Trust,
-    are_right,
-    decode_slabs,
     is_sealed,
     parse_header,
     read_seat,
     sealed_header_bytes,
     slab_range,
-    slab_runs,
-    strip_run,
 )
 from kvstore.errors import DataLoss
 from kvstore.seams import EnvelopeRing
@@ -92,49 +87,28 @@ class NvmeChunk:
 
     async def read(self, slabs: range, target: Sequence[Buffer]) -> None:
         """See ``StoredChunk.read``."""
-        memory = host_memory(target)
-        offset, byte_count = self._place(slabs)
-        header, descriptor = self.header, self._region.descriptor
-        if header.encoding == "raw":
-            runs = slab_runs(self._layout, header.storage_key, header.write_id, slabs, memory, header.seal)
-            good = await self._owner.run_read(read_raw, self._io, descriptor, offset, runs, self._expected(slabs))
-        else:
-            place = (descriptor, offset, byte_count)
-            good = await self._owner.run_read(read_encoded, self._io, place, header, self._layout, slabs, memory)
-        self._was_read(slabs, good, byte_count)
+        await self._read(slabs, StoredSlabs.of(self.header, self._layout, slabs, host_memory(target)))
 
     async def check(self, slabs: range) -> None:
         """As ``read``, without handing out the bytes."""
-        offset, byte_count = self._place(slabs)
-        header = self.header
-        if header.encoding == "raw":
-            first, stop = self._layout.strips_of(slabs)
-            strips = strip_run(self._layout, header.storage_key, header.write_id, first, stop, header.seal)
-            place = (self._region.descriptor, offset, byte_count)
-            good = await self._owner.run_read(check_raw, self._io, place, strips, self._expected(slabs))
-            self._was_read(slabs, good, byte_count)
-        else:
-            await self.read(slabs, [aligned(self._layout.slabs[slab].byte_count) for slab in slabs])
+        await self._read(slabs, StoredSlabs.of(self.header, self._layout, slabs))
 
-    def _place(self, slabs: range) -> tuple[int, int]:
-        """Return (offset on the device, bytes) of slabs as stored. Raises DataLoss where they leave the slot."""
-        offset, byte_count = slab_range(self.header, self._layout, slabs.start, slabs.stop)
-        start = self.header.bytes_before(self._layout) + offset
-        if start + byte_count > self._region.slot_bytes:
-            raise DataLoss("the chunk does not end where its slot does", reason="slot")
-        return self._region.offset(self._slot) + start, byte_count
-
-    def _expected(self, slabs: range) -> bytes:
-        """Return the checksums that the strips must have."""
-        return self.header.checksums_of(*self._layout.strips_of(slabs))
-
-    def _was_read(self, slabs: range, good: bool, byte_count: int) -> None:
-        if not good:
+    async def _read(self, slabs: range, stored: StoredSlabs) -> None:
+        offset = self._offset(slabs)
+        if not await self._owner.run_read(read_slabs, self._io, self._region.descriptor, offset, stored):
             raise DataLoss(
                 f"slabs {slabs.start}..{slabs.stop} on the device fail their check", reason="checksum",
                 slab=slabs.start,
             )  # fmt: skip
-        self._owner.was_read(byte_count)
+        self._owner.was_read(stored.byte_count)
+
+    def _offset(self, slabs: range) -> int:
+        """Return the place of stored slabs on the device. Raises DataLoss where they leave the slot."""
+        offset, byte_count = slab_range(self.header, self._layout, slabs.start, slabs.stop)
+        start = self.header.bytes_before(self._layout) + offset
+        if start + byte_count > self._region.slot_bytes:
+            raise DataLoss("the chunk does not end where its slot does", reason="slot")
+        return self._region.offset(self._slot) + start
 
     def close(self) -> None:
         if not self._is_closed:
@@ -142,32 +116,10 @@ class NvmeChunk:
             self._owner.closed(self._region, self._slot)
 
 
-def read_raw(io: DeviceIO, descriptor: int, offset: int, runs: Sequence[StripMemory], expected: bytes) -> bool:
-    """Fill runs of memory, which lie one after the other on the device. Returns True when all strips are right.
-    Blocking."""
-    for data, _ in runs:
+def read_slabs(io: DeviceIO, descriptor: int, offset: int, stored: StoredSlabs) -> bool:
+    """Read slabs from a place on the device. Returns True when all strips are right. Blocking."""
+    room = stored.room(aligned)
+    for data in room:
         io.read(descriptor, offset, data)
         offset += data.size
-    good = are_right(runs, expected)
-    if good:
-        for data, strips in runs:
-            strips.zero_gaps(data)
-    return good
-
-
-def check_raw(io: DeviceIO, place: tuple[int, int, int], strips: StripRun, expected: bytes) -> bool:
-    """Return True when all strips at ``place`` (descriptor, offset, bytes) are right. Blocking."""
-    descriptor, offset, byte_count = place
-    return read_raw(io, descriptor, offset, [(aligned(byte_count), strips)], expected)
-
-
-def read_encoded(
-    io: DeviceIO, place: tuple[int, int, int], header: ChunkHeader, layout: ChunkLayout, slabs: range,
-    target: Sequence[Bytes],
-) -> bool:  # fmt: skip
-    """Read slabs from ``place`` (descriptor, offset, bytes), and decode them. Returns True when all were right.
-    Blocking."""
-    descriptor, offset, byte_count = place
-    buffer = aligned(byte_count)
-    io.read(descriptor, offset, buffer)
-    return decode_slabs(header, layout, slabs, buffer, target)
+    return stored.are_right(room)

@@ -7,11 +7,11 @@ from typing import Protocol
 
 import numpy as np
 
-from kvstore.chunk import ChunkHeader, StripMemory, StripRun, Trust, slab_range, slab_runs, strip_run
+from kvstore.chunk import ChunkHeader, StoredSlabs, Trust, slab_range
 from kvstore.errors import DataLoss
 from kvstore.tiers.contract import Buffer, ChunkName, check_header, host_memory
 from kvstore.tiers.redis.control import Opened
-from kvstore.tiers.redis.moves import DecodedSlabs, PartRead
+from kvstore.tiers.redis.moves import PartRead
 from kvstore.tiers.redis.names import fields_of, reads_of
 from kvstore.tiers.redis.reads import ChunkReads
 
@@ -51,31 +51,16 @@ class RedisChunk:
 
     async def read(self, slabs: range, target: Sequence[Buffer]) -> None:
         """See ``StoredChunk.read``."""
-        header, memory = self.header, host_memory(target)
-        if header.stored is not None:
-            await self._read(slabs, decoded=DecodedSlabs(header, self._layout, slabs, memory))
-            return
-        runs = slab_runs(self._layout, header.storage_key, header.write_id, slabs, memory, header.seal)
-        await self._read(slabs, runs=runs)
+        await self._read(slabs, StoredSlabs.of(self.header, self._layout, slabs, host_memory(target)))
 
     async def check(self, slabs: range) -> None:
         """As ``read``, without handing out the bytes."""
-        header = self.header
-        if header.stored is not None:
-            await self._read(slabs, decoded=DecodedSlabs(header, self._layout, slabs))
-            return
-        first, stop = self._layout.strips_of(slabs)
-        strips = strip_run(self._layout, header.storage_key, header.write_id, first, stop, header.seal)
-        await self._read(slabs, strips=strips)
+        await self._read(slabs, StoredSlabs.of(self.header, self._layout, slabs))
 
-    async def _read(
-        self, slabs: range, runs: Sequence[StripMemory] = (), strips: StripRun | None = None,
-        decoded: DecodedSlabs | None = None,
-    ) -> None:  # fmt: skip
+    async def _read(self, slabs: range, stored: StoredSlabs) -> None:
         start, byte_count = slab_range(self.header, self._layout, slabs.start, slabs.stop)
         fields = reads_of(self._layout, self.header.write_id, start, start + byte_count, self.header.stored)
-        expected = self.header.checksums_of(*self._layout.strips_of(slabs))
-        if not await self._owner.read(self._reads, PartRead(fields, expected, runs, strips, decoded)):
+        if not await self._owner.read(self._reads, PartRead(fields, stored)):
             raise DataLoss(
                 f"slabs {slabs.start}..{slabs.stop} from Redis fail their check", reason="checksum", slab=slabs.start
             )

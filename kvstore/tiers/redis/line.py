@@ -18,6 +18,7 @@ from kvstore.errors import DataLoss, KVStoreError, Unavailable
 from kvstore.seams import SystemClock
 from kvstore.seams.memory import Bytes
 from kvstore.tiers.redis.access import Server
+from kvstore.tiers.redis.packed import command
 from kvstore.tiers.redis.replies import MOVED, NO_WRITES, REPLICA, refusal, unreachable
 
 CONNECT_S_MAX = 2.0
@@ -34,11 +35,6 @@ _NO_ANSWER_YET = (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWa
 _clock = SystemClock()
 Sent = bytes | Bytes
 Result = TypeVar("Result")
-
-
-def command(*words: bytes) -> bytes:
-    """Return the bytes of one whole command."""
-    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
 class Line:

@@ -8,21 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvstore.chunk import (
-    FIXED_HEADER_BYTES,
-    ChunkHeader,
-    ChunkLayout,
-    Making,
-    StripMemory,
-    StripRun,
-    are_right,
-    decode_slabs,
-)
+from kvstore.chunk import FIXED_HEADER_BYTES, ChunkHeader, ChunkLayout, Making, StoredSlabs
 from kvstore.errors import DataLoss
-from kvstore.seams.memory import Bytes, joined
+from kvstore.seams.memory import Bytes, cut, joined
 from kvstore.tiers.redis.access import Server
-from kvstore.tiers.redis.line import Line, Sent, command, on_line
-from kvstore.tiers.redis.names import HEADER_FIELD, FieldRead, cut, field_name, fields_of
+from kvstore.tiers.redis.line import Line, Sent, on_line
+from kvstore.tiers.redis.names import HEADER_FIELD, FieldRead, field_name, fields_of
+from kvstore.tiers.redis.packed import command
 
 IN_FLIGHT_COUNT = 2
 """Fields on one line at a time: one on its way, one being made. More only fill the server's memory."""
@@ -45,34 +37,11 @@ class Written(NamedTuple):
     byte_count: int
 
 
-class DecodedSlabs(NamedTuple):
-    """Slabs of an encoded copy, and the memory for their raw bytes. Without ``target`` they are only checked."""
-
-    header: ChunkHeader
-    layout: ChunkLayout
-    slabs: range
-    target: Sequence[Bytes] = ()
-
-    def are_right(self, stored: Bytes) -> bool:
-        """Decode the slabs that ``stored`` holds. Returns True when all strips are right."""
-        sizes = [self.layout.slabs[slab].byte_count for slab in self.slabs]
-        target = self.target or [np.empty(size, np.uint8) for size in sizes]
-        return decode_slabs(self.header, self.layout, self.slabs, stored, target)
-
-
 class PartRead(NamedTuple):
-    """One read: bytes of ``fields``, one after the other, into the memory of ``runs``, where the strips must have the
-    checksums ``expected``. Without ``runs`` only ``strips`` are checked. ``decoded`` slabs check themselves."""
+    """One read of slabs, whose bytes are those of ``fields``, one after the other."""
 
     fields: Sequence[FieldRead]
-    expected: bytes
-    runs: Sequence[StripMemory] = ()
-    strips: StripRun | None = None
-    decoded: DecodedSlabs | None = None
-
-    @property
-    def byte_count(self) -> int:
-        return sum(field.take for field in self.fields)
+    slabs: StoredSlabs
 
 
 def read_parts(server: Server, key: bytes, parts: Sequence[PartRead], until_s: float) -> list[bool]:
@@ -89,8 +58,8 @@ def read_parts(server: Server, key: bytes, parts: Sequence[PartRead], until_s: f
 
 def _read_part(line: Line, key: bytes, part: PartRead, ahead: Iterator[bytes]) -> bool:
     """Read one part. ``ahead``: the names of fields that are yet to be asked for."""
-    memory = [data for data, _ in part.runs] or [np.empty(part.byte_count, np.uint8)]
-    targets = cut(memory, [field.take for field in part.fields])
+    room = part.slabs.room()
+    targets = cut(room, [field.take for field in part.fields])
     asking = [command(b"ASKING")] if line.server.is_asked else []
     reply_count = 1 + len(asking)
     at_once = NEAR_READ_COUNT if line.server.is_near else IN_FLIGHT_COUNT
@@ -100,19 +69,7 @@ def _read_part(line: Line, key: bytes, part: PartRead, ahead: Iterator[bytes]) -
         if asking:
             line.reply()
         _take(line, field, target)
-    return _is_right(part, memory)
-
-
-def _is_right(part: PartRead, memory: Sequence[Bytes]) -> bool:
-    if part.decoded is not None:
-        return part.decoded.are_right(memory[0])
-    if part.strips is not None:
-        return are_right([(memory[0], part.strips)], part.expected)
-    good = are_right(part.runs, part.expected)
-    if good:
-        for data, strips in part.runs:
-            strips.zero_gaps(data)
-    return good
+    return part.slabs.are_right(room)
 
 
 def _take(line: Line, field: FieldRead, target: Iterable[Bytes]) -> None:
@@ -130,8 +87,10 @@ def _drop(line: Line, byte_count: int) -> None:
         line.fill(np.empty(byte_count, np.uint8))
 
 
-def write_fields(server: Server, key: bytes, fields: Sequence[Field], until_s: float) -> None:
-    """Write fields from memory. An unfinished write expires by itself after a while."""
+def write_copy(server: Server, key: bytes, making: Making, pieces: Sequence[Bytes], until_s: float) -> Written:
+    """Make a copy of a raw chunk, and write it. An unfinished write expires by itself after a while."""
+    header, made = making.made(pieces)
+    fields = _fields_with(header, making.layout, made)
     expire = command(b"PEXPIRE", key, b"%d" % UNFINISHED_MS)
 
     def write(line: Line) -> None:
@@ -143,17 +102,10 @@ def write_fields(server: Server, key: bytes, fields: Sequence[Field], until_s: f
             _heard(line)
 
     on_line(server, until_s, write)
-
-
-def write_copy(server: Server, key: bytes, making: Making, pieces: Sequence[Bytes], until_s: float) -> Written:
-    """Make a copy of a raw chunk, and write it."""
-    header, made = making.made(pieces)
-    fields = fields_with(header, making.layout, made)
-    write_fields(server, key, fields, until_s)
     return Written(made[0][:FIXED_HEADER_BYTES].tobytes(), len(fields), sum(each.size for each in made))
 
 
-def fields_with(header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes]) -> list[Field]:
+def _fields_with(header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes]) -> list[Field]:
     """Return the fields of a copy: its packed header, then its body, which is laid out as ``header`` says."""
     spans = fields_of(layout, header.stored)
     parts = cut(joined(pieces[1:]), [span.stop - span.start for span in spans])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from binascii import hexlify
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -12,7 +12,6 @@ from typing import NamedTuple
 from zlib import crc32
 
 from kvstore.chunk import ChunkLayout, StoredStrips
-from kvstore.seams.memory import Bytes
 
 FIELD_BYTES_MAX = 4 << 20
 """A server does nothing else while it moves a field: a field of 32 MiB delays all other requests by 3 ms."""
@@ -111,18 +110,3 @@ def reads_of(
         )
         for number, span in enumerate(spans[first:last], first)
     ]  # fmt: skip
-
-
-def cut(arrays: Sequence[Bytes], sizes: Sequence[int]) -> Iterator[list[Bytes]]:
-    """Yield the same memory, one part after the other, in parts of these sizes."""
-    waiting, at = list(arrays), 0
-    for size in sizes:
-        part: list[Bytes] = []
-        while size:
-            piece = waiting[0][at : at + size]
-            part.append(piece)
-            size -= piece.size
-            at += piece.size
-            if at == waiting[0].size:
-                waiting, at = waiting[1:], 0
-        yield part

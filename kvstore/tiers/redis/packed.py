@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 
-def command_bytes(words: Sequence[object]) -> bytes:
-    """Return a command as the server reads it."""
+def command(*words: object) -> bytes:
+    """Return the bytes of one whole command, as a server reads it."""
     parts = [each if isinstance(each, bytes) else str(each).encode() for each in words]
     fronts = {size: b"$%d\r\n" % size for size in set(map(len, parts))}  # most words are keys of one length
     return b"*%d\r\n%b\r\n" % (len(parts), b"\r\n".join([fronts[len(each)] + each for each in parts]))
@@ -21,12 +21,12 @@ async def run_packed(client: Any, words: Sequence[object]) -> Any:
     pool = client.connection_pool
     connection = await pool.get_connection()
     try:
-        asked = partial(_asked, connection, command_bytes(words))
+        asked = partial(_asked, connection, command(*words))
         return await connection.retry.call_with_retry(asked, lambda _: connection.disconnect())
     finally:
         await pool.release(connection)
 
 
-async def _asked(connection: Any, command: bytes) -> Any:
-    await connection.send_packed_command(command)
+async def _asked(connection: Any, packed: bytes) -> Any:
+    await connection.send_packed_command(packed)
     return await connection.read_response()

@@ -40,7 +40,7 @@ class ChunkReads:
         taken: list[_Waiting] = []
         byte_count = 0
         while self.waiting:
-            byte_count += self.waiting[0][0].byte_count
+            byte_count += self.waiting[0][0].slabs.byte_count
             if taken and byte_count > JOB_BYTES_MAX:
                 break
             taken.append(self.waiting.popleft())
@@ -88,7 +88,7 @@ class Reads:
 
     def _start(self, chunk: ChunkReads, taken: list[_Waiting]) -> None:
         parts = [part for part, _ in taken]
-        byte_count = sum(part.byte_count for part in parts)
+        byte_count = sum(part.slabs.byte_count for part in parts)
         until_s = self._clock.monotonic() + limit_s(JOB_S_MAX, byte_count)
         job = asyncio.wrap_future(begun(self._workers, read_parts, chunk.server, chunk.key, parts, until_s))
         self._turn_count -= 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvstore.chunk import ChunkHeader, ChunkLayout, Making, Trust, encoding_cost
 from kvstore.config import RedisAddress, RedisSettings
@@ -12,7 +12,6 @@ from kvstore.errors import DataLoss, Exhausted, PermissionDenied, Unavailable
 from kvstore.seams import Clock, SystemRandom, Workers
 from kvstore.seams.jobs import done
 from kvstore.seams.memory import Bytes
-from kvstore.seams.scheduler import Result
 from kvstore.spec import Durability, Encoding, Tier
 from kvstore.tiers.choice import EncodingChoice
 from kvstore.tiers.contract import Buffer, ChunkName, TierStatistics, UploadState, host_memory
@@ -22,7 +21,7 @@ from kvstore.tiers.redis.chunk import RedisChunk, read_opened
 from kvstore.tiers.redis.control import Control
 from kvstore.tiers.redis.embedded import EmbeddedServer
 from kvstore.tiers.redis.errands import Errands
-from kvstore.tiers.redis.moves import JOB_S_MAX, PartRead, Written, fields_with, write_copy, write_fields
+from kvstore.tiers.redis.moves import JOB_S_MAX, PartRead, Written, write_copy
 from kvstore.tiers.redis.names import ChunkKeys
 from kvstore.tiers.redis.reads import AHEAD, ChunkReads, Reads
 from kvstore.tiers.redis.replies import MOVED, NO_WRITES
@@ -157,30 +156,23 @@ class RedisTier:
                 cost = await done(self._writers, encoding_cost, header, layout, source)
             self._choice.measured(header.fingerprint, cost)
         making = Making(header=header, layout=layout, encoding=way.encoding, sealing=self._trust.sealing())
-        if making.is_plain:
-            fields = fields_with(header, layout, source)
-            _, seconds = await self._move(layout.total_bytes, key, write_fields, fields)
-            written = Written(source[0].tobytes(), len(fields), layout.total_bytes)
-        else:
-            written, seconds = await self._move(layout.total_bytes, key, write_copy, making, source)
+        written, seconds = await self._move(layout.total_bytes, key, making, source)
         if way.encoding is Encoding.RAW:
             self._choice.sent(written.byte_count, seconds)
         return written
 
-    async def _move(self, byte_count: int, key: bytes, function: Callable[..., Result], *args: object) -> Timed[Result]:
-        """Have fields written, and once more where another server has the key by now. While a slot is being migrated no
-        chunk of it is written: then no server takes a command with two keys."""
+    async def _move(self, byte_count: int, key: bytes, making: Making, source: list[Bytes]) -> Timed[Written]:
+        """Have a copy made and written, and once more where another server has the key by now. While a slot is being
+        migrated no chunk of it is written: then no server takes a command with two keys."""
         try:
-            return await self._move_once(byte_count, key, function, *args)
+            return await self._move_once(byte_count, key, making, source)
         except Unavailable as error:
             if MOVED not in error.fields:
                 raise
             await self._control.followed(key, str(error.fields[MOVED]))
-        return await self._move_once(byte_count, key, function, *args)
+        return await self._move_once(byte_count, key, making, source)
 
-    async def _move_once(
-        self, byte_count: int, key: bytes, function: Callable[..., Result], *args: object
-    ) -> Timed[Result]:
+    async def _move_once(self, byte_count: int, key: bytes, making: Making, source: list[Bytes]) -> Timed[Written]:
         server = await self._control.server_of(key)
         failure_count = self._failures[server]
         async with self._turns:
@@ -193,7 +185,7 @@ class RedisTier:
             with self._waits.asked(grace_s(self._write_count, byte_count)) as answered:
                 until_s = self._clock.monotonic() + limit_s(JOB_S_MAX, byte_count)
                 try:
-                    found = await done(self._writers, timed, function, server, key, *args, until_s)
+                    found = await done(self._writers, timed, write_copy, server, key, making, source, until_s)
                 except Unavailable as error:
                     if NO_WRITES in error.fields:
                         answered()

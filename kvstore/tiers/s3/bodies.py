@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from kvstore.seams.memory import Bytes, joined
+from kvstore.seams.memory import Bytes, cut, joined
 from kvstore.tiers.s3.refusals import Refused
 
 PIECE_BYTES = 256 << 10
@@ -16,19 +16,8 @@ LANDED_BYTES_MIN = 64 << 10
 
 def ranges_of(target: Sequence[Bytes], range_bytes: int) -> list[list[Bytes]]:
     """Return the same memory in order, in groups of ``range_bytes``, the last one shorter."""
-    groups: list[list[Bytes]] = [[]]
-    room = range_bytes
-    for each in joined(target):
-        place = 0
-        while place < each.size:
-            if not room:
-                groups.append([])
-                room = range_bytes
-            piece = each[place : place + room]
-            groups[-1].append(piece)
-            place += piece.size
-            room -= piece.size
-    return groups
+    total = sum(each.size for each in target)
+    return list(cut(joined(target), [min(range_bytes, total - at) for at in range(0, total, range_bytes)]))
 
 
 async def pour(body: Any, pieces: Sequence[Bytes], stall_s: float) -> None:

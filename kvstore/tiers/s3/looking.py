@@ -133,11 +133,8 @@ async def _probe(
 
 
 def ask_for_bucket(settings: S3Settings, storage_key: bytes) -> bool:
-    """Ask as ``_is_bucket_told`` does. Blocking. Raises DeadlineExceeded, Unavailable."""
-    try:
-        return connection_to(settings).run(partial(_is_bucket_told, object_place(settings, storage_key)), LOOK_S_MAX)
-    except Refused as refused:
-        raise error_of(refused, "read") from refused
+    """Ask as ``_is_bucket_told`` does. Blocking. Raises Unavailable."""
+    return finished(settings, "read", partial(_is_bucket_told, object_place(settings, storage_key)), LOOK_S_MAX)
 
 
 async def _is_bucket_told(place: dict[str, str], connection: S3Connection) -> bool:

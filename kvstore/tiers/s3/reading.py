@@ -7,17 +7,7 @@ from functools import partial
 from operator import is_not
 from typing import Any, Protocol
 
-import numpy as np
-
-from kvstore.chunk import (
-    ChunkHeader,
-    ChunkLayout,
-    StripMemory,
-    are_right,
-    decode_slabs,
-    slab_range,
-    slab_runs,
-)
+from kvstore.chunk import ChunkHeader, ChunkLayout, StoredSlabs, slab_range
 from kvstore.config import S3Settings
 from kvstore.errors import DataLoss
 from kvstore.seams.memory import Bytes
@@ -60,31 +50,24 @@ class S3Chunk:
 
     async def read(self, slabs: range, target: Sequence[Buffer]) -> None:
         """See ``StoredChunk.read``."""
-        header, layout, memory = self.header, self._layout, host_memory(target)
-        if header.encoding == "raw":
-            runs = slab_runs(layout, header.storage_key, header.write_id, slabs, memory, header.seal)
-            expected = header.checksums_of(*layout.strips_of(slabs))
-            if self._takes_ahead(slabs, memory):
-                self._check(slabs, is_good=await self._owner.run_check(settle_runs, runs, expected))
-            else:
-                await self._fetch(slabs, read_runs, runs, expected)
+        memory = host_memory(target)
+        stored = StoredSlabs.of(self.header, self._layout, slabs, memory)
+        if self._takes_ahead(slabs, memory):
+            self._settle(slabs, await self._owner.run_check(settle_ahead, stored))
         else:
-            await self._fetch(slabs, read_encoded_slabs, header, layout, slabs, memory)
-        self._owner.was_read(sum(each.size for each in memory))
+            await self._fetch(slabs, stored)
 
     async def check(self, slabs: range) -> None:
-        """As ``read``, without handing out the bytes. One range after the other: a whole chunk at once would take twice
-        its bytes of a mover's memory, and a thread and connections from readers for as long as all of it takes."""
+        """As ``read``, without handing out the bytes. One range after the other: a whole chunk at once would take its
+        bytes of a mover's memory, and a thread and connections from readers for as long as all of it takes."""
         for part in parts_of(self._layout, slabs, self._settings.range_bytes):
-            await self._fetch(part, check_slabs, self.header, self._layout, part)
-            self._owner.was_read(sum(self._layout.slabs[slab].byte_count for slab in part))
+            await self._fetch(part, StoredSlabs.of(self.header, self._layout, part))
 
-    async def _fetch(self, slabs: range, function: Callable[..., bool], *args: object) -> None:
-        key = self.header.storage_key
-        start, byte_count = slab_range(self.header, self._layout, slabs.start, slabs.stop)
-        offset = self.header.bytes_before(self._layout) + start
-        found = await self._owner.run_read(byte_count, function, self._settings, key, self._etag, offset, *args)
-        self._check(slabs, is_good=found)
+    async def _fetch(self, slabs: range, stored: StoredSlabs) -> None:
+        place = (self._settings, self.header.storage_key, self._etag)
+        offset = self.header.bytes_before(self._layout)
+        offset += slab_range(self.header, self._layout, slabs.start, slabs.stop)[0]
+        self._settle(slabs, await self._owner.run_read(stored.byte_count, read_object, *place, offset, stored))
 
     def _takes_ahead(self, slabs: range, memory: Sequence[Bytes]) -> bool:
         """Return True when these slabs were read with the header into this memory. Only once, because an envelope is
@@ -95,13 +78,14 @@ class S3Chunk:
         self._ahead = ()
         return True
 
-    def _check(self, slabs: range, *, is_good: bool) -> None:
+    def _settle(self, slabs: range, is_good: bool) -> None:
         if not is_good:
             self._owner.was_damaged(self.header.storage_key, self._etag)
             raise DataLoss(
                 f"slabs {slabs.start}..{slabs.stop} of the object fail their check", reason="checksum",
                 slab=slabs.start,
             )  # fmt: skip
+        self._owner.was_read(sum(self._layout.slabs[slab].byte_count for slab in slabs))
 
     def close(self) -> None:
         """Do nothing: an open object holds no resources."""
@@ -118,42 +102,17 @@ def parts_of(layout: ChunkLayout, slabs: range, byte_count: int) -> Iterator[ran
     yield range(start, slabs.stop)
 
 
-def read_runs(
-    settings: S3Settings, storage_key: bytes, etag: str, offset: int, runs: Sequence[StripMemory], expected: bytes
-) -> bool:  # fmt: skip
-    """Fill runs of memory, which lie one after the other in the object. Returns True when all strips are right.
-    Blocking. Raises DataLoss where another object is there now, or none; Unavailable."""
-    _fill(settings, storage_key, etag, offset, [data for data, _ in runs])
-    return settle_runs(runs, expected)
+def read_object(settings: S3Settings, storage_key: bytes, etag: str, offset: int, stored: StoredSlabs) -> bool:
+    """Read slabs, which begin at ``offset`` of the object. Returns True when all strips are right. Blocking. Raises
+    DataLoss where another object is there now, or none; Unavailable."""
+    room = stored.room()
+    _fill(settings, storage_key, etag, offset, room)
+    return stored.are_right(room)
 
 
-def settle_runs(runs: Sequence[StripMemory], expected: bytes) -> bool:
-    """Check the strips of runs of memory that were filled, and zero the gaps between them. Returns True when all are
-    right. Blocking."""
-    good = are_right(runs, expected)
-    if good:
-        for data, strips in runs:
-            strips.zero_gaps(data)
-    return good
-
-
-def read_encoded_slabs(
-    settings: S3Settings, storage_key: bytes, etag: str, offset: int, header: ChunkHeader, layout: ChunkLayout,
-    slabs: range, target: Sequence[Bytes],
-) -> bool:  # fmt: skip
-    """As ``read_runs``, for slabs that are decoded on their way. Blocking."""
-    buffer = np.empty(slab_range(header, layout, slabs.start, slabs.stop)[1], np.uint8)
-    _fill(settings, storage_key, etag, offset, [buffer])
-    return decode_slabs(header, layout, slabs, buffer, target)
-
-
-def check_slabs(
-    settings: S3Settings, storage_key: bytes, etag: str, offset: int, header: ChunkHeader, layout: ChunkLayout,
-    slabs: range,
-) -> bool:  # fmt: skip
-    """As ``read_runs``, into memory that is dropped afterwards. Blocking."""
-    target = [np.empty(layout.slabs[slab].byte_count, np.uint8) for slab in slabs]
-    return read_encoded_slabs(settings, storage_key, etag, offset, header, layout, slabs, target)
+def settle_ahead(stored: StoredSlabs) -> bool:
+    """As ``read_object``, of slabs that were read into their target with the header. Blocking."""
+    return stored.are_right(stored.target)
 
 
 def _fill(settings: S3Settings, storage_key: bytes, etag: str, offset: int, target: Sequence[Bytes]) -> None:

@@ -50,7 +50,6 @@ from kvstore.tiers.s3.writing import (
     condition_of,
     remove_objects,
     request_count_of,
-    write_copy_object,
     write_object,
 )
 
@@ -349,11 +348,10 @@ class S3Tier:
             cost = await self._run(self._lanes.writers, encoding_cost, header, layout, source)
             self._choice.measured(header.fingerprint, cost)
         making = Making(header=header, layout=layout, encoding=way.encoding, sealing=self._trust.sealing())
-        place = (self._settings, header.storage_key)
-        work: tuple[Any, ...] = (write_object, *place) if making.is_plain else (write_copy_object, *place, making)
+        work = (write_object, self._settings, header.storage_key, making, source, condition)
         slow_s = grace_s(self._settings.writer_count, layout.total_bytes)
         try:
-            put: Timed[int] = await self._run(self._lanes.writers, timed, *work, source, condition, grace_s=slow_s)
+            put: Timed[int] = await self._run(self._lanes.writers, timed, *work, grace_s=slow_s)
         except PermissionDenied as error:
             self._denied = (self._clock.monotonic() + DENIED_S, error.message)
             raise

@@ -31,17 +31,12 @@ Condition = Mapping[str, str]
 """The condition on the object that is there: IfNoneMatch "*", IfMatch with an ETag, or nothing."""
 
 
-def write_copy_object(
+def write_object(
     settings: S3Settings, storage_key: bytes, making: Making, pieces: Sequence[Bytes], condition: Condition
 ) -> int:
-    """``write_object`` for a copy that is made of a raw chunk. Blocking."""
-    return write_object(settings, storage_key, making.made(pieces)[1], condition)
-
-
-def write_object(settings: S3Settings, storage_key: bytes, pieces: Sequence[Bytes], condition: Condition) -> int:
-    """Put a chunk there. Returns its bytes; 0: the condition does not hold, so another node put one there meanwhile.
-    Blocking. Raises PermissionDenied, Exhausted, Unavailable."""
-    runs = joined(pieces)
+    """Make a copy of a raw chunk, and put it there. Returns its bytes; 0: the condition does not hold, so another node
+    put one there meanwhile. Blocking. Raises PermissionDenied, Exhausted, Unavailable."""
+    runs = joined(making.made(pieces)[1])
     total = sum(run.size for run in runs)
     part_bytes = max(PART_BYTES, -(-total // PART_COUNT_MAX))
     parts = [runs] if total <= MULTIPART_BYTES else ranges_of(runs, part_bytes)

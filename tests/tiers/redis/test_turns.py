@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.chunk import StoredSlabs
 from kvstore.errors import Unavailable
 from kvstore.seams import SystemClock
 from kvstore.tiers.pace import Waits
@@ -18,7 +19,8 @@ from kvstore.tiers.redis.reads import AHEAD, ChunkReads, Reads
 from tests.tiers.redis.tiers import redis_tier
 
 DEAD, OTHER = (Server(Access(), host, 6379) for host in ("dead", "other"))
-PART = PartRead((), b"")
+PART = PartRead((), StoredSlabs(0))
+MAKING: Any = None
 
 
 class Movers:
@@ -60,7 +62,8 @@ async def test_a_dead_node_fails_only_the_writes_that_wait_for_it(monkeypatch: p
     async with redis_tier("redis://127.0.0.1:1") as tier:
         monkeypatch.setattr(tier._control, "server_of", server_of)
         tier._turns = asyncio.Semaphore(1)
-        writes = (tier._move_once(1, key, written) for key in (b"dead", b"other", b"dead"))
+        monkeypatch.setattr("kvstore.tiers.redis.tier.write_copy", written)
+        writes = (tier._move_once(1, key, MAKING, []) for key in (b"dead", b"other", b"dead"))
         first, other, last = await asyncio.gather(*writes, return_exceptions=True)
         assert other.result == "other"  # type: ignore[union-attr]  # an error fails the test, too
         assert "connection refused" in str(first)
@@ -76,8 +79,9 @@ async def test_a_write_goes_to_the_server_that_is_the_primary_at_its_turn(monkey
     async with redis_tier("redis://127.0.0.1:1") as tier:
         monkeypatch.setattr(tier._control, "server_of", server_of)
         tier._turns = asyncio.Semaphore(0)
-        write = asyncio.ensure_future(tier._move_once(1, b"key", lambda server, *_: server.host))
+        monkeypatch.setattr("kvstore.tiers.redis.tier.write_copy", lambda server, *_: server.host)
+        write = asyncio.ensure_future(tier._move_once(1, b"key", MAKING, []))
         await asyncio.sleep(0)
         primary[0] = OTHER  # it changed places with its replica, which takes no writes
         tier._turns.release()
-        assert (await write).result == "other"
+        assert str((await write).result) == "other"

@@ -20,7 +20,7 @@ from kvstore.errors import DataLoss, Exhausted, PermissionDenied
 from kvstore.seams import SystemClock, WorkerThreads
 from kvstore.spec import CacheKind, Encoding, LayerSpec
 from kvstore.tiers.s3 import Lanes, S3Tier, writing
-from kvstore.tiers.s3.reading import check_slabs
+from kvstore.tiers.s3.reading import read_object
 from tests.contracts.chunks import SMALL, Chunk, chunk
 from tests.contracts.shared.s3_stand import S3Stand, tier_of
 from tests.contracts.shared.stands import found, write
@@ -135,10 +135,12 @@ class Recorded(WorkerThreads):
 
     def __init__(self) -> None:
         super().__init__(1, "recorded")
-        self.checked: list[range] = []
+        self.checked: list[list[int]] = []
 
     def submit(self, function: Callable[..., Any], /, *args: Any) -> Future[Any]:
-        self.checked += [args[-1]] * (function is check_slabs)
+        if function is read_object:
+            assert not args[-1].target
+            self.checked.append(sorted(set(args[-1].strips[0].layers.tolist())))
         return super().submit(function, *args)
 
 
