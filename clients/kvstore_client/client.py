@@ -275,7 +275,7 @@ class Client:
         replace: bool = True,
     ) -> Receipt:  # fmt: skip
         """As ``put_bytes``, with a value that lies in several buffers. ``replace=False`` keeps the key's old value and
-        sends nothing then: for keys whose value never changes, of one chunk."""
+        sends nothing then: for keys whose value never changes, of one chunk (4 MiB without 64 bytes)."""
         return opaque.put(self._context, namespace, key, pieces, durability, replace=replace)
 
     def get_bytes(

@@ -87,6 +87,10 @@ def test_a_key_of_one_value_for_ever_keeps_its_first(client: Client) -> None:
     assert found is not None
     assert found.tobytes() == b"first"
     assert client.count_leading("for-ever", ["key", "none", "key"]) == 1
+    for number in range(2):  # a value in parts: each put names its own, so none of them could be kept
+        with pytest.raises(InvalidRequest, match=f"{MOST} bytes"):
+            client.put_pieces("for-ever", "large", [noise(MOST + 1, number)], replace=False)
+    assert not client.exists("for-ever", "large")
 
 
 @pytest.mark.parametrize(

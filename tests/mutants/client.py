@@ -324,6 +324,14 @@ MUTANTS = [
         ("tests/e2e/test_headers.py::test_a_derived_chunk_in_an_exact_ones_place_is_a_miss",),
     ),
     Mutant(
+        "a-value-in-parts-is-kept-though-it-is-not-there",
+        "clients/kvstore_client/opaque/calls.py",
+        "    if value.chunk_count > 1 and not replace:",
+        "    if False:",
+        "a put is acknowledged whose parts nobody finds",
+        ("tests/e2e/test_bytes.py::test_a_key_of_one_value_for_ever_keeps_its_first",),
+    ),
+    Mutant(
         "extents-of-another-size",
         READING,
         "    if not _hold(extents, layout):\n",

@@ -57,6 +57,8 @@ def _begun_put(
     spec, names = namespace_spec(namespace), Key.of(key)
     version = SystemRandom().bytes(16)
     value = Value.of(spec, version, [flat(piece) for piece in pieces])
+    if value.chunk_count > 1 and not replace:  # its parts have new names: it would be called stored, and not be there
+        raise InvalidRequest(f"replace=False: give {CHUNK_BYTES - HEAD.size} bytes at most, or use put_each")
     digests = names.chain(version, value.chunk_count)
     try:
         with context.or_miss() as miss:
