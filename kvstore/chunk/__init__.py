@@ -47,7 +47,7 @@ from kvstore.chunk.parts import Part, PartPlace, part_places, slab_parts
 from kvstore.chunk.seal import AEAD, MAC, check_available
 from kvstore.chunk.sealed_file import open_file, seal_file
 from kvstore.chunk.slabs import StoredSlabs
-from kvstore.chunk.strips import StripMemory, StripRun, are_right, settle_runs, slab_runs, strip_run
+from kvstore.chunk.strips import StripMemory, StripRun, are_right, settle_runs, slab_runs, strip_run, wrong_slabs
 
 __all__ = [
     "AEAD",
@@ -104,4 +104,5 @@ __all__ = [
     "verify_slab",
     "write_mark",
     "write_seat",
+    "wrong_slabs",
 ]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvstore.chunk.checksum import CHECKSUM_BYTES, seeds_of, strip_key
 from kvstore.chunk.layout import ChunkLayout
 from kvstore.chunk.seal import StripSeal
+from kvstore.errors import DataLoss
 from kvstore.seams.memory import Bytes, joined
 
 PART_BYTES = 1 << 20
@@ -158,3 +159,9 @@ def settle_runs(runs: Sequence[StripMemory], expected: bytes) -> bool:
         for data, strips in runs:
             strips.zero_gaps(data)
     return good
+
+
+def wrong_slabs(slabs: range, where: str) -> DataLoss:
+    """Return the error for slabs of which some strip is not right. ``where``: "on the device", say."""
+    words = f"slabs {slabs.start}..{slabs.stop} {where} fail their check"
+    return DataLoss(words, reason="checksum", slab=slabs.start)

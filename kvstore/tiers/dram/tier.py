@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.arena import Arena, Placement
-from kvstore.chunk import ChunkHeader, ChunkLayout, StripRun, are_right, parse_header, slab_runs, strip_run
+from kvstore.chunk import ChunkHeader, ChunkLayout, StripRun, are_right, parse_header, slab_runs, strip_run, wrong_slabs
 from kvstore.errors import DataLoss, Exhausted, InvalidRequest, KVStoreError
 from kvstore.seams import Workers
 from kvstore.seams.jobs import done
@@ -214,9 +214,7 @@ class DramChunk:
 
     def _was_read(self, slabs: range, good: bool) -> None:
         if not good:
-            raise DataLoss(
-                f"slabs {slabs.start}..{slabs.stop} in the arena fail their check", reason="checksum", slab=slabs.start
-            )
+            raise wrong_slabs(slabs, "in the arena")
         self._tier.was_read(sum(self._layout.slabs[slab].byte_count for slab in slabs))
 
     def close(self) -> None:

@@ -9,7 +9,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.chunk import ChunkHeader, ChunkLayout, StripMemory, pack_header, parse_header, settle_runs, slab_runs
+from kvstore.chunk import (
+    ChunkHeader,
+    ChunkLayout,
+    StripMemory,
+    pack_header,
+    parse_header,
+    settle_runs,
+    slab_runs,
+    wrong_slabs,
+)
 from kvstore.errors import DataLoss, Exhausted, KVStoreError
 from kvstore.seams import Clock, SystemClock, Workers
 from kvstore.seams.devices import DeviceRegion
@@ -272,10 +281,7 @@ class HbmChunk:
         )
         runs = slab_runs(layout, self.header.storage_key, self.header.write_id, slabs, into)
         if not await self._tier.are_right(runs, self.header.checksums_of(*layout.strips_of(slabs))):
-            raise DataLoss(
-                f"slabs {slabs.start}..{slabs.stop} on the device fail their check", reason="checksum",
-                slab=slabs.start,
-            )  # fmt: skip
+            raise wrong_slabs(slabs, "on the device")
 
     async def check(self, slabs: range) -> None:
         """See ``StoredChunk.check``."""

@@ -18,6 +18,7 @@ from kvstore.chunk import (
     read_seat,
     sealed_header_bytes,
     slab_range,
+    wrong_slabs,
 )
 from kvstore.errors import DataLoss
 from kvstore.seams import EnvelopeRing
@@ -96,10 +97,7 @@ class NvmeChunk:
     async def _read(self, slabs: range, stored: StoredSlabs) -> None:
         offset = self._offset(slabs)
         if not await self._owner.run_read(read_slabs, self._io, self._region.descriptor, offset, stored):
-            raise DataLoss(
-                f"slabs {slabs.start}..{slabs.stop} on the device fail their check", reason="checksum",
-                slab=slabs.start,
-            )  # fmt: skip
+            raise wrong_slabs(slabs, "on the device")
         self._owner.was_read(stored.byte_count)
 
     def _offset(self, slabs: range) -> int:

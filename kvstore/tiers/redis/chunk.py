@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvstore.chunk import ChunkHeader, StoredSlabs, Trust, slab_range
+from kvstore.chunk import ChunkHeader, StoredSlabs, Trust, slab_range, wrong_slabs
 from kvstore.errors import DataLoss
 from kvstore.tiers.contract import Buffer, ChunkName, check_header, host_memory
 from kvstore.tiers.redis.control import Opened
@@ -61,9 +61,7 @@ class RedisChunk:
         start, byte_count = slab_range(self.header, self._layout, slabs.start, slabs.stop)
         fields = reads_of(self._layout, self.header.write_id, start, start + byte_count, self.header.stored)
         if not await self._owner.read(self._reads, PartRead(fields, stored)):
-            raise DataLoss(
-                f"slabs {slabs.start}..{slabs.stop} from Redis fail their check", reason="checksum", slab=slabs.start
-            )
+            raise wrong_slabs(slabs, "from Redis")
         self._owner.was_read(sum(self._layout.slabs[slab].byte_count for slab in slabs))
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from operator import is_not
 from typing import Any, Protocol
 
-from kvstore.chunk import ChunkHeader, ChunkLayout, StoredSlabs, slab_range
+from kvstore.chunk import ChunkHeader, ChunkLayout, StoredSlabs, slab_range, wrong_slabs
 from kvstore.config import S3Settings
 from kvstore.errors import DataLoss
 from kvstore.seams.memory import Bytes
@@ -81,10 +81,7 @@ class S3Chunk:
     def _settle(self, slabs: range, is_good: bool) -> None:
         if not is_good:
             self._owner.was_damaged(self.header.storage_key, self._etag)
-            raise DataLoss(
-                f"slabs {slabs.start}..{slabs.stop} of the object fail their check", reason="checksum",
-                slab=slabs.start,
-            )  # fmt: skip
+            raise wrong_slabs(slabs, "of the object")
         self._owner.was_read(sum(self._layout.slabs[slab].byte_count for slab in slabs))
 
     def close(self) -> None:
