@@ -282,7 +282,7 @@ class Client:
         self, namespace: str, key: str | bytes, *, into: Buffer | None = None, verify: bool = False
     ) -> NDArray[np.uint8] | None:  # fmt: skip
         """Return a key's value, whole, as an array of bytes: owned memory, or ``into``, which is as long as the value.
-        None when there is no value. ``verify``: hash every strip on the way. Raises: InvalidRequest, Exhausted."""
+        None: there is none; ``into`` holds anything. ``verify``: hash each strip. Raises: InvalidRequest, Exhausted."""
         return opaque.get(self._context, namespace, key, into, verify=verify)
 
     def get_each(
