@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from kvstore_ops.sidecar import Sidecar
 from kvstore.errors import Exhausted
 from kvstore.planning.loading import Prefill, Way
 from tests.engines.vllm.engine import BLOCK, SPEC, Engine, blocks_of, matched, request, scheduled
-from tests.server.raw import eventually
+from tests.server.raw import TIMEOUT_S, eventually
 from tests.simulated import ManualClock
 from tests.specs import tokens_of
 
@@ -47,11 +47,13 @@ class Second:
         )  # fmt: skip
 
     def asks_again(self, asked: Any) -> bool:
-        """True when vLLM is told to ask again, though the answer to the lookup has come."""
+        """True when vLLM is told to ask again, though the answer to the lookup has come. What it held is let go of by
+        then: a call that is still under way when the clock is put forward would have taken as long."""
         for _ in range(100):
             count, _ = self.side.matched(asked, 0)
             tracked = self.side._tracked[asked.request_id]
             if count is not None or self.clock.monotonic() < tracked.look_again_s:
+                assert not wait(self.side._lookups._releases, TIMEOUT_S).not_done
                 return count is None
         raise AssertionError("the sidecar does not answer")
 
