@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
@@ -159,6 +160,17 @@ def test_the_device(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     none = by_subject(look_at_device(settings(TIERS__NVME__CAPACITY_BYTES="0", **own).settings))
     assert none["device"].health is Health.UNSEEN
+
+
+def test_a_full_device_is_not_said_to_be_anothers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", no_room)
+    own = {"TIERS__NVME__DIRECTORY": str(tmp_path), "ARENA__CAPACITY_BYTES": "16 MiB"}
+    found = by_subject(look_at_device(settings(TIERS__NVME__CAPACITY_BYTES="1 MiB", **own).settings))
+    assert found["device rate"].remedy == "free some of the device"
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_sample_is_written_into_no_file_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ cluster that lost slots, and rounds that leave nothing behind."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -216,3 +217,35 @@ def test_rounds_go_through_the_bucket_and_redis_and_leave_nothing(
         assert s3.keys(PREFIX) == []
         with redis.client() as engine:
             assert not list(engine.scan_iter(match=b"*:c:*"))
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_chunk_that_never_went_to_a_tier_is_not_said_to_stay_there(
+    s3: S3Server, is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command has none of the service's settings, so it can remove nothing."""
+    own = {"BUCKET": s3.bucket if is_there else "no-such-bucket", "ENDPOINT_URL": s3.url, "ADDRESSING": "path",
+           "PREFIX": PREFIX, "LOOKUP_S_MAX": "10 s", "WRITE": "demote" if is_there else "back"}  # fmt: skip
+    environment = {**os.environ, **{f"KVSTORE__TIERS__S3__{name}": value for name, value in own.items()}}
+    monkeypatch.setenv("KVSTORE__ARENA__CAPACITY_BYTES", "16 MiB")
+    with Sidecar("--capacity", "16 MiB", nvme="32 MiB", environment=environment) as sidecar:
+        done = run("doctor", "--socket", sidecar.socket_address.removeprefix("unix://"), "--json")
+        (found,) = [each for each in done.json if each["subject"] == "round through s3"]
+        assert "--shared" in found["said"]
+        assert run("ls", "--socket", sidecar.socket_address.removeprefix("unix://"), "--json").json["chunks"] == []
+    assert s3.keys(PREFIX) == []
+
+
+@pytest.mark.redis
+def test_a_chunk_that_went_to_a_tier_and_cannot_be_removed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE__ARENA__CAPACITY_BYTES", "16 MiB")
+    with RedisServer("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru") as redis:
+        own = {"KVSTORE__TIERS__REDIS__URL": redis.url, "KVSTORE__TIERS__REDIS__LOOKUP_S_MAX": "1 s"}
+        with Sidecar("--capacity", "16 MiB", nvme="32 MiB", environment={**os.environ, **own}) as sidecar:
+            done = run("doctor", "--socket", sidecar.socket_address.removeprefix("unix://"), "--shared", "--json")
+        with redis.client() as engine:
+            left = list(engine.scan_iter(match=b"*:c:*"))
+    found = [each for each in done.json if each["subject"] == "round through redis" and each["health"] == "weak"]
+    assert (len(found), len(left)) == (1, 1)
+    assert left[0].decode().partition("{")[2].rstrip("}") in found[0]["remedy"]

@@ -44,9 +44,11 @@ def look_at_device(settings: Settings) -> Iterator[Finding]:
     try:
         yield from _rates(there)
     except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         yield Finding(
             "device rate", Health.BAD, f"{there}: {error.strerror}", "the device tier cannot write there",
-            f"let the service's user write to {there}, or set tiers.nvme.directory",
+            "free some of the device" if is_full else f"let the service's user write to {there}, or set "
+            "tiers.nvme.directory",
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from kvstore_client import Client, Durability, ModelSpec
 from kvstore_client.prompt import Prompt
 
 from kvstore.errors import KVStoreError
-from kvstore.spec import Exactness
+from kvstore.spec import Exactness, Tier
 from kvstore.v1alpha import admin_pb2
 from kvstore_ops.doctor.finding import Finding, Health
 from kvstore_ops.operators.calls import Operator
@@ -63,7 +63,7 @@ class Round:
             yield Finding("store", Health.BAD, "the chunk was not kept", "nothing is kept", _REMEDY)
             return
         yield Finding("store", Health.GOOD, f"a chunk reached {reached.name}")
-        key, sent = b"", list[str]()
+        key, sent, noted = b"", list[str](), set[str]()
         try:
             yield self._fetched("dram")
             reports = self._operator.tiers().tiers
@@ -72,6 +72,7 @@ class Round:
                 each.stats.name for each in reports
                 if each.stats.is_shared and (with_shared or each.write_policy != "never")
             ]  # fmt: skip
+            noted = set(sent)
             for tier in [each.stats for each in reports[1:]]:
                 if not tier.is_shared:
                     yield from self._through_local(tier.name)
@@ -80,12 +81,13 @@ class Round:
                 else:
                     said = "say --shared to send a chunk there, and have it removed again"
                     yield Finding(f"round through {tier.name}", Health.UNSEEN, said)
+            noted = self._noted()
         except KVStoreError as error:
             yield Finding("round", Health.BAD, error.message, _WHY, _REMEDY)
         finally:
             self._change(evict=admin_pb2.Evict())  # from now on the service writes it nowhere
         for name in sent if key else ():
-            yield from self._removed(name, key)
+            yield from self._removed(name, key, is_noted=name in noted)
 
     def _through_local(self, name: str) -> Iterator[Finding]:
         if not self._moved(name):
@@ -112,14 +114,27 @@ class Round:
         if key:
             self._remove(name, key)  # else the round through a slower tier would find it here
 
-    def _removed(self, name: str, key: bytes) -> Iterator[Finding]:
-        """Remove what the round sent to a shared tier, or the service by the tier's ``write`` setting."""
-        if problem := self._remove(name, key):
+    def _removed(self, name: str, key: bytes, *, is_noted: bool) -> Iterator[Finding]:
+        """Remove what the round sent to a shared tier, or the service by the tier's ``write`` setting. ``is_noted``:
+        the service had noted a copy there."""
+        if (problem := self._remove(name, key)) and self._may_be_in(name, is_noted=is_noted):
             yield Finding(
                 f"round through {name}", Health.WEAK, f"the doctor's chunk may stay there: {problem}",
                 "it takes room until it is dropped",
                 f"remove {key.hex()} there by hand, or run the doctor with the service's --config and credentials",
             )  # fmt: skip
+
+    def _may_be_in(self, name: str, *, is_noted: bool) -> bool:
+        """Ask the shared tier for the chunk. Where it does not answer, what the service noted counts."""
+        found, kind = self._client.locate(self._spec, self._tokens), Tier[name.upper()]
+        if not found.asked or kind in found.unknown:
+            return is_noted
+        return any(each.tier is kind and not each.node for each in found.prefixes)
+
+    def _noted(self) -> set[str]:
+        """Return the tiers of which the service noted that they have the chunk."""
+        parts = self._operator.show(self._selection.chain.hex()).parts
+        return {copy.tier for part in parts for copy in part.chunk.copies}
 
     def _storage_key(self) -> bytes:
         """Return the chunk's name in shared tiers; empty where the sidecar does not say it."""
