@@ -18,7 +18,7 @@ NOTHING = Waiting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierAccount:
     """One tier's account. ``backlog_count``: chunks that wait to be written to it. ``problem``: why it lacks chunks,
-    empty while it takes them. ``write_policy``: for a shared tier, when chunks are written to it."""
+    empty while it takes all. ``write_policy``: for a shared tier, when chunks are written to it."""
 
     stats: TierStatistics
     kind: Tier
@@ -40,16 +40,17 @@ def accounts_of(
     for each in shared:
         stats = states.seen(each.statistics(), each.failing_since_s())
         account = _account(each.tier, stats, to.get(each.tier.name))
-        problem = account.problem or stats.reason
-        found.append(replace(account, problem=problem, write_policy=each.write_policy.value))
+        found.append(replace(account, write_policy=each.write_policy.value))
     return found
 
 
 def _account(tier: LocalTier | SharedTier, stats: TierStatistics, writes: Writes | None) -> TierAccount:
-    account = TierAccount(stats=stats, kind=tier.kind, durability=tier.durability, stalled_s=tier.stalled_s())
+    account = TierAccount(
+        stats=stats, kind=tier.kind, durability=tier.durability, stalled_s=tier.stalled_s(), problem=stats.reason
+    )
     if writes is None:
         return account
     return replace(
-        account, backlog_count=writes.backlog_count, problem=writes.reason, is_draining=writes.is_draining,
-        waiting=writes.waiting,
+        account, backlog_count=writes.backlog_count, problem=writes.reason or stats.reason,
+        is_draining=writes.is_draining, waiting=writes.waiting,
     )  # fmt: skip

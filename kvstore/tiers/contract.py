@@ -63,7 +63,8 @@ class TierStatistics:
     ``overhead_bytes``, and never above ``capacity_bytes``. ``state`` is "up", "read-only" or "failing". ``is_shared``:
     other nodes use the tier, too. ``envelope``: the means that proves copies in the tier to be ours, where it is
     known. ``state_s``: the seconds for which it has been in that state, 0 where nobody counts them. ``reason``: why it
-    is not "up", in words. ``encodings``: where the tier chooses its copies' encodings, each model's choice."""
+    is not "up", or takes less than its capacity, in words. ``encodings``: where the tier chooses its copies'
+    encodings, each model's choice."""
 
     name: str
     state: str

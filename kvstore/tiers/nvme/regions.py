@@ -76,8 +76,8 @@ class Regions:
         self._numbers: set[int] = set()
         """Numbers of files that are there, or were: a record of ``newest`` about one file must not be applied to
         another."""
-        self._short_bytes = 0
-        """What all files would take with the largest for which the file system had no room; 0: it has room."""
+        self.shortage, self._short_bytes = "", 0
+        """Why no new file is made, and what all files would take with the largest that found no room; 0: there is."""
 
     @property
     def file_bytes(self) -> int:
@@ -188,7 +188,7 @@ class Regions:
         reason = f"the file system of {self._directory} is full: free some room, or lower tiers.nvme.capacity_bytes"
         if not self._short_bytes:
             _log.warning("the device is full before the tier is", extra={"reason": reason, "lacking_bytes": byte_count})
-        self._short_bytes = max(self._short_bytes, self.file_bytes + byte_count)
+        self.shortage, self._short_bytes = reason, max(self._short_bytes, self.file_bytes + byte_count)
         return Exhausted(reason)
 
     def _make(self, slot_bytes: int, count: int) -> RegionFile:
@@ -213,7 +213,7 @@ class Regions:
         self.by_number = {**self.by_number, number: region}  # a new table: the event loop may be iterating the old one
         self._numbers.add(number)
         if 0 < self._short_bytes <= self.file_bytes:  # a smaller file, or one in the place of another, shows no room
-            self._short_bytes = 0
+            self.shortage, self._short_bytes = "", 0
             _log.info("the device has room for the tier again")
         return region
 

@@ -337,5 +337,5 @@ class NvmeTier:
             file_bytes=self.regions.file_bytes, allocated_bytes=used, free_bytes=free, quarantined_bytes=resting,
             overhead_bytes=len(regions) * PAGE_BYTES, chunk_count=sum(region.used_count for region in regions),
             read_bytes=self._read_bytes, written_bytes=self._written_bytes,
-            envelope=self._trust.kind if self._plain.is_demanding else "",
+            envelope=self._trust.kind if self._plain.is_demanding else "", reason=self.regions.shortage,
         )  # fmt: skip

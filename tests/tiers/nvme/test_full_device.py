@@ -19,10 +19,14 @@ LARGE = small_spec(model_id="large", layers=(LayerSpec(kv_heads=2, k_dim=64, v_d
 
 
 @scenario(lambda: DeviceService(arena_chunks=32))
-async def test_a_device_that_is_full_before_the_tier_is_says_so_once_in_the_log(
+async def test_a_device_that_is_full_before_the_tier_is_says_so_once_in_the_log_and_for_as_long_as_it_is(
     service: DeviceService, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The tier evicts instead, and every store is well: nobody else would say it."""
+
+    def problem() -> str:
+        (found,) = [each.problem for each in service.parts.movement.accounts() if each.stats.name == "nvme"]
+        return found
 
     def told() -> list[str]:
         said = "the device is full before the tier is"
@@ -33,9 +37,11 @@ async def test_a_device_that_is_full_before_the_tier_is_says_so_once_in_the_log(
         service.disk.fail("allocate", errno.ENOSPC, path_contains="region", times=None)
         for number in range(100, 130):
             await service.keep(number)
+        assert problem() == told()[-1]
         service.disk.mend()
         for number in range(200, 230):
             await service.keep(number)
+        assert problem() == ""
     assert len(told()) == 2
     assert told()[0].endswith("is full: free some room, or lower tiers.nvme.capacity_bytes")
 
