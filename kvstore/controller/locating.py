@@ -12,7 +12,7 @@ from kvstore.controller.values import ChainQuery, Located, NodePrefix
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.movement import TierWord
 from kvstore.seams import Deadline, Pauses
-from kvstore.spec import Tier
+from kvstore.spec import SPEED, Tier
 
 LOCATED_CHUNKS_MAX = 16_384
 """Chunks of all chains of a call, times their parts."""
@@ -22,8 +22,6 @@ DIRECTORY_S = 1.0
 DIRECTORY_CHUNKS_PER_S = 4000
 """The directory may take ``DIRECTORY_S`` for its answer, and the time for its chunks. What this node has does not wait
 longer for a Redis that stands still."""
-SPEED = (Tier.HBM, Tier.DRAM, Tier.NVME, Tier.REDIS, Tier.S3)
-"""The tiers, the fastest first."""
 NO_DIRECTORY = "other nodes are not known here: set tiers.redis.url to a server that they use, too"
 
 

@@ -47,6 +47,10 @@ class Tier(IntEnum):
         return cls.NONE if isinstance(value, int) else None
 
 
+SPEED = (Tier.HBM, Tier.DRAM, Tier.NVME, Tier.REDIS, Tier.S3)
+"""All kinds of tier, the fastest first."""
+
+
 class EventKind(IntEnum):
     """The kinds of event of a chunk. GAP: events were lost because their reader was too slow."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from kvstore_client.lookup.match import chunk_matches
 
-from kvstore.spec import ChunkState, Encoding, EventKind, MissReason, Tier
+from kvstore.spec import SPEED, ChunkState, Encoding, EventKind, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 
 
@@ -20,3 +20,8 @@ def test_other_numbers_of_a_later_release_are_no_error_either() -> None:
     (miss,) = chunk_matches([pb.ChunkRun(count=1, state=ChunkState.MISS, reason=99, encoding=99)], 16, 0, 16)
     assert (miss.state, miss.reason) == (ChunkState.MISS, MissReason.UNAVAILABLE)
     assert (Encoding(99), EventKind(99)) == (Encoding.NONE, EventKind.NONE)
+
+
+def test_every_kind_of_tier_has_its_place_among_the_others() -> None:
+    """A locate compares them."""
+    assert sorted(SPEED) == sorted(set(Tier) - {Tier.NONE})
