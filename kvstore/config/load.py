@@ -270,7 +270,7 @@ def _toml_sections(path: Path | None, groups: Iterable[str]) -> Iterator[tuple[s
     """The sections of a file; those inside ``[tiers]`` and ``[tenants]`` by their dotted names."""
     for section, leaf in (_toml(path) if path else {}).items():
         if not isinstance(leaf, dict):
-            raise InvalidRequest(f"{path}: {section} must be a section: [{section}]")
+            raise InvalidRequest(f"{path}: {section} is no setting: settings stand below their section, as in [arena]")
         if section not in groups:
             yield section, leaf
             continue

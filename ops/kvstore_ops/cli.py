@@ -106,7 +106,8 @@ def show_config(config: ConfigOption = None, as_json: JsonOption = False) -> Non
         told = {name: {"value": value, "origin": origin} for name, value, origin in rows}
         print(json.dumps(told, indent=2, default=str))  # paths, as text
         return
-    table = Table(*(Column(name, overflow="fold") for name in ("setting", "value", "from")))
+    columns = (Column("setting", no_wrap=True), Column("value", overflow="fold"), Column("from", overflow="fold"))
+    table = Table(*columns)
     for name, value, origin in rows:
         shown = str(value).lower() if isinstance(value, bool) else str(value)  # as a file has it
         table.add_row(name, Text(shown), Text(origin), style=None if origin == "default" else "bold")

@@ -35,6 +35,7 @@ def test_flags_beat_environment_beats_file_beats_default(tmp_path: Path) -> None
     [
         ("[arena]\ncapacity = 1\n", ["capacity_bytes", "did you mean"]),
         ("[arenas]\n", ["arena", "did you mean"]),
+        ("capacity = 1\n", ["capacity is no setting", "below their section"]),
         ("arena = 1\n", ["[arena]"]),
         ("[server]\nmetrics_port = 1.5\n", ["server.metrics_port", "1.5 is not a whole number"]),
         ("[tenants.default]\nuid = 'bob'\n", ["tenants.default.uid", "'bob' is not a whole number"]),

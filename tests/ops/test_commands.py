@@ -79,10 +79,11 @@ def test_config_shows_origins() -> None:
     assert re.search(r"arena\.prefault +│ true ", kvstore("config").stdout)
 
 
-def test_config_shows_long_values_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_shows_long_values_and_all_names_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTORE__TIERS__NVME__DIRECTORY", "/long" * 40)
     shown = kvstore("config").stdout
     assert shown.count("/long") > 30
+    assert "tiers.nvme.capacity_bytes" in shown
     assert "…" not in shown
 
 
