@@ -238,7 +238,8 @@ def _without(builder: Builder[Any], controller: Controller) -> Iterator[None]:
         raise
     except (KVStoreError, OSError) as error:
         reason = error.message if isinstance(error, KVStoreError) else str(error)
-        said = f"the {builder.name} tier is off: {reason} ({builder.setting})"
+        setting = "" if builder.setting in reason else f" ({builder.setting})"
+        said = f"the {builder.name} tier is off: {reason}{setting}"
         controller.run_without(said)
         _log.error(said)
 
