@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from contextlib import AsyncExitStack, ExitStack, closing
 from functools import partial
 
 from kvstore import __version__
@@ -68,18 +69,18 @@ def serve(loaded: LoadedSettings, tiers: Tiers = TIERS) -> int:
     limit = raise_limit()
     check_arena(settings.arena.capacity_bytes)
     check_needs({name: loaded.of_tenant(name) for name in settings.tenant_names}, limit, tiers.needs)
-    lock = prepare(settings, disk)
-    movers = MoverProcesses(mover_count(len(os.sched_getaffinity(0))))  # before there are secrets, or threads
     try:
-        movers.lend(lock)  # no other server takes this state directory while a mover still writes for this one
-        keys = read_keys(settings.tenants)
-        asyncio.run(_run(loaded, keys, Rings(keys, settings.tenants), disk, movers, limit, tiers))
-        close_again(settings)
+        with ExitStack() as ends:
+            lock = prepare(settings, disk)
+            ends.callback(disk.close, lock)
+            ends.callback(close_again, settings)
+            movers = MoverProcesses(mover_count(len(os.sched_getaffinity(0))))  # before there are secrets, or threads
+            ends.callback(movers.close)
+            movers.lend(lock)  # no other server takes this state directory while a mover still writes for this one
+            keys = read_keys(settings.tenants)
+            asyncio.run(_run(loaded, keys, Rings(keys, settings.tenants), disk, movers, limit, tiers))
     except* KVStoreError as group:
         raise group.exceptions[0] from group
-    finally:
-        movers.close()
-        disk.close(lock)
     return 0
 
 
@@ -87,58 +88,66 @@ async def _run(
     loaded: LoadedSettings, keys: dict[str, TenantKeys], rings: Rings, disk: SystemDisk, movers: MoverProcesses,
     limit: int, tiers: Tiers,
 ) -> None:  # fmt: skip
-    settings = loaded.settings
-    clock = SystemClock()
-    workers = movers.lane("mover", len(movers.pids), nice=MOVER_NICE)
-    background = WorkerThreads(1, "prefault", nice=MOVER_NICE)
-    world = World(
-        clock=clock, random=SystemRandom(), memory=SystemMemory(movers), disk=disk, faults=_faults(), workers=workers,
-        prefaulting=background, movers=movers, descriptor_limit=limit, tracing=_tracing(settings),
+    settings, clock = loaded.settings, SystemClock()
+    stopping, loop = _told_to_stop(), asyncio.get_running_loop()  # first: asyncio would cancel what is half made
+    async with AsyncExitStack() as ends:
+        world = _world(loaded, disk, movers, limit, tiers, ends)
+        tenants = [
+            Tenant(loaded.of_tenant(name), keys[name], rings[name], world, tiers) for name in settings.tenant_names
+        ]
+        rings.follow()
+        for tenant in tenants:
+            tenant.claim()
+            ends.push_async_callback(tenant.abandon)
+        movers.watch(partial(_leave_now, tenants, "a byte mover ended: leaving, as after a crash", 1))
+        publisher = open_publisher(settings.events, tenants[0].controller, clock)
+        if publisher is not None:
+            ends.callback(publisher.close)
+        controllers = {tenant.name: tenant.controller for tenant in tenants}
+        watched = ((tenant.controller, tenant.operators, tenant.prefills) for tenant in tenants)
+        has_token = bool(settings.server.metrics_token_file)
+        overview = Overview(watched, clock, shows_digests=has_token)
+        site = Site(controllers, overview, loop, clock, shows_tenants=has_token or len(tenants) == 1)
+        page = start_web(loaded, site)
+        door = RemoteDoor(settings, {tenant.name: tenant.settings for tenant in tenants}, clock)
+        ends.push_async_callback(door.stop)
+        world.reloading.pass_on(door.set_log_level)
+        try:
+            async with asyncio.TaskGroup() as group:
+                opening = group.create_task(_open(tenants, door, group))
+                told = group.create_task(stopping.wait())
+                await asyncio.wait((opening, told), return_when=asyncio.FIRST_COMPLETED)
+                if not opening.done():  # the headers of a large device take minutes, and one that stalls takes for ever
+                    _leave_now(tenants, "told to stop before the start was over: leaving, as after a crash", 0)
+                besides = [group.create_task(door.watch()), group.create_task(overview.run())]
+                if publisher is not None:
+                    with log_as(tenants[0].said):
+                        besides.append(group.create_task(publisher.run()))
+                gc.freeze()  # permanent objects are not collected again: that takes 30 ms each time
+                _announce(tenants, page, door.address)
+                site.is_ready = True
+                await told
+                site.is_ready = False
+                _log.info("stopping")
+                await door.stop()
+                await _stop(tenants, besides, settings.server.shutdown_grace_s)
+                raise _Stopped
+        except* _Stopped:
+            pass
+
+
+def _world(
+    loaded: LoadedSettings, disk: SystemDisk, movers: MoverProcesses, limit: int, tiers: Tiers, ends: AsyncExitStack
+) -> World:  # fmt: skip
+    """Return the world of all tenants. ``ends`` closes its lanes, its threads and the receiver of spans."""
+    return World(
+        clock=SystemClock(), random=SystemRandom(), memory=SystemMemory(movers), disk=disk, faults=_faults(),
+        tracing=ends.enter_context(closing(_tracing(loaded.settings))),
+        workers=ends.enter_context(closing(movers.lane("mover", len(movers.pids), nice=MOVER_NICE))),
+        prefaulting=ends.enter_context(closing(WorkerThreads(1, "prefault", nice=MOVER_NICE))),
+        movers=movers, descriptor_limit=limit,
         reloading=Reloading(loaded, partial(check_needs, limit=limit, of_tiers=tiers.needs)),
     )  # fmt: skip
-    tenants = [Tenant(loaded.of_tenant(name), keys[name], rings[name], world, tiers) for name in settings.tenant_names]
-    rings.follow()
-    stopping, loop = _told_to_stop(), asyncio.get_running_loop()
-    movers.watch(partial(_leave_now, tenants, "a byte mover ended: leaving, as after a crash", 1))
-    _claim(tenants)
-    publisher = open_publisher(settings.events, tenants[0].controller, clock)
-    controllers = {tenant.name: tenant.controller for tenant in tenants}
-    watched = ((tenant.controller, tenant.operators, tenant.prefills) for tenant in tenants)
-    has_token = bool(settings.server.metrics_token_file)
-    overview = Overview(watched, clock, shows_digests=has_token)
-    site = Site(controllers, overview, loop, clock, shows_tenants=has_token or len(tenants) == 1)
-    page = start_web(loaded, site)
-    door = RemoteDoor(settings, {tenant.name: tenant.settings for tenant in tenants}, clock)
-    world.reloading.pass_on(door.set_log_level)
-    try:
-        async with asyncio.TaskGroup() as group:
-            opening = group.create_task(_open(tenants, door, group))
-            told = group.create_task(stopping.wait())
-            await asyncio.wait((opening, told), return_when=asyncio.FIRST_COMPLETED)
-            if not opening.done():  # the headers of a large device take minutes, and one that stalls takes for ever
-                _leave_now(tenants, "told to stop before the start was over: leaving, as after a crash", 0)
-            besides = [group.create_task(door.watch()), group.create_task(overview.run())]
-            if publisher is not None:
-                with log_as(tenants[0].said):
-                    besides.append(group.create_task(publisher.run()))
-            gc.freeze()  # permanent objects are not collected again: that takes 30 ms each time
-            _announce(tenants, page, door.address)
-            site.is_ready = True
-            await told
-            site.is_ready = False
-            _log.info("stopping")
-            await door.stop()
-            await _stop(tenants, besides, settings.server.shutdown_grace_s)
-            raise _Stopped
-    except* _Stopped:
-        pass
-    finally:
-        await door.stop()
-        for tenant in tenants:
-            await tenant.abandon()
-        for each in (workers, background, publisher, *tenants, world.tracing):
-            if each is not None:
-                each.close()
 
 
 def mover_count(processors: int) -> int:
@@ -146,28 +155,26 @@ def mover_count(processors: int) -> int:
     return max(MOVERS_MIN, min(MOVERS_MAX, processors // PROCESSORS_PER_MOVER))
 
 
-def _claim(tenants: list[Tenant]) -> None:
-    """Claim the sockets' places of all tenants, or none. Raises Unavailable when another server has one of them."""
-    claimed: list[Tenant] = []
+async def _open(tenants: list[Tenant], door: RemoteDoor, group: asyncio.TaskGroup) -> None:
+    """Serve all tenants, then clients on other hosts. Background work runs as tasks of ``group``. Where one cannot be
+    served, those before it are stopped cleanly: the start took their devices' snapshots away."""
+    opened: list[Tenant] = []
     try:
         for tenant in tenants:
-            tenant.claim()
-            claimed.append(tenant)
-    except BaseException:
-        for tenant in claimed:
-            tenant.sockets.remove()
+            await tenant.open(group)
+            opened.append(tenant)
+        await door.start()
+    except Exception:
+        if opened:
+            await _stop(opened, [], 0.0, status=1)
         raise
 
 
-async def _open(tenants: list[Tenant], door: RemoteDoor, group: asyncio.TaskGroup) -> None:
-    """Serve all tenants, then clients on other hosts. Background work runs as tasks of ``group``."""
-    for tenant in tenants:
-        await tenant.open(group)
-    await door.start()
-
-
-async def _stop(tenants: list[Tenant], besides: list[asyncio.Task[None]], grace_s: float) -> None:
-    """Stop all tenants cleanly, all at once. Raises the first tenant's error after all have ended."""
+async def _stop(
+    tenants: list[Tenant], besides: list[asyncio.Task[None]], grace_s: float, status: int = 0
+) -> None:  # fmt: skip
+    """Stop all tenants cleanly, all at once. Raises the first tenant's error after all have ended. ``status``: with
+    which the process ends where they cannot be stopped."""
     ends = await asyncio.gather(*(tenant.close_doors(grace_s) for tenant in tenants), return_exceptions=True)
     for task in besides:
         task.cancel()
@@ -176,15 +183,15 @@ async def _stop(tenants: list[Tenant], besides: list[asyncio.Task[None]], grace_
     await asyncio.wait(tasks, timeout=max(1.0, grace_s))
     if not all(task.done() for task in tasks):
         if any(tenant.is_device_asked for tenant in tenants):
-            _leave_now(tenants, "the device does not answer: leaving without its snapshot", 0)
+            _leave_now(tenants, "the device does not answer: leaving without its snapshot", status)
         _log.warning("shared tiers have not answered: what was on its way there, or from there, is given up")
     detached = asyncio.gather(*(tenant.detach() for tenant in tenants), return_exceptions=True)
     await asyncio.wait([detached], timeout=DETACH_TIMEOUT_S)
     if not detached.done():  # a device stalled only now; the other tenants have their snapshots
-        _leave_now(tenants, "the device does not answer: leaving without its snapshot", 0)
+        _leave_now(tenants, "the device does not answer: leaving without its snapshot", status)
     await asyncio.wait(tasks, timeout=ENDING_TIMEOUT_S)
     if not all(task.done() for task in tasks):  # the devices have their snapshots
-        _leave_now(tenants, "work did not end, although all tiers are closed: leaving without it", 0)
+        _leave_now(tenants, "work did not end, although all tiers are closed: leaving without it", status)
     for end in [*ends, *detached.result()]:
         if end is not None:
             raise end

@@ -43,11 +43,17 @@ class RemoteDoor:
         """Start the process, and return when it listens. Raises the error that it starts with, naming the setting."""
         if not self._orders:
             return
-        command = [sys.executable, "-m", "kvstore.remote"]
-        pipe = asyncio.subprocess.PIPE
-        self._process = process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, env={**ALLOCATOR, **QUIET, **os.environ}
-        )
+        pipe, environment = asyncio.subprocess.PIPE, {**ALLOCATOR, **QUIET, **os.environ}
+        try:
+            self._process = process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "kvstore.remote", stdin=pipe, stdout=pipe, env=environment,
+                start_new_session=True,  # a terminal's Ctrl-C is for the sidecar alone, which ends this one
+            )  # fmt: skip
+        except OSError as error:
+            raise Unavailable(
+                f"remote.address = {self.address}: its process cannot be started ({error}): allow this user more "
+                "processes (ulimit -u), or unset it"
+            ) from error
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(_line({**self._orders, "address": self.address}))
@@ -56,7 +62,10 @@ class RemoteDoor:
                 line = await process.stdout.readline()
         except TimeoutError:
             process.kill()
-            raise Unavailable("the remote plane's process did not start in time") from None
+            raise Unavailable(
+                f"remote.address = {self.address}: its process did not start within {START_TIMEOUT_S:.0f} s: start "
+                "again when the machine is less busy, or unset it"
+            ) from None
         reply = json.loads(line or b"{}")
         if "port" not in reply:
             await process.wait()
@@ -89,7 +98,7 @@ class RemoteDoor:
             try:
                 await self.start()
                 pause_s = RESTART_PAUSE_S
-            except (KVStoreError, OSError, ValueError) as error:  # clients on this host are served on in any case
+            except (KVStoreError, ValueError) as error:  # clients on this host are served on in any case
                 _log.error("the remote plane does not start", extra={"reason": str(error)})
                 pause_s = min(2 * pause_s, RESTART_PAUSE_S_MAX)
 

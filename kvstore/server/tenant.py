@@ -217,10 +217,6 @@ class Tenant:
             self._listener.close()
         self.sockets.remove()
 
-    def close(self) -> None:
-        """Free the tenant's memory, after ``abandon``."""
-        self._parts.arena.close()
-
 
 def _close_late(opening: Future[HbmTier | None]) -> None:
     """Give a pool's memory back that came too late to be used."""

@@ -90,8 +90,9 @@ class EmbeddedServer:
         command = [*dying_with_us(), str(server_binary()), *arguments]
         with open(self._directory / "log", "wb") as log:
             self._process = subprocess.Popen(  # noqa: S603 - its words are ours
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._directory
-            )
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._directory,
+                start_new_session=True,  # a terminal's Ctrl-C is for the sidecar alone, which ends this one
+            )  # fmt: skip
         self._descriptor = os.pidfd_open(self._process.pid)
         asyncio.get_running_loop().add_reader(self._descriptor, self._ended)
 
