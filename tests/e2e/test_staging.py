@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from kvstore_client import Client, Durability, connect
-from kvstore_client.planes.shared_memory import staging
+from kvstore_client.planes.shared_memory import mapped, staging
 from kvstore_client.planes.shared_memory.staging import SEGMENT_BYTES, StagingPool
 from kvstore_ops.sidecar import Sidecar
 
@@ -145,25 +145,48 @@ def test_staging_that_can_neither_be_mapped_nor_given_back_fails_its_store_alone
         assert client.store(spec, tokens_of(COUNT), random_cache(spec, COUNT)).wait() is not Durability.NONE
 
 
+@pytest.mark.parametrize("when", ["as soon as it is sent", "while it waits"])
 def test_an_interrupt_while_staging_is_asked_for_leaves_no_answer_for_the_next(
-    local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+    local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """Ctrl-C in a notebook, and the next store asks for more."""
-    spec = small_spec()
+    spec, send = small_spec(), mapped.send
 
-    def interrupted(*_: object) -> bool:
+    def interrupted(*arguments: Any) -> bool:
+        if when == "as soon as it is sent":
+            send(*arguments)
         raise KeyboardInterrupt
 
     with connect(local_sidecar.address) as client:
         client.lookup(spec, tokens_of(COUNT))
         session: Any = client._context.connection.session()
         with monkeypatch.context() as patch:
-            patch.setattr(session._arrived, "wait_for", interrupted)
+            place, name = (session._arrived, "wait_for") if when == "while it waits" else (mapped, "send")
+            patch.setattr(place, name, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 session.create_staging(4096)
         session = client._context.connection.session()
         _, memory = session.create_staging(1 << 20)
         memory.back(0, 1 << 20)  # raises where less came
+        assert client.store(spec, tokens_of(COUNT), random_cache(spec, COUNT)).wait() is not Durability.NONE
+
+
+def test_an_interrupt_just_when_staging_was_granted_takes_nothing_from_the_budget(
+    local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = small_spec()
+
+    def interrupted(_: SharedMap) -> Any:
+        raise KeyboardInterrupt
+
+    with connect(local_sidecar.address) as client, connect(local_sidecar.address) as other:
+        client.lookup(spec, tokens_of(COUNT))
+        session: Any = client._context.connection.session()
+        with monkeypatch.context() as patch:
+            patch.setattr(staging, "StagingFile", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                session.staging.take(HUGE_BYTES, HUGE_BYTES)
+        eventually(lambda: staging_bytes(other) == 0)
         assert client.store(spec, tokens_of(COUNT), random_cache(spec, COUNT)).wait() is not Durability.NONE
 
 

@@ -140,6 +140,14 @@ MUTANTS = [
         ("tests/e2e/test_staging.py::test_an_interrupt_while_staging_is_asked_for_leaves_no_answer_for_the_next",),
     ),
     Mutant(
+        "answer-to-a-question-that-was-sent-and-interrupted",
+        MAPPED,
+        "except BaseException:  # an interrupt, and it may have been sent\n                self.close()\n",
+        "except BaseException:  # an interrupt, and it may have been sent\n",
+        "an interrupted question's answer gives the next one memory of another size",
+        ("tests/e2e/test_staging.py::test_an_interrupt_while_staging_is_asked_for_leaves_no_answer_for_the_next",),
+    ),
+    Mutant(
         "tensor-whose-items-share-memory",
         OVERLAP,
         "        if step < reach:\n",

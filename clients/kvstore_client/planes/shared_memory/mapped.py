@@ -156,6 +156,9 @@ class MappedMemory(ClientSession):
                 send(self._socket, question)
             except OSError as error:
                 raise Unavailable("the sidecar is gone") from error
+            except BaseException:  # an interrupt, and it may have been sent
+                self.close()
+                raise
             try:
                 with self._arrived:
                     come = self._arrived.wait_for(lambda: bool(self._answers) or self.ended.is_set(), self._timeout_s)

@@ -100,12 +100,17 @@ class StagingPool:
         while True:
             try:
                 segment, mapping = self._session.create_staging(wanted)
+                self._segments[segment] = StagingFile(mapping)
             except Exhausted:
                 if wanted == byte_count:
                     return False
                 wanted = max(byte_count, wanted // 2 // PAGE_BYTES * PAGE_BYTES)
                 continue
-            self._segments[segment] = StagingFile(mapping)
+            except KVStoreError:
+                raise
+            except BaseException:  # an interrupt: nobody knows of the segment, and only the session's end gives it back
+                self._session.close()
+                raise
             self._watch()
             return True
 
