@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager, aclosing
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, aclosing, suppress
 from typing import Any
 
 import grpc
@@ -22,6 +23,8 @@ Context = Any
 ENDLESS = ("Watch",)
 LASTING = (*ENDLESS, "PartialPrefill")
 """Methods whose calls last as long as their callers."""
+FIRST_MESSAGE_S_MAX = 1.0
+"""Seconds that a refusal waits at most for a client's first message."""
 
 
 _HANDLERS: Mapping[tuple[bool, bool], Any] = {
@@ -107,16 +110,42 @@ def _streaming(
     function: Callable[[Any, Context], AsyncGenerator[Any]], name: str, counters: Counters
 ) -> Callable[[Any, Context], AsyncIterator[Any]]:
     async def handle(request: Any, context: Context) -> AsyncIterator[Any]:
+        messages = _Messages(request) if isinstance(request, AsyncIterable) else None
         try:
             if isinstance(request, InvalidRequest):
                 raise request
-            async with aclosing(function(request, context)) as responses:  # its resources are freed at once
+            async with aclosing(function(messages or request, context)) as responses:  # its resources are freed at once
                 async for response in responses:
                     yield response
         except Exception as error:  # noqa: BLE001 - the boundary: everything becomes a status
+            if messages is not None:
+                await messages.meet()
             await abort(error, name, context, counters)
 
     return handle
+
+
+class _Messages:
+    """A client's stream."""
+
+    def __init__(self, messages: AsyncIterable[Any]) -> None:
+        self._messages = aiter(messages)
+        self._is_met = False
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        self._is_met = True
+        return await anext(self._messages)
+
+    async def meet(self) -> None:
+        """Wait for the first message where nobody has: grpc.aio gives a call whose end meets a message on its way the
+        status INTERNAL, and the remote plane would pass that on in place of the error."""
+        if not self._is_met:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_MESSAGE_S_MAX):
+                    await anext(self, None)
 
 
 async def abort(error: Exception, name: str, context: Context, counters: Counters) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -218,6 +219,21 @@ def test_who_talks_on_is_told_why_he_was_refused(remote: Sidecar) -> None:
         calls = [peer.call("stream_stream", PREFILL, iter([early] * 6), timeout=10) for _ in range(30)]
         assert {status(call) for call in calls} == {"INVALID_ARGUMENT"}
         assert {call.details() for call in calls} == {"a partial prefill begins with its begin step"}
+
+
+def test_who_is_refused_for_his_session_is_told_why_although_he_talks() -> None:
+    """As above; this refusal needs no message."""
+    early = prefill_pb2.PartialPrefillRequest(end=prefill_pb2.EndPrefill()).SerializeToString()
+    environment = {**os.environ, "KVSTORE__LIMITS__STREAM_COUNT_MAX": "1"}
+    with Sidecar("--capacity", "16 MiB", plane="remote", environment=environment) as own, Peer(own) as peer:
+        silence = threading.Event()
+        silent = peer.call("stream_stream", PREFILL, iter(silence.wait, True), timeout=30)
+        until(lambda: left(own)[4] == 1)
+        calls = [peer.call("stream_stream", PREFILL, iter([early]), timeout=10) for _ in range(30)]
+        assert {status(call) for call in calls} == {"RESOURCE_EXHAUSTED"}
+        assert all("limits.stream_count_max" in call.details() for call in calls)
+        silent.cancel()
+        silence.set()
 
 
 def test_a_compressed_message_is_refused(remote: Sidecar) -> None:
