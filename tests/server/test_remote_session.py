@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,15 +18,24 @@ from kvstore.errors import Exhausted, Unavailable
 from kvstore.handoff.messages import Done, LookedUp, RegionsAnswer, RegionsQuestion
 from kvstore.remote import session as remote_session
 from kvstore.remote.session import SidecarSession
+from tests.server.raw import eventually
 from tests.server.test_remote_receiving import SEGMENT_BYTES, session_of, until
+
+
+def is_stopped(pid: int) -> bool:
+    """True when all threads of a process have stopped."""
+    states = (each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/stat"))
+    return all(state.rpartition(")")[2].split()[0] == "T" for state in states)
 
 
 @contextmanager
 def standing_still(*pids: int) -> Iterator[None]:
-    """Stop these processes, which go on afterwards."""
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+    """Stop these processes, which go on afterwards. On a busy machine a thread goes on for a while after the signal,
+    and would do a job that comes meanwhile."""
     try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        eventually(lambda: all(map(is_stopped, pids)))
         yield
     finally:
         for pid in pids:
