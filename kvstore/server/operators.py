@@ -285,7 +285,7 @@ def _news(news: ChangeNews) -> admin_pb2.ChangeResponse:
     ]
     return admin_pb2.ChangeResponse(
         done_count=tally.done_count, total_count=tally.total_count, outcomes=outcomes, problem=tally.problem,
-        is_last=news.is_last, refuses_stores=news.refuses_stores,
+        is_last=news.is_last, refuses_stores=tally.refuses_stores,
     )  # fmt: skip
 
 

@@ -210,7 +210,7 @@ MUTANTS = [
     Mutant(
         "a-change-that-waits-in-silence",
         "kvstore/controller/operators/heartbeats.py",
-        "                while not (await asyncio.wait([step], timeout=HEARTBEAT_S))[0]:\n",
+        "                while not (await asyncio.wait([step], timeout=silence_s))[0]:\n",
         "                while not (await asyncio.wait([step]))[0]:\n",
         "an operator takes a service for dead that waits for a tier, and leaves it half way",
         (f"{STALLED}::test_a_prefetch_from_a_device_that_stalls_is_heard_of",),

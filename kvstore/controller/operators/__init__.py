@@ -11,7 +11,7 @@ snapshot: each chunk is told as it was in its turn.
 - ``changes``    evict, pin, move, bring and verify; each with a dry run
 - ``drains``     the service takes no more stores, and writes what waits
 - ``looks``      a change reads a copy again, and gives a stalled tier up
-- ``heartbeats`` reports of a request that waits
+- ``heartbeats`` reports of a request that waits, and of a change's progress
 - ``turns``      the time that a request may keep the loop
 - ``values``     arguments and results of the requests
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
@@ -13,18 +13,17 @@ from kvstore.catalog.lineage import descend
 from kvstore.controller.operators.looks import Looks, blame
 from kvstore.controller.operators.selection import Chosen
 from kvstore.controller.operators.turns import Turn, Turns
-from kvstore.controller.operators.values import ChangeNews, Tally
+from kvstore.controller.operators.values import Tally
 from kvstore.controller.parts import Parts
 from kvstore.movement import ChunkStep, Fate, Meant, Transit, Writes
-from kvstore.seams import Clock
 from kvstore.spec import Durability
 
-NEWS_S = 0.5
-"""Seconds between two reports of a change's progress."""
 BATCH_COUNT = 64
 """Chunks that are moved or brought at once."""
 UNDONE_AT_ONCE = 256
 """Holds, or pins, that are given back in one step of the loop."""
+LOOK_AGAIN_S = 0.5
+"""Seconds between two looks at how many of them have arrived."""
 BATCH_S_MAX = 120.0
 """A change ends when no chunk has arrived for so long. The remaining chunks are counted as not tried."""
 WORDS = {
@@ -47,23 +46,9 @@ IN_MEMORY, BROUGHT, NO_ROOM, NO_SOURCE = "in memory already", "brought into memo
 PINNED, UNPINNED = "pinned", "unpinned"
 
 
-class ReportPace:
-    """Paces the reports of a change's progress."""
-
-    def __init__(self, clock: Clock, tally: Tally) -> None:
-        self._clock = clock
-        self._tally = tally
-        self._said_s = clock.monotonic()
-
-    def due(self) -> Iterator[ChangeNews]:
-        """Give a report if the last one is ``NEWS_S`` old."""
-        if self._clock.monotonic() - self._said_s >= NEWS_S:
-            self._said_s = self._clock.monotonic()
-            yield ChangeNews(self._tally)
-
-
 class Changes:
-    """Changes of one tenant's chunks. A held chunk (by a lease, a ticket, a move or a pin) is never removed."""
+    """Changes of one tenant's chunks. A held chunk (by a lease, a ticket, a move or a pin) is never removed. A change
+    counts in the ``tally`` that it is given, which is read meanwhile."""
 
     def __init__(self, parts: Parts, turns: Turns) -> None:
         self._parts = parts
@@ -97,12 +82,11 @@ class Changes:
 
     # ------------------------------------------------------------ evict
 
-    async def evict(self, chosen: Chosen, only: Copies | None, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
+    async def evict(self, tally: Tally, chosen: Chosen, only: Copies | None, *, dry_run: bool) -> None:
         """Remove the selected chunks from the tier ``only``, or from all local ones."""
         turn, clearing = self._turns.begin(), self._movement.clearing
         plan = await clearing.plan(await self._picked(chosen, turn), only, turn.between)
-        tally = Tally(len(plan))
-        said = ReportPace(self._parts.clock, tally)
+        tally.total_count = len(plan)
         for place in range(len(plan)):
             await turn.between()
             byte_count = self._catalog.known_bytes(int(plan.rows[place]))
@@ -114,18 +98,16 @@ class Changes:
             if was_durable:
                 tally.add(DURABLE, byte_count)
             tally.done_count += 1
-            for news in said.due():
-                yield news
-        yield ChangeNews(tally, is_last=True)
 
     # ------------------------------------------------------------ pins
 
-    async def pin(self, chosen: Chosen, seconds: float, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
+    async def pin(self, tally: Tally, chosen: Chosen, seconds: float, *, dry_run: bool) -> None:
         """Pin all selected chunks with their ancestors, or none; one request after the other: what is undone of one was
         not pinned by another since. Raises Exhausted past limits.pin_bytes_max."""
         pins, turn = self._parts.pins, self._turns.begin()
         meant = await self._picked(chosen, turn)
-        tally, new = Tally(len(meant)), dict[int, int]()
+        tally.total_count = len(meant)
+        new: dict[int, int] = {}
         pinned: list[tuple[int, float | None]] = []
         async with self._pinning:
             while self._to_undo:
@@ -151,7 +133,6 @@ class Changes:
             except BaseException:  # the limit was reached after all, or the caller went: all or nothing
                 self._undo(pinned)
                 raise
-        yield ChangeNews(tally, is_last=True)
 
     def _undo(self, pinned: list[tuple[int, float | None]]) -> None:
         """Give these rows the pins they had before, some in each step of the loop, also where the caller has gone. Each
@@ -163,7 +144,7 @@ class Changes:
         if pinned:
             asyncio.get_running_loop().call_soon(self._undo, pinned)
 
-    async def unpin(self, chosen: Chosen, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
+    async def unpin(self, tally: Tally, chosen: Chosen, *, dry_run: bool) -> None:
         """End the pins of the selected chunks, also of chunks that left all tiers in spite of them. An ancestor of
         another pinned chunk stays kept."""
         pins, turn = self._parts.pins, self._turns.begin()
@@ -173,26 +154,26 @@ class Changes:
             await turn.between()
             if row in pins and chosen.names(row):
                 rows.append(row)
-        tally = Tally(len(rows))
+        tally.total_count = len(rows)
         for row in rows:
             await turn.between()
             tally.done_count += 1
             byte_count = self._catalog.known_bytes(row)
             if row in pins and (dry_run or pins.unpin(row)):
                 tally.add(UNPINNED, byte_count)
-        yield ChangeNews(tally, is_last=True)
 
     # ------------------------------------------------------------ move and drain
 
     async def send(
-        self, chosen: Chosen, targets: Sequence[Writes], leaving: Sequence[Copies], stays: str, *, dry_run: bool
-    ) -> AsyncGenerator[ChangeNews]:
+        self, tally: Tally, chosen: Chosen, targets: Sequence[Writes], leaving: Sequence[Copies], stays: str, *,
+        dry_run: bool,
+    ) -> None:  # fmt: skip
         """Write each selected chunk to the first of the ``targets`` that takes it, and have the ``leaving`` tiers give
         it up. ``stays``: the word that counts a chunk that no target takes."""
         turn, relocation = self._turns.begin(), self._movement.relocation
         meant = await self._picked(chosen, turn)
-        tally = Tally(len(meant))
-        clock, said = self._parts.clock, ReportPace(self._parts.clock, tally)
+        tally.total_count = len(meant)
+        clock = self._parts.clock
         arrived_s = clock.monotonic()
         for first in range(0, len(meant), BATCH_COUNT):
             await turn.next()
@@ -207,24 +188,18 @@ class Changes:
                 await relocation.ask(steps)
                 there, is_through = relocation.there_count(steps), False
                 while not is_through and clock.monotonic() - arrived_s < BATCH_S_MAX:
-                    is_through = await relocation.wait(steps, NEWS_S)
+                    is_through = await relocation.wait(steps, LOOK_AGAIN_S)
                     there, before = relocation.there_count(steps), there
                     arrived_s = clock.monotonic() if there > before else arrived_s
-                    for news in said.due():
-                        yield news
                 await turn.next()
                 if there == sum(each.to is not None for each in steps):  # nothing is missing
                     arrived_s = clock.monotonic()
             for step in steps:
                 self._sent(step, leaving, stays, tally, dry_run=dry_run)
             tally.done_count += len(places)
-            for news in said.due():
-                yield news
             if clock.monotonic() - arrived_s >= BATCH_S_MAX and not dry_run:
                 tally.add(NOT_TRIED, 0, len(meant) - places.stop)
                 break
-        tally.counts = {what: count for what, count in tally.counts.items() if count}
-        yield ChangeNews(tally, is_last=True)
 
     def _sent(
         self, step: ChunkStep, leaving: Sequence[Copies], stays: str, tally: Tally, *, dry_run: bool
@@ -251,14 +226,13 @@ class Changes:
 
     # ------------------------------------------------------------ into memory
 
-    async def bring(self, chosen: Chosen, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
+    async def bring(self, tally: Tally, chosen: Chosen, *, dry_run: bool) -> None:
         """Bring the selected chunks into memory, as many as fit beside the chunks that must stay there. Selected chunks
         that are in memory already stay there meanwhile."""
         turn, relocation = self._turns.begin(), self._movement.relocation
         meant = await self._picked(chosen, turn)
         order = await self._root_first(meant, turn)
-        tally = Tally(len(meant))
-        said = ReportPace(self._parts.clock, tally)
+        tally.total_count = len(meant)
         room = self._parts.arena.capacity_bytes - await self._staying_bytes(turn)
         wanted: dict[int, None] = {}
         held: list[int] = []
@@ -291,16 +265,12 @@ class Changes:
                     what = BROUGHT if dry_run else self._brought(row, is_late=is_late)
                     tally.add(what, self._catalog.known_bytes(row))
                 tally.done_count += len(batch)
-                for news in said.due():
-                    yield news
                 if is_late and not any(row in self._movement.memory for row in batch):
                     tally.problem = f"no chunk came within {BATCH_S_MAX:.0f} s: see kvstore tiers"
                     tally.add(NOT_TRIED, 0, len(wanted) - first - len(batch))
                     break
         finally:
             self._let_go(held)
-        tally.counts = {what: count for what, count in tally.counts.items() if count}
-        yield ChangeNews(tally, is_last=True)
 
     def _brought(self, row: int, *, is_late: bool) -> str:
         """Return the word for the outcome of bringing one chunk into memory."""
@@ -349,7 +319,7 @@ class Changes:
 
     # ------------------------------------------------------------ verify
 
-    async def verify(self, chosen: Chosen, only: str, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
+    async def verify(self, tally: Tally, chosen: Chosen, only: str, *, dry_run: bool) -> None:
         """Read every copy of the selected chunks again, in the tier ``only`` or in all, and check every strip. A copy
         that fails is quarantined, and written again if memory has the chunk. A tier that stalls is given up. What an
         object store does not give is not counted as gone: nothing goes there by itself, and a denial looks the same."""
@@ -357,8 +327,8 @@ class Changes:
         lasting = {target.name for target in targets if target.durability is Durability.OBJECT}
         turn = self._turns.begin()
         meant = await self._picked(chosen, turn)
-        tally = Tally(len(meant))
-        said, looks = ReportPace(self._parts.clock, tally), Looks(self._catalog, self._parts.clock)
+        tally.total_count = len(meant)
+        looks = Looks(self._catalog, self._parts.clock)
         for row, identity in map(meant.at, range(len(meant))):
             await turn.between()
             tally.done_count += 1
@@ -382,14 +352,5 @@ class Changes:
                         tally.add(f"{name}: damaged", byte_count)
                     if found is not True:
                         blame(tally, name, identity[1], is_damaged=found is False)
-                    for news in said.due():
-                        yield news
             finally:
                 self._catalog.unhold(row)
-        yield ChangeNews(tally, is_last=True)
-
-
-def slower_than(parts: Parts, name: str) -> list[Writes]:
-    """Return the writes to the tiers that are slower than the tier ``name``, which must be in use."""
-    names = [each.target.name for each in parts.movement.all_writes]
-    return parts.movement.all_writes[names.index(name) + 1 :]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from types import MappingProxyType
 
-from kvstore.controller.operators.changes import BATCH_S_MAX, NEWS_S
+from kvstore.controller.operators.changes import BATCH_S_MAX, LOOK_AGAIN_S
 from kvstore.controller.operators.turns import Turn, Turns
-from kvstore.controller.operators.values import ChangeNews, Tally
+from kvstore.controller.operators.values import Tally
 from kvstore.controller.parts import Parts
 from kvstore.controller.stores import Claims, Reservations
 from kvstore.movement import Transit, Writes
@@ -39,31 +39,27 @@ class Drains:
         """Take stores again."""
         self._claims.refusal = ""
 
-    async def stores(self, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
+    async def stores(self, tally: Tally, *, dry_run: bool) -> None:
         """Refuse new stores until ``resume``, wait until those in flight have ended and every chunk that a stop would
         lose is written where a tier takes it, and count the chunks that it would lose all the same."""
         if not dry_run:
             self._claims.refusal = STORES_REFUSED
-        turn, total, alone = self._turns.begin(), self._movement.backlog_count, Tally(0)
+        turn, total, alone = self._turns.begin(), self._movement.backlog_count, Tally()
         asked: dict[int, Writes] = {}
         ending = {each.tier.name for each in self._movement.shared_tiers.tiers if each.ends_with_us}
         async for row in self._lost(turn):
             if not any(row in each for each in self._movement.all_writes if each.target.name not in ending):
                 if (to := self._write(row, alone, dry_run=dry_run)) is not None:
                     asked[row] = to
-        async for news in self.settle(total, asked, dry_run=dry_run):
-            if not news.is_last:
-                yield news
-        tally = news.tally
-        if storing := self._storing:
-            tally.add(STORING, self._reservations.reserved_bytes, storing)
+        await self.settle(tally, total, asked, dry_run=dry_run)
+        tally.add(STORING, self._reservations.reserved_bytes, self._storing)
         if not dry_run:
-            alone = Tally(0)
+            alone = Tally()
             async for row in self._lost(turn):
                 alone.add(ALONE, self._parts.catalog.known_bytes(row))
         for what, count in alone.counts.items():
             tally.add(what, alone.byte_counts[what], count)
-        yield ChangeNews(tally, is_last=True, refuses_stores=bool(self.problem))  # another operator may have ended it
+        tally.refuses_stores = bool(self.problem)  # another operator may have ended it
 
     def _write(self, row: int, alone: Tally, *, dry_run: bool) -> Writes | None:
         """Have a chunk written to the first local tier that takes it; count it as ``alone`` where none does, or where
@@ -93,8 +89,8 @@ class Drains:
         )
 
     async def settle(
-        self, total: int = 0, asked: Mapping[int, Writes] = NONE_ASKED, *, dry_run: bool
-    ) -> AsyncGenerator[ChangeNews]:  # fmt: skip
+        self, tally: Tally, total: int = 0, asked: Mapping[int, Writes] = NONE_ASKED, *, dry_run: bool
+    ) -> None:
         """Wait until the tiers have written all chunks of their backlogs, and in a drain until all stores have ended.
         ``total``: chunks of the backlogs; ``asked``: the rows that the run adds to them, also where they are written
         by now. A chunk that a tier refuses leaves its backlog: it is tried again later, and has failed as far as a
@@ -103,26 +99,23 @@ class Drains:
         refused = await self._refused(asked)
         left = movement.backlog_count
         total = max(total + len(asked), left) + refused
-        tally, since_s = Tally(total), clock.monotonic()
+        tally.total_count, since_s = total, clock.monotonic()
         now = least = (left, self._storing)
         while any(now) and not dry_run and clock.monotonic() - since_s < BATCH_S_MAX:
-            await clock.sleep(NEWS_S)
+            await clock.sleep(LOOK_AGAIN_S)
             now = (movement.backlog_count, self._storing)
             if now < least:  # what comes and goes is no progress
                 least, since_s = now, clock.monotonic()
             left = min(left, now[0])
             tally.done_count = total - left
-            yield ChangeNews(tally)
         failed = refused if dry_run else min(total, left + await self._refused())
-        if total - failed:
-            tally.add(Transit.WRITTEN, 0, total - failed)
+        tally.add(Transit.WRITTEN, 0, total - failed)
+        tally.add(Transit.FAILED, 0, failed)
         if failed:
-            tally.add(Transit.FAILED, 0, failed)
             tally.problem = "; ".join(
                 f"{each.target.name}: {each.reason}" for each in movement.all_writes if each.reason
             )
         tally.done_count = total
-        yield ChangeNews(tally, is_last=True)
 
     async def _refused(self, asked: Mapping[int, Writes] = NONE_ASKED) -> int:
         """Count the chunks that tiers refused, still lack, and do not try again yet, but those ``asked`` of them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from functools import partial
 
 from kvstore.catalog import Copies
 from kvstore.controller.benefit import HotPrefix
@@ -17,10 +17,9 @@ from kvstore.controller.operators.changes import (
     NO_SOURCE,
     STAYS,
     Changes,
-    slower_than,
 )
 from kvstore.controller.operators.drains import Drains
-from kvstore.controller.operators.heartbeats import with_heartbeats
+from kvstore.controller.operators.heartbeats import with_heartbeats, with_reports
 from kvstore.controller.operators.listing import Listing, model_id_of
 from kvstore.controller.operators.selection import MEMORY_NAMES, Chosen, no_such_tier, tier_names
 from kvstore.controller.operators.showing import Showing
@@ -105,94 +104,86 @@ class Operators:
                     f"{selection.tier}: other nodes use it, too, and this one knows only some of what is there: for S3 "
                     "use kvstore scan --delete; Redis drops what it needs room for"
                 )
-        return _reported(self._changes.evict(self._chosen(selection), only, dry_run=dry_run))
+        chosen = self._chosen(selection)
+        return with_reports(lambda tally: self._changes.evict(tally, chosen, only, dry_run=dry_run))
 
     def pin(self, selection: Selection, seconds: float, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Keep chunks where they are for ``seconds``; 0: until they are unpinned, or the service ends. Raises Exhausted
         past limits.pin_bytes_max, and then pins none."""
-        return _reported(self._changes.pin(self._chosen(selection), seconds, dry_run=dry_run))
+        chosen = self._chosen(selection)
+        return with_reports(lambda tally: self._changes.pin(tally, chosen, seconds, dry_run=dry_run))
 
     def unpin(self, selection: Selection, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """End pins. Raises InvalidRequest where the selection says more than names: tiers, ages, sizes or uses."""
         if selection != Selection(model=selection.model, digest=selection.digest, chain=selection.chain):
             raise InvalidRequest("pins end by model, digest or prompt: say no tier, age, size or count of uses")
-        return _reported(self._changes.unpin(self._chosen(selection), dry_run=dry_run))
+        chosen = self._chosen(selection)
+        return with_reports(lambda tally: self._changes.unpin(tally, chosen, dry_run=dry_run))
 
     def move(self, selection: Selection, tier: str, *, keep: bool, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Bring chunks into memory, or write them to a slower tier and have the faster ones give them up; with ``keep``
         the faster ones keep their copies."""
         chosen, copies = self._chosen(selection), self._table.copies
         if tier in MEMORY_NAMES:
-            return _reported(self._changes.bring(chosen, dry_run=dry_run))
+            return with_reports(lambda tally: self._changes.bring(tally, chosen, dry_run=dry_run))
         to = self._writes(tier)
         local = self._local(tier)
         leaving = copies if local is None else copies[: copies.index(local)]
         given_up = [] if keep else list(leaving)
-        changes = self._changes.send(chosen, [to], given_up, Transit.NOT_TAKEN, dry_run=dry_run)
-        return _reported(self._answered(to.target.name, changes))
 
-    async def _answered(self, tier: str, changes: AsyncGenerator[ChangeNews]) -> AsyncGenerator[ChangeNews]:
-        """Run changes that need a tier. Raises Unavailable before the first of them where it does not answer."""
-        await self._parts.movement.shared_tiers.check(tier)
-        async with aclosing(changes):
-            async for news in changes:
-                yield news
+        async def moved(tally: Tally) -> None:
+            await self._parts.movement.shared_tiers.check(to.target.name)
+            await self._changes.send(tally, chosen, [to], given_up, Transit.NOT_TAKEN, dry_run=dry_run)
+
+        return with_reports(moved)
 
     def verify(self, selection: Selection, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Read copies again and check every strip."""
         only = MEMORY_NAMES[1] if selection.tier in MEMORY_NAMES else selection.tier
-        return _reported(self._changes.verify(self._chosen(selection), only, dry_run=dry_run))
+        chosen = self._chosen(selection)
+        return with_reports(lambda tally: self._changes.verify(tally, chosen, only, dry_run=dry_run))
 
     def drain(self, selection: Selection, *, end: bool, service: bool, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Have a tier take no more chunks, and empty it into slower ones; ``service``: have the service take no more
         stores, and write all that waits, so that it can be stopped; ``end``: have it take chunks, or stores, again.
         Without either, wait until all tiers have written their backlogs."""
-        return _reported(
-            self._service_drained(selection, end=end, dry_run=dry_run) if service else
-            self._drained(selection, end=end, dry_run=dry_run)
-        )  # fmt: skip
+        drained = self._service_drained if service else self._drained
+        return with_reports(partial(drained, selection=selection, end=end, dry_run=dry_run))
 
-    async def _service_drained(self, selection: Selection, *, end: bool, dry_run: bool) -> AsyncGenerator[ChangeNews]:
+    async def _service_drained(self, tally: Tally, selection: Selection, *, end: bool, dry_run: bool) -> None:
         if selection != Selection():
             raise InvalidRequest("the service is drained as a whole: select nothing")
-        if end:
-            if not dry_run:
-                self._drains.resume()
-            yield ChangeNews(Tally(0), is_last=True)
-            return
-        async with aclosing(self._drains.stores(dry_run=dry_run)) as changes:
-            async for news in changes:
-                yield news
+        if not end:
+            await self._drains.stores(tally, dry_run=dry_run)
+        elif not dry_run:
+            self._drains.resume()
 
-    async def _drained(self, selection: Selection, *, end: bool, dry_run: bool) -> AsyncGenerator[ChangeNews]:
+    async def _drained(self, tally: Tally, selection: Selection, *, end: bool, dry_run: bool) -> None:
         if selection != Selection(tier=selection.tier):
             raise InvalidRequest("a tier is drained of all that it has: name nothing but the tier")
         if not selection.tier:
-            changes = self._drains.settle(dry_run=dry_run)
-        else:
-            to, local = self._writes(selection.tier), self._local(selection.tier)
-            if not dry_run:
-                to.resume() if end else to.drain()
-            if end or local is None:
-                yield ChangeNews(Tally(0), is_last=True)
-                return
-            if not dry_run:
-                until_s = self._parts.clock.monotonic() + LAND_S_MAX
-                while to.backlog_count and self._parts.clock.monotonic() < until_s:  # chunks on their way there land
-                    await self._parts.clock.sleep(LAND_STEP_S)
-            slower = slower_than(self._parts, selection.tier)
-            changes = self._changes.send(self._chosen(selection), slower, [local], STAYS, dry_run=dry_run)
-        async with aclosing(changes):
-            async for news in changes:
-                yield news
+            await self._drains.settle(tally, dry_run=dry_run)
+            return
+        to, local = self._writes(selection.tier), self._local(selection.tier)
+        if not dry_run:
+            to.resume() if end else to.drain()
+        if end or local is None:
+            return
+        if not dry_run:
+            until_s = self._parts.clock.monotonic() + LAND_S_MAX
+            while to.backlog_count and self._parts.clock.monotonic() < until_s:  # chunks on their way there land
+                await self._parts.clock.sleep(LAND_STEP_S)
+        all_writes = self._parts.movement.all_writes
+        slower = all_writes[all_writes.index(to) + 1 :]
+        await self._changes.send(tally, self._chosen(selection), slower, [local], STAYS, dry_run=dry_run)
 
     def prefetch(self, session: Session, query: ChainQuery, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Bring a chain's stored prefix into memory, as a fetch would, and give it back. It counts as a use for tiers
         and policies, but neither for heat nor as tokens not computed. Raises as a fetch does."""
-        return _reported(self._prefetched(session, query, dry_run=dry_run))
+        return with_reports(lambda tally: self._prefetched(tally, session, query, dry_run=dry_run))
 
-    async def _prefetched(self, session: Session, query: ChainQuery, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
-        tally = Tally(len(query.digests))
+    async def _prefetched(self, tally: Tally, session: Session, query: ChainQuery, *, dry_run: bool) -> None:
+        tally.total_count = len(query.digests)
         model = self._parts.catalog.model(query.fingerprint)
         space = model.seen(None, query.exactness, query.provenance)
         size = space.known_bytes(model.spec.chunk_tokens)
@@ -211,7 +202,7 @@ class Operators:
             result = await self._controller.fetch_wide(session, query._replace(is_ahead=True), deadline)
             try:
                 async for _ in self._controller.arrivals(result, deadline):
-                    yield ChangeNews(tally)
+                    pass  # until all have landed, or were lost
             finally:
                 self._controller.release(session, [result.lease_id])
             coming = [chunk.loading for chunk in result.chunks if chunk.loading is not None]
@@ -231,7 +222,6 @@ class Operators:
         counts[absent] = len(query.digests) - stored
         _count(tally, counts, size, last, fate if stored == len(query.digests) else absent)
         tally.done_count = tally.total_count
-        yield ChangeNews(tally, is_last=True)
 
     async def _found(self, query: ChainQuery) -> tuple[int, int, str]:
         """Count the chunks of a stored prefix that memory has, and all of its chunks; return also the word for the
@@ -274,13 +264,7 @@ class Operators:
         return Chosen(self._parts, selection, self._parts.clock.monotonic() - self._started_s)
 
 
-def _reported(changes: AsyncGenerator[ChangeNews]) -> AsyncGenerator[ChangeNews]:
-    """Have a change report while it waits, too."""
-    return with_heartbeats(changes, ChangeNews(Tally(0)))
-
-
 def _count(tally: Tally, counts: Mapping[str, int], size: int, last: int, fate_of_last: str) -> None:
     """Count the outcomes for a chain, whose chunks count ``size`` bytes each, and the last one ``last``."""
     for what, count in counts.items():
-        if count:
-            tally.add(what, count * size - (size - last if what == fate_of_last else 0), count)
+        tally.add(what, count * size - (size - last if what == fate_of_last else 0), count)

@@ -135,25 +135,26 @@ class HotEntry:
 @dataclass(slots=True)
 class Tally:
     """The outcomes of a change: chunks, and their bytes as in memory, by a word for the outcome. ``done_count`` of
-    ``total_count`` chunks were handled. ``problem`` says why some of the change was not done."""
+    ``total_count`` chunks were handled. ``problem`` says why some of the change was not done. ``refuses_stores``: of a
+    drain of the service, that it takes no stores now."""
 
-    total_count: int
+    total_count: int = 0
     done_count: int = 0
     problem: str = ""
+    refuses_stores: bool = False
     counts: dict[str, int] = field(default_factory=dict)
     byte_counts: dict[str, int] = field(default_factory=dict)
 
     def add(self, what: str, byte_count: int, count: int = 1) -> None:
         """Count ``count`` chunks of ``byte_count`` bytes together under the word ``what``."""
-        self.counts[what] = self.counts.get(what, 0) + count
-        self.byte_counts[what] = self.byte_counts.get(what, 0) + byte_count
+        if count:
+            self.counts[what] = self.counts.get(what, 0) + count
+            self.byte_counts[what] = self.byte_counts.get(what, 0) + byte_count
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeNews:
-    """A report of a change's progress. The change goes on counting in the same tally: read it at once.
-    ``refuses_stores``: of a drain of the service, that it takes no stores now."""
+    """A report of a change's progress. The change goes on counting in the same tally: read it at once."""
 
     tally: Tally
     is_last: bool = False
-    refuses_stores: bool = False

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.controller.operators import Operators, Selection, heartbeats
+from kvstore.controller.operators import Operators, Selection
 from kvstore.controller.operators.changes import BATCH_COUNT, BATCH_S_MAX
-from kvstore.controller.operators.heartbeats import HEARTBEAT_S, with_heartbeats
+from kvstore.controller.operators.heartbeats import NEWS_S, with_heartbeats, with_reports
 from kvstore.controller.operators.looks import LOOK_S_MAX
 from kvstore.controller.operators.operators import LAND_S_MAX
 from kvstore.controller.operators.values import ChangeNews, Tally
@@ -31,9 +31,9 @@ async def ended(service: DeviceService, changes: AsyncIterator[ChangeNews]) -> t
     """What became of everything, and how long that took. The caller hears of it all the while."""
     loop = asyncio.get_running_loop()
     since_s = heard_s = loop.time()
-    last = ChangeNews(Tally(0))
+    last = ChangeNews(Tally())
     async for news in changes:
-        assert loop.time() - heard_s <= HEARTBEAT_S + 0.1, "a caller takes a silent service for dead"
+        assert loop.time() - heard_s <= NEWS_S + 0.1, "a caller takes a silent service for dead"
         heard_s, last = loop.time(), news
     assert last.is_last
     return last.tally, loop.time() - since_s
@@ -150,22 +150,32 @@ async def test_a_prefetch_from_a_device_that_stalls_is_heard_of(
     operators = Operators(service.parts, service.controller)
     tally, took_s = await ended(service, operators.prefetch(service.session, service.query(1, 2), dry_run=False))
     assert tally.counts == {"failed": 2}
-    assert HEARTBEAT_S < took_s <= BATCH_S_MAX + 1
+    assert NEWS_S < took_s <= BATCH_S_MAX + 1
 
 
-async def test_a_caller_that_goes_between_two_heartbeats_ends_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeats, "HEARTBEAT_S", 0.001)
+async def test_a_page_is_told_once_however_long_the_next_one_takes() -> None:
+    async def waits() -> AsyncGenerator[str]:
+        yield "page"
+        await asyncio.sleep(NEVER_S)
+
+    reports = with_heartbeats(waits(), "nothing new", 0.001)
+    assert [await anext(reports) for _ in range(3)] == ["page", "nothing new", "nothing new"]
+    await reports.aclose()
+
+
+async def test_a_caller_that_goes_between_two_reports_ends_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.controller.operators.heartbeats.NEWS_S", 0.001)
     left: list[str] = []
 
-    async def waits() -> AsyncGenerator[str]:
+    async def waits(tally: Tally) -> None:
         try:
-            yield "begun"
+            tally.add("begun", 0)
             await asyncio.sleep(NEVER_S)
         finally:
             left.append("left")
 
-    reports = with_heartbeats(waits(), "nothing yet")
-    assert [await anext(reports) for _ in range(4)] == ["begun"] * 4
+    reports = with_reports(waits)
+    assert [(await anext(reports)).tally.counts for _ in range(3)] == [{"begun": 1}] * 3
     await reports.aclose()
     assert left == ["left"]
 
@@ -175,7 +185,7 @@ async def test_what_fails_behind_heartbeats_fails() -> None:
         yield "begun"
         raise InvalidRequest("no such thing")
 
-    reports = with_heartbeats(fails(), "nothing yet")
+    reports = with_heartbeats(fails(), "nothing new")
     assert await anext(reports) == "begun"
     with pytest.raises(InvalidRequest):
         await anext(reports)
