@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from kvstore.arena import Arena
-from kvstore.catalog import Catalog, Namespace
+from kvstore.catalog import Catalog
 from kvstore.config import LimitSettings, PolicySettings
 from kvstore.controller.benefit import Heat, Served
 from kvstore.controller.pins import Pins
@@ -108,7 +108,3 @@ class Parts:
     def deadline(self, remaining_s: float | None = None) -> Deadline:
         """Return the deadline of a call that begins now: ``remaining_s`` if given, and ``deadline_s`` at most."""
         return Deadline.of(self.clock, remaining_s, self.deadline_s)
-
-    def storage_key(self, space: Namespace, digest: bytes) -> bytes:
-        """Return the key that names this tenant's chunk in every tier below memory."""
-        return self.movement.names.key(space, digest)

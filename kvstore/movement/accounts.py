@@ -1,4 +1,4 @@
-"""Accounts of tiers for operators: the content, state and backlog of each."""
+"""Accounts of tiers for operators: the content, backlog and state of each, and for how long it has been so."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 
 from kvstore.movement.queue import Waiting
 from kvstore.movement.shared import SharedCopies
-from kvstore.movement.states import TierStates
 from kvstore.movement.writes import Writes
+from kvstore.seams import Clock
 from kvstore.spec import Durability, Tier
 from kvstore.tiers import LocalTier, SharedTier, TierStatistics
 
+REASON_CHARS_MAX = 1000
+"""An engine's words may be of any length; a reply has room for this much."""
 NOTHING = Waiting()
 
 
@@ -29,6 +31,26 @@ class TierAccount:
     write_policy: str = ""
     is_draining: bool = False
     waiting: Waiting = NOTHING
+
+
+class TierStates:
+    """The last known state of each tier, by its name, and the time since when it is known. It is as fresh as the last
+    look: whoever wants it fresh looks often. A tier that is up at the first look counts as up since the start."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._started_s = clock.monotonic()
+        self._known: dict[str, tuple[str, float]] = {}
+
+    def seen(self, stats: TierStatistics, since_s: float | None = None) -> TierStatistics:
+        """Return the statistics with the seconds for which the tier has been in this state. ``since_s``: the time since
+        when, where that is known better than by the last look."""
+        now_s = self._clock.monotonic()
+        state, began_s = self._known.get(stats.name) or ("up", self._started_s)
+        if state != stats.state:
+            began_s = now_s if since_s is None else min(since_s, now_s)
+        self._known[stats.name] = (stats.state, began_s)
+        return replace(stats, state_s=now_s - began_s, reason=stats.reason[:REASON_CHARS_MAX])
 
 
 def accounts_of(

@@ -63,7 +63,7 @@ class Demotions:
     def leaves(self, row: int) -> None:
         """Count a chunk whose last local copy is about to go, and that was to be demoted but was not."""
         for shared in self._wanting():
-            if row not in shared.copies and shared.writes.target.admits(row):
+            if row not in shared.copies and shared.target.admits(row):
                 self._counters.add_of(shared.copies.tier.name, "undemoted_chunks")
 
 

@@ -15,6 +15,7 @@ from kvstore.movement.breaker import told_of
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.questions import PROBE_COUNT_MAX
 from kvstore.movement.shared import SharedCopies, is_for_others
+from kvstore.movement.shared_target import SharedTarget
 from kvstore.movement.writes import GONE, NO_ROOM, Writes
 from kvstore.seams import Clock, Deadline
 from kvstore.spec import Durability
@@ -51,9 +52,10 @@ class LevelsReached:
 
 @dataclass(frozen=True)
 class SharedWrites:
-    """A shared tier, and the chunks that it is to have."""
+    """A shared tier, and the chunks that it is to have: ``writes`` write them to the ``target``."""
 
     copies: SharedCopies
+    target: SharedTarget
     writes: Writes
 
 
@@ -104,7 +106,7 @@ class Levels:
 
     def _of(self, level: Durability) -> SharedWrites | None:
         """Return the fastest tier of a level, or None."""
-        return next((each for each in self._shared if each.writes.target.durability is level), None)
+        return next((each for each in self._shared if each.target.durability is level), None)
 
     def demand(self, rows: Sequence[int], level: Durability) -> None:
         """Have these chunks, and for OBJECT their ancestors, written to the tier of a level at once."""
@@ -221,8 +223,8 @@ class Levels:
 
     def _chunks(self, shared: SharedWrites, rows: Sequence[int]) -> list[int]:
         """Return the rows that the tier must have: the whole chunks among these, and for OBJECT all their ancestors."""
-        found = [row for row in rows if shared.writes.target.admits(row)]
-        if shared.writes.target.durability is not Durability.OBJECT:
+        found = [row for row in rows if shared.target.admits(row)]
+        if shared.target.durability is not Durability.OBJECT:
             return found
         return [*self._above(found), *found]
 
@@ -239,7 +241,7 @@ class Levels:
     def _seen(self, asked: _Asked, *, is_through: bool) -> _Reached:
         """Return whether the tier was seen to have all of these, with the reason if not."""
         shared, own, chunks = asked
-        writes, name = shared.writes, shared.writes.target.name
+        name = shared.target.name
         if any(self._is_too_small(shared, row) for row in own):
             return _Reached(f"tiers.{name} takes no chunk as small as these: lower tiers.{name}.chunk_bytes_min", True)
         if chunks.keys().isdisjoint(own):
@@ -247,7 +249,7 @@ class Levels:
         if not self._are_still(chunks):
             return _Reached(GONE, True)
         for row in chunks:
-            if not writes.target.is_proven(row):
+            if not shared.target.is_proven(row):
                 if not self._table.is_resident(row):
                     return _Reached(f"a chunk that it hangs on is neither in tiers.{name} nor on this node", is_through)
                 return _Reached(self._why_not(shared, row), is_through)
@@ -267,7 +269,7 @@ class Levels:
         return "partial chunks stay on their node, and it has no whole one"
 
     def _why_not(self, shared: SharedWrites, row: int) -> str:
-        writes, name = shared.writes, shared.writes.target.name
+        writes, name = shared.writes, shared.target.name
         if writes.reason:
             return told_of(name, writes.reason)
         if row in writes:
@@ -275,13 +277,13 @@ class Levels:
         if reason := writes.parked.reason_of(row):
             return reason if reason == NO_ROOM else told_of(name, reason)
         if row in shared.copies:
-            level = writes.target.durability.name
+            level = shared.target.durability.name
             return f"tiers.{name} says that it has it, and nobody has looked: ask for durability = {level}"
         return f"tiers.{name} was not given it (tiers.{name}.write = {shared.copies.write_policy})"
 
     async def _confirmed(self, asked: _Asked, timeout_s: float) -> _Reached:
         """Ask the tier whether it still has these chunks: a level is promised only on the tier's present word."""
-        copies, name = asked.shared.copies, asked.shared.writes.target.name
+        copies, name = asked.shared.copies, asked.shared.target.name
         until = Deadline.of(self._clock, timeout_s, timeout_s)
         chunks = [(row, identity, self._catalog.space_of(row)) for row, identity in asked.chunks.items()]
         gone = unknown = 0

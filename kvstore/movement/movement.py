@@ -11,7 +11,7 @@ from functools import partial
 from kvstore.arena import Arena, Placement
 from kvstore.catalog import Catalog, Copies, MappedCopies
 from kvstore.config import PolicySettings
-from kvstore.movement.accounts import TierAccount, accounts_of
+from kvstore.movement.accounts import TierAccount, TierStates, accounts_of
 from kvstore.movement.breaker import told_of
 from kvstore.movement.canary import Canaries
 from kvstore.movement.checks import Checks
@@ -31,7 +31,6 @@ from kvstore.movement.room import Room
 from kvstore.movement.shared import REUSED
 from kvstore.movement.shared_target import SharedTarget
 from kvstore.movement.shared_tiers import SharedTiers
-from kvstore.movement.states import TierStates
 from kvstore.movement.targets import LocalTarget, MoveTarget
 from kvstore.movement.uses import Uses
 from kvstore.movement.writes import Writes
@@ -76,15 +75,11 @@ class Movement:
         catalog.table.add_tier(self.memory)
         self.names = ChunkNames(catalog, parts.keys)
         self.removal = Removal(catalog, parts.counters)
-        self.evictions: dict[str, Eviction] = {}
-        """Evictions by the name of their tier."""
         self.writes: list[Writes] = []
         """Writes to each slower local tier, the fastest first."""
-        self.shared_writes: list[Writes] = []
-        """Writes to each shared tier."""
-        self._shared: list[SharedWrites] = []
-        self._shared_targets: list[SharedTarget] = []
-        self.demotions = Demotions(catalog, parts.clock, parts.counters, self._shared)
+        self.shared: list[SharedWrites] = []
+        """Writes to each shared tier, the fastest first."""
+        self.demotions = Demotions(catalog, parts.clock, parts.counters, self.shared)
         self.room = Room(parts.arena, self.memory, self._eviction(self.memory), revoke_stale)
         self.shared_tiers = SharedTiers(catalog, self.names, parts.clock, parts.counters, parts.tracing)
         self.loads = Loads(
@@ -92,9 +87,7 @@ class Movement:
             parts.workers, parts.faults, parts.counters, parts.meters, parts.tracing,
         )  # fmt: skip
         self.readbacks = ReadBacks(catalog, self.memory, self.loads, self.removal, parts.counters)
-        self.uses = Uses(
-            catalog.table, self.names, parts.clock, parts.counters, self.shared_tiers.tiers, self.shared_writes
-        )  # fmt: skip
+        self.uses = Uses(catalog.table, self.names, parts.clock, parts.counters, self.shared)
         self.states = TierStates(parts.clock)
         self.hbm: HbmCopies | None = None
         """Copies of chunks in memory on a device, where there is a pool."""
@@ -104,7 +97,7 @@ class Movement:
             catalog, self.names, self.removal, self.writes, parts.clock, parts.counters, parts.policies
         )
         self.levels = Levels(
-            catalog, self.names, parts.clock, self.writes, self._shared, self.absent, self.checks.proofs_end
+            catalog, self.names, parts.clock, self.writes, self.shared, self.absent, self.checks.proofs_end
         )
         self.clearing = Clearing(catalog.table, self.removal, parts.counters)
         self.relocation = Relocation(catalog.table, self.memory, self.loads, self.removal, self.checks)
@@ -114,9 +107,7 @@ class Movement:
 
     def _eviction(self, copies: Copies) -> Eviction:
         parts = self._parts
-        found = Eviction(parts.catalog, copies, self.removal, self.demotions.leaves, parts.faults, parts.counters)
-        self.evictions[copies.tier.name] = found
-        return found
+        return Eviction(parts.catalog, copies, self.removal, self.demotions.leaves, parts.faults, parts.counters)
 
     # ------------------------------------------------------------ tiers
 
@@ -152,10 +143,7 @@ class Movement:
         self._parts.meters.add(use.tier.name, use.tier.kind)
         shared = self.shared_tiers.add(use)
         target = SharedTarget(self._catalog, shared, self.names, self.shared_tiers.written, self._counters)
-        writes = self._writes(target)
-        self.shared_writes.append(writes)
-        self._shared.append(SharedWrites(shared, writes))
-        self._shared_targets.append(target)
+        self.shared.append(SharedWrites(shared, target, self._writes(target)))
         self._catalog.presence.become_partial()
 
     def _writes(self, target: MoveTarget) -> Writes:
@@ -174,9 +162,7 @@ class Movement:
         """Stop the tiers below memory cleanly, after ``run`` was told to end and while no tier of the node is asked.
         What shared tiers have not finished by then is given up."""
         self.writes.clear()
-        self.shared_writes.clear()
-        self._shared.clear()
-        self._shared_targets.clear()
+        self.shared.clear()
         hbm, self.hbm = self.hbm, None
         if hbm is not None:
             hbm.end()
@@ -190,10 +176,8 @@ class Movement:
 
     def statistics(self) -> tuple[TierStatistics, ...]:
         """Return the statistics of every tier but memory, the fastest first, the shared ones last."""
-        device = [] if self.hbm is None else [self.states.seen(self.hbm.tier.statistics())]
-        local = (self.states.seen(copies.tier.statistics()) for copies in self._table.copies[1:])
-        shared = (self.states.seen(each.statistics(), each.failing_since_s()) for each in self.shared_tiers.tiers)
-        return *device, *local, *shared
+        memory = self.memory.tier.name
+        return tuple(each.stats for each in self.accounts() if each.stats.name != memory)
 
     def looks(self, row: int) -> list[tuple[str, Callable[[], Awaitable[bool | None]]]]:
         """Return, for each copy of a chunk, its tier's name and a function that reads the whole copy. Its result: True,
@@ -204,7 +188,7 @@ class Movement:
             for copies in self._table.copies
             if row in copies
         ]
-        shared = [(target.name, partial(target.check, row)) for target in self._shared_targets if row in target.shared]
+        shared = [(each.target.name, partial(each.target.check, row)) for each in self.shared if row in each.copies]
         hbm = self.hbm
         device = [(hbm.tier.name, partial(hbm.check, row))] if hbm is not None and row in hbm else []
         return [*device, *local, *shared]
@@ -225,7 +209,7 @@ class Movement:
     @property
     def all_writes(self) -> list[Writes]:
         """Writes to each slower tier, the fastest first."""
-        return [*self.writes, *self.shared_writes]
+        return [*self.writes, *(each.writes for each in self.shared)]
 
     @property
     def backlog_count(self) -> int:
@@ -248,7 +232,7 @@ class Movement:
                 group.create_task(self.hbm.run())
             group.create_task(self.checks.run())
             group.create_task(self.canaries.run())
-            if self._shared:
+            if self.shared:
                 group.create_task(self.uses.run())
                 group.create_task(self.demotions.run())
 
@@ -289,16 +273,7 @@ class Movement:
         if moving:
             await moving[0].progress(timeout_s)
 
-    async def prove(self, rows: Sequence[int], timeout_s: float) -> None:
-        """See ``Checks.prove_all``, for chunks that the caller stores anew where their copies are given up."""
-        await self.checks.prove_all(rows, timeout_s, frozenset(rows))
-
     # ------------------------------------------------------------ fetches
-
-    def bring_to_device(self, rows: Sequence[int]) -> None:
-        """Have chunks copied to the pool on a device, where there is one, beside the caller."""
-        if self.hbm is not None:
-            self.hbm.wants(rows)
 
     def used(self, chain: Sequence[int]) -> None:
         """Record that a chain was stored or read, root first."""

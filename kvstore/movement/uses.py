@@ -8,9 +8,9 @@ import logging
 from collections.abc import Sequence
 
 from kvstore.catalog import USE_COUNT_MAX, ChunkTable
+from kvstore.movement.levels import SharedWrites
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.shared import REUSED, SharedCopies
-from kvstore.movement.writes import Writes
 from kvstore.seams import Clock
 from kvstore.telemetry import Counters
 
@@ -31,15 +31,13 @@ class Uses:
     not read there."""
 
     def __init__(
-        self, table: ChunkTable, names: ChunkNames, clock: Clock, counters: Counters, shared: Sequence[SharedCopies],
-        writes: Sequence[Writes],
-    ) -> None:  # fmt: skip
+        self, table: ChunkTable, names: ChunkNames, clock: Clock, counters: Counters, shared: Sequence[SharedWrites]
+    ) -> None:
         self._table = table
         self._names = names
         self._clock = clock
         self._counters = counters
         self._shared = shared
-        self._writes = writes
         self._touched: set[int] = set()
         self._waiting: set[int] = set()
         self._since_s = clock.monotonic()
@@ -61,8 +59,8 @@ class Uses:
             if uses[row] < USE_COUNT_MAX:
                 uses[row] += 1
                 if uses[row] == REUSED:
-                    for writes in self._writes:
-                        writes.offer(row)
+                    for shared in self._shared:
+                        shared.writes.offer(row)
 
     async def run(self) -> None:
         """Tell engines which chunks were used, for ever."""
@@ -71,7 +69,7 @@ class Uses:
             waiting, self._waiting = sorted(self._waiting), set()
             async with asyncio.TaskGroup() as group:
                 for shared in self._shared:
-                    group.create_task(self._tell(shared, waiting))
+                    group.create_task(self._tell(shared.copies, waiting))
 
     async def _tell(self, shared: SharedCopies, rows: Sequence[int]) -> None:
         """Tell a tier which of its chunks were used. A tier that does not answer is told nothing until it does."""

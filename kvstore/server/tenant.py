@@ -84,7 +84,7 @@ class Tenant:
         )  # fmt: skip
         self._announcer: Announcer | None = None
         if directory is not None:
-            self._announcer = Announcer(self.controller, directory, self._parts.storage_key, world.clock)
+            self._announcer = Announcer(self.controller, directory, self._parts.movement.names.key, world.clock)
         self.operators = Operators(self._parts, self.controller)
         self._warming: Warming | None = None
         if directory is not None and settings.policy.warm_up_bytes:

@@ -109,11 +109,11 @@ async def test_a_store_that_is_being_reserved_keeps_its_model_and_its_namespace(
     """Nothing of it is claimed yet: it waits for copies to be proven."""
     began, goes_on = asyncio.Event(), asyncio.Event()
 
-    async def prove(*_: Any) -> None:
+    async def prove(*_: Any, **__: Any) -> None:
         began.set()
         await goes_on.wait()
 
-    service.parts.movement.prove = prove  # type: ignore[method-assign]  # a device that takes its time
+    service.parts.movement.checks.prove_all = prove  # type: ignore[method-assign]  # a device that takes its time
     storing = asyncio.ensure_future(service.reserve(session, 1))
     await began.wait()
     press(service)

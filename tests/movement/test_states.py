@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvstore.movement.states import TierStates
+from kvstore.movement.accounts import TierStates
 from kvstore.tiers import TierStatistics
 from tests.simulated.clock import ManualClock
 

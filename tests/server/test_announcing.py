@@ -49,13 +49,13 @@ class Told:
         clock = SystemClock()
         self.service = Service(chunks=chunks, clock=clock)
         self.directory = NodeDirectory(servers(url), name, "kvstore", "", clock, SystemRandom())
-        self.announcer = Announcer(self.service.controller, self.directory, self.service.parts.storage_key, clock)
+        self.announcer = Announcer(self.service.controller, self.directory, self.service.parts.movement.names.key, clock)
         self.session = self.service.controller.open_session()
 
     def key(self, *path: int) -> bytes:
         """Return the storage key of the path's last chunk, the same on all nodes."""
         [space] = namespaces_of(self.service.parts.catalog, self.service.query(*path), for_store=True)
-        return self.service.parts.storage_key(space, self.service.query(*path).digests[-1])
+        return self.service.parts.movement.names.key(space, self.service.query(*path).digests[-1])
 
     @asynccontextmanager
     async def announced(self) -> AsyncIterator[None]:

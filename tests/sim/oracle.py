@@ -14,6 +14,7 @@ from kvstore.catalog import NOWHERE, Copies
 from kvstore.chunk import ChunkLayout
 from kvstore.controller import Settled
 from kvstore.errors import DataLoss
+from kvstore.movement.eviction import Eviction
 from kvstore.movement.loading import Loading
 from kvstore.seams.memory import Bytes
 from kvstore.spec import Durability, Exactness, MissReason, Provenance
@@ -205,9 +206,9 @@ class Oracle:
             self._owners[good] = name
 
     def _watch_evictions(self, life: Life) -> None:
-        eviction = life.controller.parts.movement.evictions.get("nvme")
-        if eviction is None:
+        if life.device is None:
             return
+        eviction: Eviction = life.device.tier._evictor  # type: ignore[attr-defined]  # the device's own, watched
         evict = eviction._give_up
 
         def on_evict(row: int) -> None:

@@ -107,8 +107,8 @@ class Fetches:
         self._account(spaces, chains, loadings, byte_count, device_count)
         if not (query.is_ahead or session.is_operator):
             self._note(spaces[0], chains[0])
-        if query.on_device:
-            self._movement.bring_to_device(chains[0])  # hidden states go to the client's own memory
+        if query.on_device and self._movement.hbm is not None:
+            self._movement.hbm.wants(chains[0])  # hidden states go to the client's own memory
         slowest = max((each.source for each in loadings.values()), key=lambda source: source.rank, default=None)
         tier = slowest.kind if slowest else Tier.HBM if device_count == len(chunks) else self._movement.memory.kind
         return FetchResult(lease.lease_id, count, tier, reason, chunks, tails, lengths)

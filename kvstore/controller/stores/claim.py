@@ -123,7 +123,7 @@ class Claims:
         digests = request.query.digests
         wanted = set(digests)
         found = [space.index[digest] for space in spaces for digest in digests if digest in space.index]
-        await self._movement.prove(found, patience.left_s)
+        await self._movement.checks.prove_all(found, patience.left_s, stored_anew=frozenset(found))
         _check_open(reservation.sessions[0])
         room = _Room(
             frozenset(space.index[digest] for space in spaces for digest in wanted if digest in space.index),
@@ -203,7 +203,7 @@ class Claims:
             token_count=token_count,
             namespace=space.fingerprint,
             fingerprint=space.fingerprint,
-            storage_key=self._parts.storage_key(space, entry.digest),
+            storage_key=self._movement.names.key(space, entry.digest),
             parent=entry.parent,
             chain_digest=entry.digest,
             token_digest=token_digest,

@@ -74,6 +74,7 @@ class Replacement:
         ``replaced``. Only after this may the claimed chunks be filled. Raises KVStoreError."""
         if space.kind is not CacheKind.OPAQUE:
             return
-        writes = dict.fromkeys((self._parts.storage_key(space, digest) for digest in replaced), NOTHING)
+        names = self._parts.movement.names
+        writes = dict.fromkeys((names.key(space, digest) for digest in replaced), NOTHING)
         writes.update((header.storage_key, write_mark(header.write_id)) for header in headers)
         await self._parts.movement.supersede(writes, deadline.left_s)

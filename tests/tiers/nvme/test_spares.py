@@ -124,7 +124,7 @@ async def test_who_moves_a_chunk_off_the_node_leaves_no_second_copy(service: Val
 async def test_memory_that_gives_way_to_a_second_copy_demotes_the_chunk(service: ValueService) -> None:
     await only_a_spare(service)
     row = service.row()
-    memory, left = service.controller.parts.movement.evictions["dram"], list[int]()
+    memory, left = service.controller.parts.movement.room._eviction, list[int]()
     memory._leaves = left.append
     assert memory.evict(lambda _: True, lambda: row not in service.mapped)
     assert row not in left
@@ -164,8 +164,9 @@ async def test_what_stays_of_a_chunk_when_a_file_gives_way_outlives_a_power_cut(
     row = service.row()
     [spare] = service.device.spares[row]
     await service.clock.sleep(0.1)  # the read that brought it into memory has ended
-    eviction = service.controller.parts.movement.evictions["nvme"]
-    assert eviction.evict_all([spare.residency if is_spare else service.device.residency(row)])
+    evictor = service.nvme._evictor
+    assert evictor is not None
+    assert evictor.evict_all([spare.residency if is_spare else service.device.residency(row)])
     is_there = row in service.device
     await service.restart(kill=True, meanwhile=service.disk.crash)
     assert await service.get() == (OLD if is_there else None)

@@ -125,7 +125,7 @@ async def test_a_herd_that_asks_for_shared_has_it_proven_by_each_node(server: Re
         assert all(Durability.SHARED not in each.missing for each in found)
         assert counted(nodes, "written") == len(PATH)
         movements = [node.controller.parts.movement for node in nodes]
-        targets = [movement.shared_writes[0].target for movement in movements]
+        targets = [movement.shared[0].target for movement in movements]
         for node, target in zip(nodes, targets, strict=True):
             assert all(target.is_proven(node.row(*PATH[: n + 1])) for n in range(len(PATH)))
 

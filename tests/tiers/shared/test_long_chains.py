@@ -54,7 +54,9 @@ class Chains:
         parts, model = self.node.controller.parts, self.node.controller.parts.catalog.model(self.node.model)
         for layer in (None, *query.hidden_layers):
             space = model.seen(layer, query.exactness)
-            self.tier.engine.values |= {parts.storage_key(space, each): b"" for each in query.digests[:there_count]}
+            self.tier.engine.values |= {
+                parts.movement.names.key(space, each): b"" for each in query.digests[:there_count]
+            }
         return query
 
     async def segments(self, *queries: ChainQuery) -> list[LookupResult]:

@@ -252,7 +252,7 @@ async def test_a_chunk_that_a_move_finds_on_its_way_to_a_reader_stays_in_memory(
         slow.setattr(node.nvme._readers._chance, "uniform", lambda *_: 0.5)  # type: ignore[attr-defined]  # a twin's
         coming = asyncio.ensure_future(node.fetch(1))
         await asyncio.sleep(0.1)
-        node.controller.parts.movement.shared_writes[0].demand(row)
+        node.controller.parts.movement.shared[0].writes.demand(row)
         assert await coming == (1, MissReason.NONE)
     await node.quiet()
     assert node.key(1) in world.engine.values

@@ -226,7 +226,7 @@ async def test_short_chunks_stay_on_their_node(world: World, provenance: Provena
     """Another node would take one for a chunk of full length, and find it damaged."""
     one = world.one
     await one.give(1)
-    catalog, target = one.controller.parts.catalog, one.controller.parts.movement.shared_writes[0].target
+    catalog, target = one.controller.parts.catalog, one.controller.parts.movement.shared[0].target
     (row,) = one.mapped.rows()
     catalog.space_of(row).provenance = provenance
     assert target.admits(row)

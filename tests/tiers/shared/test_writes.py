@@ -34,7 +34,7 @@ async def test_partial_chunks_stay_on_their_node(world: World) -> None:
     """They are of little use to others."""
     one = world.one
     await one.give(1)
-    target = one.controller.parts.movement.shared_writes[0].target
+    target = one.controller.parts.movement.shared[0].target
     (row,) = one.mapped.rows()
     assert (target.has(row), target.admits(row)) == (True, True)
     one.controller.parts.catalog.table.token_counts[row] = 4
@@ -327,7 +327,7 @@ async def test_a_chunk_is_on_its_way_to_a_tier_once_however_many_ask(node: Node)
 @scenario(lambda world: ValueNode(world.settings))
 async def test_a_row_of_another_chunk_is_not_sent_in_the_place_of_one_that_went(node: ValueNode, world: World) -> None:
     """A value took the row of a chunk that waited while the engine stalled."""
-    writes = node.controller.parts.movement.shared_writes[0]
+    writes = node.controller.parts.movement.shared[0].writes
     await node.put(7)
     (row,) = node.controller.parts.movement.memory.rows()
     assert writes._queue.add(row)

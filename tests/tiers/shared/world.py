@@ -76,7 +76,7 @@ class Node(DeviceService):
     def key(self, *path: int) -> bytes:
         """The storage key of the last chunk of a path."""
         parts, query = self.controller.parts, self.query(*path)
-        return parts.storage_key(parts.catalog.model(self.model).seen(None, query.exactness), query.digests[-1])
+        return parts.movement.names.key(parts.catalog.model(self.model).seen(None, query.exactness), query.digests[-1])
 
     def is_empty(self) -> None:
         """Nothing is left of what did not come."""
