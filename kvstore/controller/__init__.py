@@ -14,7 +14,6 @@ reach no further.
 - ``locating``  the nodes and tiers that have a prompt's prefix
 - ``pins``      chunks that an operator keeps in place
 - ``benefit``   what engines did not compute thanks to the cache
-- ``traced``    the controller that is used where tracing is on
 - ``operators`` operators' requests, behind a front of their own
 - ``values``    arguments and results of the requests
 """

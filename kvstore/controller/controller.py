@@ -33,7 +33,7 @@ from kvstore.controller.values import (
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, PermissionDenied, Unavailable
 from kvstore.seams import Deadline, Mapping, Pauses
 from kvstore.spec import LEVELS, Durability, ModelSpec
-from kvstore.tiers import LocalTier, SharedUse
+from kvstore.telemetry import TraceSpan
 
 DRAIN_STEP_S, SWEEP_INTERVAL_S = 0.01, 1.0
 _log = logging.getLogger("kvstore.controller")
@@ -48,6 +48,7 @@ class Controller:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.tenant = parts.keys.tenant
+        self._span = parts.tracing.span
         self.sessions = Sessions(parts.limits, parts.random, parts.memory, parts.ids)
         self.tickets = Tickets(parts)
         self.lookups = Lookups(parts, self.tickets)
@@ -61,25 +62,6 @@ class Controller:
         self._leaving: dict[Session, None] = {}
         """Sessions that ended and still own something."""
         self._is_draining = False
-
-    # ------------------------------------------------------------ tiers
-
-    async def attach(self, tier: LocalTier) -> None:
-        """Take a tier into use as the slowest so far: the chunks that it holds become visible. Raises Unavailable when
-        it cannot be read."""
-        await self.parts.movement.attach(tier)
-
-    def attach_shared(self, use: SharedUse) -> None:
-        """Take a tier into use that other nodes use, too. It may be unreachable."""
-        self.parts.movement.attach_shared(use)
-
-    def run_without(self, reason: str) -> None:
-        """Serve without a tier; operators are shown ``reason``."""
-        self.parts.movement.absent.append(reason)
-
-    async def detach(self) -> None:
-        """Stop the tiers below memory cleanly, after ``run`` has ended."""
-        await self.parts.movement.detach()
 
     @property
     def counted(self) -> dict[str, str]:
@@ -194,16 +176,23 @@ class Controller:
     async def lookup_wide(self, query: ChainQuery, readers: int = 0, deadline: Deadline | None = None) -> LookupResult:
         """Return how far the node has a chain, and how far shared tiers say that they have its rest. With ``readers`` a
         ticket holds the hits for so many fetches."""
-        self._check(query)
-        self.parts.counters.add("lookup_calls")
-        return await self.lookups.lookup_wide(query, readers, deadline or self.deadline())
+        with self._span("kvstore.lookup", asked_chunks=len(query.digests)) as span:
+            self._check(query)
+            self.parts.counters.add("lookup_calls")
+            found = await self.lookups.lookup_wide(query, readers, deadline or self.deadline())
+            span.note(hit_chunks=found.hit_count)
+            return found
 
     async def lookup_segments(
         self, queries: Sequence[ChainQuery], deadline: Deadline | None = None
     ) -> list[LookupResult]:
         """Look each chain up by itself, as ``lookup_wide``. Raises Exhausted when all together are too long."""
-        self._check(*queries)
-        return await self.lookups.segments(queries, deadline or self.deadline())
+        asked = sum(len(query.digests) for query in queries)
+        with self._span("kvstore.lookup_segments", segments=len(queries), asked_chunks=asked) as span:
+            self._check(*queries)
+            found = await self.lookups.segments(queries, deadline or self.deadline())
+            span.note(hit_chunks=sum(each.hit_count for each in found))
+            return found
 
     async def locate(self, queries: Sequence[ChainQuery], deadline: Deadline | None = None) -> Located:
         """Return the nodes and tiers that have each chain's prefix. Moves and holds nothing."""
@@ -216,17 +205,20 @@ class Controller:
 
     async def fetch_wide(self, session: Session, query: ChainQuery, deadline: Deadline | None = None) -> FetchResult:
         """Lease the prefix that the node has, and bring in the chunks after it that shared tiers have."""
-        self._check(query)
-        return await self.fetches.fetch_wide(session, query, deadline or self.deadline())
+        with self._span("kvstore.fetch", asked_chunks=len(query.digests)) as span:
+            self._check(query)
+            return self._noted(span, await self.fetches.fetch_wide(session, query, deadline or self.deadline()))
 
     async def redeem(
         self, session: Session, ticket_id: bytes, layers: tuple[int, ...] = (), hidden_layers: tuple[int, ...] = (),
         deadline: Deadline | None = None, *, on_device: bool = False,
     ) -> FetchResult:  # fmt: skip
         """Fetch by the ticket of a held prefix, or by that of a store in flight."""
-        if (reservation := self.reservations.by_ticket(ticket_id)) is not None:
-            return self.joins.fetch(session, reservation, frozenset(layers), hidden_layers)
-        return await self.fetches.redeem(session, ticket_id, layers, deadline or self.deadline(), on_device=on_device)
+        until = deadline or self.deadline()
+        with self._span("kvstore.redeem") as span:
+            if (reservation := self.reservations.by_ticket(ticket_id)) is not None:
+                return self._noted(span, self.joins.fetch(session, reservation, frozenset(layers), hidden_layers))
+            return self._noted(span, await self.fetches.redeem(session, ticket_id, layers, until, on_device=on_device))
 
     def arrivals(self, result: FetchResult, deadline: Deadline | None = None) -> AsyncIterator[list[Arrival]]:
         """Give the fetch's chunks as they land, until the deadline; of a joined store, as long as that may take."""
@@ -284,11 +276,12 @@ class Controller:
     async def reserve(self, session: Session, request: ReserveRequest, deadline: Deadline | None = None) -> StoreResult:
         """Claim the chunks of a chain for a store. Raises Unavailable while the service is stopping; InvalidRequest for
         a durability level that no tier gives here."""
-        if self._is_draining:
-            raise Unavailable("the service is stopping")
-        self._check(request.query)
-        self.parts.movement.levels.check(request.durability)
-        return await self.claims.reserve(session, request, deadline or self.deadline())
+        with self._span("kvstore.reserve", asked_chunks=len(request.query.digests)):
+            if self._is_draining:
+                raise Unavailable("the service is stopping")
+            self._check(request.query)
+            self.parts.movement.levels.check(request.durability)
+            return await self.claims.reserve(session, request, deadline or self.deadline())
 
     def join(
         self, session: Session, ticket: bytes, fingerprint: bytes, durability: Durability = Durability.NONE
@@ -308,7 +301,8 @@ class Controller:
         at_once: bool = False,
     ) -> None:  # fmt: skip
         """Copy strips from staging into their chunks. ``at_once``: see ``Fills.fill``."""
-        await self.fills.fill(session, reservation_id, fills, deadline or self.deadline(), at_once=at_once)
+        with self._span("kvstore.fill"):
+            await self.fills.fill(session, reservation_id, fills, deadline or self.deadline(), at_once=at_once)
 
     async def commit(
         self, session: Session, reservation_id: int, fills: Sequence[Fill], shard: int = 0,
@@ -317,27 +311,38 @@ class Controller:
         """Publish a store's complete chunks, and end the store. With write-through, wait for the device, too, as long
         as the answer comes before its caller gives up, who would take the store for failed."""
         until = deadline or self.deadline()
-        result = await self.commits.commit(session, reservation_id, fills, shard, supersedes, deadline=until)
-        if not self.parts.is_write_through or not result.rows:
+        with self._span("kvstore.commit") as span:
+            result = await self.commits.commit(session, reservation_id, fills, shard, supersedes, deadline=until)
+            if self.parts.is_write_through and result.rows:
+                found = await self.parts.movement.levels.settle(result.rows, Durability.LOCAL, until.answerable_s)
+                result = replace(result, durability=found.durability, refusal=result.refusal or found.reason)
+            span.note(stored_chunks=result.committed_count, durability=result.durability.name)
             return result
-        found = await self.parts.movement.levels.settle(result.rows, Durability.LOCAL, until.answerable_s)
-        return replace(result, durability=found.durability, refusal=result.refusal or found.reason)
 
     async def settle(self, query: ChainQuery, timeout_s: float, wanted: Durability = Durability.LOCAL) -> Settled:
         """Wait at most ``timeout_s`` seconds until the tier of the ``wanted`` level is done with the chain's stored
         prefix, and return how durable it is. For a level beyond the node, the prefix is sent there at once."""
-        self._check(query)
-        chains = self.lookups.stored(query)
-        rows = [row for chain in chains for row in chain]
-        if not rows:
-            why = "nothing of it is stored any more"
-            return Settled(0, Durability.NONE, why, True, dict.fromkeys(LEVELS, why))
-        found = await self.parts.movement.levels.settle(rows, wanted, timeout_s)
-        return Settled(len(chains[0]), found.durability, found.reason, found.is_settled, found.missing)
+        with self._span("kvstore.settle", wanted=wanted.name) as span:
+            self._check(query)
+            chains = self.lookups.stored(query)
+            rows = [row for chain in chains for row in chain]
+            if not rows:
+                why = "nothing of it is stored any more"
+                span.note(durability=Durability.NONE.name)
+                return Settled(0, Durability.NONE, why, True, dict.fromkeys(LEVELS, why))
+            found = await self.parts.movement.levels.settle(rows, wanted, timeout_s)
+            span.note(durability=found.durability.name)
+            return Settled(len(chains[0]), found.durability, found.reason, found.is_settled, found.missing)
 
     async def abort(self, session: Session, reservation_id: int, deadline: Deadline | None = None) -> None:
         """Drop a reservation. An unknown id is no error: it ended before."""
         await self.reservations.abort(session, reservation_id, deadline or self.deadline())
+
+    def _noted(self, span: TraceSpan, found: FetchResult) -> FetchResult:
+        if self.parts.tracing.is_on:  # it may have thousands of chunks
+            cold = sum(chunk.loading is not None for chunk in found.chunks)
+            span.note(hit_chunks=found.hit_count, cold_chunks=cold, tier=found.tier.name, reason=found.reason.name)
+        return found
 
     def _check(self, *queries: ChainQuery) -> None:
         """Raises Exhausted past limits.token_count_max. The last chunk of a chain may be short: it does not count, but

@@ -20,7 +20,6 @@ from kvstore.config import DEFAULT_TENANT, Settings
 from kvstore.controller import Controller, Parts
 from kvstore.controller.operators import Operators
 from kvstore.controller.prefills import PartialPrefills
-from kvstore.controller.traced import TracedController
 from kvstore.directory import NodeDirectory
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.policy import POLICIES
@@ -77,7 +76,7 @@ class Tenant:
         self._owner = TierOwner(_owner(keys), ring)
         directory = tiers.directory(settings, world, self._owner.name)
         self._parts = _parts(settings, keys, world, directory)
-        self.controller = TracedController(self._parts) if world.tracing.is_on else Controller(self._parts)
+        self.controller = Controller(self._parts)
         self.sockets = SocketDirectory(
             settings.server.socket_directory, world.disk, tenant=self.name, uid=self.uid,
             is_own=self.name != DEFAULT_TENANT,
@@ -155,22 +154,22 @@ class Tenant:
         stops the start; any other problem with a tier is logged, and the service runs without it."""
         owner = self._owner
         for builder in self._tiers.local:
-            with _without(builder, self.controller):
+            with _without(builder, self._parts.movement.absent):
                 tier = builder.build(self.settings, self._world, owner)
                 if tier is not None:
-                    await self.controller.attach(tier)
+                    await self._parts.movement.attach(tier)
         for shared_builder in self._tiers.shared:
-            with _without(shared_builder, self.controller):
+            with _without(shared_builder, self._parts.movement.absent):
                 built = shared_builder.build(self.settings, self._world, owner)
                 if built is not None:
-                    self.controller.attach_shared(built)
+                    self._parts.movement.attach_shared(built)
 
     async def _attach_hbm(self) -> None:
         """Take the pool on a device into use. Without it, the service runs as without any other tier."""
         builder = self._tiers.hbm
         if builder is None or not self.settings.tiers.hbm.capacity_bytes:
             return
-        with _without(builder, self.controller):
+        with _without(builder, self._parts.movement.absent):
             opening: Future[HbmTier | None] = Future()
             opened = partial(run_for, opening, builder.build, self.settings, self._world, self._owner)
             start_thread(opened, "hbm-opening")  # a driver that hangs holds up neither a stop nor the service
@@ -206,7 +205,7 @@ class Tenant:
             await self.controller.close_sessions()
             if self._announcer is not None:
                 await self._announcer.close()
-            await self.controller.detach()
+            await self._parts.movement.detach()
             for kept in (*self._kept, *self._kept_later):
                 kept.save()
 
@@ -226,8 +225,8 @@ def _close_late(opening: Future[HbmTier | None]) -> None:
 
 
 @contextmanager
-def _without(builder: Builder[Any], controller: Controller) -> Iterator[None]:
-    """Log the error of a tier that cannot be used, and go on without the tier. NotOurs is raised."""
+def _without(builder: Builder[Any], absent: list[str]) -> Iterator[None]:
+    """Log the error of a tier that cannot be used, and go on without the tier: it is ``absent``. NotOurs is raised."""
     try:
         yield
     except NotOurs:
@@ -236,7 +235,7 @@ def _without(builder: Builder[Any], controller: Controller) -> Iterator[None]:
         reason = error.message if isinstance(error, KVStoreError) else str(error)
         setting = "" if builder.setting in reason else f" ({builder.setting})"
         said = f"the {builder.name} tier is off: {reason}{setting}"
-        controller.run_without(said)
+        absent.append(said)
         _log.error(said)
 
 

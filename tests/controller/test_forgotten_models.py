@@ -109,7 +109,7 @@ async def test_a_store_that_is_being_reserved_keeps_its_model_and_its_namespace(
     """Nothing of it is claimed yet: it waits for copies to be proven."""
     began, goes_on = asyncio.Event(), asyncio.Event()
 
-    async def prove(*_: Any, **__: Any) -> None:
+    async def prove(*_: Any) -> None:
         began.set()
         await goes_on.wait()
 

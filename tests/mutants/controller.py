@@ -162,8 +162,8 @@ MUTANTS = [
     Mutant(
         "draining-takes-new-stores",
         CONTROLLER,
-        '            raise Unavailable("the service is stopping")\n        self._check(request.query)\n',
-        "            pass\n        self._check(request.query)\n",
+        '                raise Unavailable("the service is stopping")\n            self._check(request.query)\n',
+        "                pass\n            self._check(request.query)\n",
         "a store is taken that the stop then drops",
         (f"{T_CONTROLLER}::test_draining_takes_no_new_stores_and_finishes_the_old",),
     ),

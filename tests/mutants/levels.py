@@ -85,7 +85,7 @@ MUTANTS = [
     Mutant(
         "a-level-of-no-tier",
         "kvstore/controller/controller.py",
-        "        self.parts.movement.levels.check(request.durability)\n",
+        "            self.parts.movement.levels.check(request.durability)\n",
         "",
         "a store asks for a level that nothing gives",
         (f"{LEVEL_TESTS}::test_a_level_of_no_tier_says_which_setting_adds_it_and_no_store_can_ask_for_it",),

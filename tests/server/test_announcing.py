@@ -49,7 +49,9 @@ class Told:
         clock = SystemClock()
         self.service = Service(chunks=chunks, clock=clock)
         self.directory = NodeDirectory(servers(url), name, "kvstore", "", clock, SystemRandom())
-        self.announcer = Announcer(self.service.controller, self.directory, self.service.parts.movement.names.key, clock)
+        self.announcer = Announcer(
+            self.service.controller, self.directory, self.service.parts.movement.names.key, clock
+        )
         self.session = self.service.controller.open_session()
 
     def key(self, *path: int) -> bytes:

@@ -156,14 +156,14 @@ class Life:
     async def start(self) -> bool:
         """Recover and serve. False when the process ended on the way. Raises nothing that the service must not."""
         try:
-            await self.controller.attach(self._tier())
+            await self.controller.parts.movement.attach(self._tier())
         except DiskStopped:
             return False
         except (KVStoreError, OSError) as error:
             self.trace.add("service", f"runs without its device: {error}")
             self.trace.check(self.disk.injected, f"the device was refused: {error}")
         for use in self.cloud.uses() if self.cloud is not None else ():
-            self.controller.attach_shared(use)
+            self.controller.parts.movement.attach_shared(use)
         self.oracle.watch(self)
         for spec in OWN_SPECS:
             self.controller.register_model(spec)
@@ -228,7 +228,7 @@ class Life:
         await self._cancelled([self._running])
         await self.controller.close_sessions()
         try:
-            await self.controller.detach()
+            await self.controller.parts.movement.detach()
         except DiskStopped:
             return False
         self.movers.close()

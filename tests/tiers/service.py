@@ -105,7 +105,7 @@ class DeviceService(Service):
 
     async def attach(self) -> None:
         """Give the tiers below memory to a life that begins."""
-        await self.controller.attach(self.nvme)
+        await self.controller.parts.movement.attach(self.nvme)
 
     async def stop(self, *, kill: bool = False) -> None:
         if self._group is not None:
@@ -115,7 +115,7 @@ class DeviceService(Service):
         if kill:
             self.disk.kill()
         else:
-            await self.controller.detach()
+            await self.controller.parts.movement.detach()
 
     async def restart(self, *, kill: bool = False, meanwhile: Callable[[], None] = lambda: None) -> None:
         """``meanwhile`` is what befalls the disk while nobody uses it."""

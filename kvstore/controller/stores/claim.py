@@ -123,7 +123,7 @@ class Claims:
         digests = request.query.digests
         wanted = set(digests)
         found = [space.index[digest] for space in spaces for digest in digests if digest in space.index]
-        await self._movement.checks.prove_all(found, patience.left_s, stored_anew=frozenset(found))
+        await self._movement.checks.prove_all(found, patience.left_s, frozenset(found))
         _check_open(reservation.sessions[0])
         room = _Room(
             frozenset(space.index[digest] for space in spaces for digest in wanted if digest in space.index),

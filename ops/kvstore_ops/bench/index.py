@@ -176,7 +176,7 @@ async def opened(path: Path, count: int, lookup_count: int) -> dict[str, float]:
     controller = Controller(parts)
     before = anonymous_bytes()
     started = time.perf_counter()
-    await controller.attach(open_nvme(settings.tiers.nvme, SystemDisk(), clock, faults))
+    await controller.parts.movement.attach(open_nvme(settings.tiers.nvme, SystemDisk(), clock, faults))
     seconds = time.perf_counter() - started
     started = time.perf_counter()
     controller.register_model(model())
@@ -186,7 +186,7 @@ async def opened(path: Path, count: int, lookup_count: int) -> dict[str, float]:
     assert len(parts.catalog.table) == count
     times = lookup_seconds(controller, count, lookup_count)
     started = time.perf_counter()
-    await controller.detach()
+    await controller.parts.movement.detach()
     return {
         "seconds": seconds, "bytes": (after - before) / count, "peak_mib": peak / 1024, "shown_s": shown,
         "presence_bytes": presence / count,

@@ -180,7 +180,7 @@ class TwoTiers(DeviceService):
     async def attach(self) -> None:
         await super().attach()
         files = FilesSettings(directory=self.directory, capacity_bytes=1 << 24)
-        await self.controller.attach(FilesTier(files, InlineWorkers()))
+        await self.controller.parts.movement.attach(FilesTier(files, InlineWorkers()))
 
 
 @scenario(lambda tmp_path: TwoTiers(tmp_path))

@@ -59,7 +59,7 @@ async def test_every_level_is_reached_by_itself_and_the_old_one_is_the_nodes_own
 async def test_a_level_of_no_tier_says_which_setting_adds_it_and_no_store_can_ask_for_it(
     service: DeviceService,
 ) -> None:
-    service.controller.run_without("the redis tier is off: no such file (tiers.redis.url)")
+    service.parts.movement.absent.append("the redis tier is off: no such file (tiers.redis.url)")
     await service.keep(*PATH)
     found = await settled(service, *PATH)
     assert reached(found) == {MEMORY, LOCAL}

@@ -183,7 +183,7 @@ def test_a_slower_local_tier_gets_what_memory_let_go(tmp_path: Path) -> None:
         async def attach(self) -> None:
             await super().attach()
             self.slowest = FilesTier(files, InlineWorkers())
-            await self.controller.attach(self.slowest)
+            await self.controller.parts.movement.attach(self.slowest)
 
     service = TwoDevices()
     files.directory.mkdir()

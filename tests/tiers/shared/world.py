@@ -38,7 +38,7 @@ class Node(DeviceService):
         self.shared = [make() for make in self.makers]
         for tier in self.shared:
             write = self.write.get(tier.name, WritePolicy.BACK)
-            self.controller.attach_shared(SharedUse(tier=tier, lookup_s_max=LOOKUP_S, write=write))
+            self.controller.parts.movement.attach_shared(SharedUse(tier=tier, lookup_s_max=LOOKUP_S, write=write))
 
     async def lookup(self, *path: int, readers: int = 0) -> LookupResult:
         return await self.controller.lookup_wide(self.query(*path), readers)
@@ -181,4 +181,4 @@ class ValueNode(ValueService):
 
     async def attach(self) -> None:
         await super().attach()
-        self.controller.attach_shared(SharedUse(tier=EngineTier(self._settings), lookup_s_max=LOOKUP_S))
+        self.controller.parts.movement.attach_shared(SharedUse(tier=EngineTier(self._settings), lookup_s_max=LOOKUP_S))
