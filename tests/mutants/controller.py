@@ -170,8 +170,8 @@ MUTANTS = [
     Mutant(
         "chunk-without-its-parent",
         PUBLISH,
-        "        if not entry.filled.all() or (entry.parent != ROOT_DIGEST and entry.parent not in space.index):\n",
-        "        if not entry.filled.all():\n",
+        "        if not filling.filled.all() or (entry.parent != ROOT_DIGEST and entry.parent not in space.index):\n",
+        "        if not filling.filled.all():\n",
         "chunks are kept that no walk can reach",
         (
             f"{T_CONTROLLER}::test_when_the_first_writer_aborts_the_second_keeps_nothing_unreachable",

@@ -10,7 +10,7 @@ PUBLISH = "kvstore/controller/stores/publish.py"
 UPLOAD = "clients/kvstore_client/planes/shared_memory/store.py"
 FILL = "kvstore/controller/stores/fill.py"
 MOVER = "kvstore/controller/stores/mover.py"
-RESERVATION = "kvstore/controller/stores/reservation.py"
+FILLING = "kvstore/controller/stores/filling.py"
 RESERVATIONS = "kvstore/controller/stores/reservations.py"
 DEADLINE = "kvstore/seams/deadline.py"
 JOBS = "kvstore/seams/jobs.py"
@@ -44,14 +44,14 @@ MUTANTS = [
     Mutant(
         "claimed-means-filled",
         PUBLISH,
-        "        if not entry.filled.all() or (",
-        "        if not entry.claimed.all() or (",
+        "        if not filling.filled.all() or (",
+        "        if not filling.claimed.all() or (",
         "a chunk is published of which a mover refused a part",
         (f"{T_MOVES}::test_each_job_of_a_store_in_turn_fails_and_nothing_wrong_is_served",),
     ),
     Mutant(
         "moved-and-another-filled",
-        RESERVATION,
+        FILLING,
         "        self.filled[move.first : move.stop] = True\n",
         "        self.filled[:] = True\n",
         "one move that ended well fills the whole chunk",
@@ -68,7 +68,7 @@ MUTANTS = [
     Mutant(
         "filled-twice",
         FILL,
-        "        if entry.claimed[fill.strip_first : stop].any():\n",
+        "        if filling.claimed[fill.strip_first : stop].any():\n",
         "        if False:\n",
         "two fills write one strip, and its checksum is of either",
         (
@@ -119,8 +119,8 @@ MUTANTS = [
     Mutant(
         "each-chunk-waited-for-anew",
         COMMIT,
-        "                await asyncio.wait(entry.moving, timeout=deadline.left_s)\n",
-        "                await asyncio.wait(entry.moving, timeout=self._parts.deadline_s)\n",
+        "                await asyncio.wait(filling.moving, timeout=deadline.left_s)\n",
+        "                await asyncio.wait(filling.moving, timeout=self._parts.deadline_s)\n",
         "a commit of many chunks outlasts its caller by as many deadlines",
         (f"{T_CALLS}::test_a_commit_of_many_chunks_waits_once",),
     ),

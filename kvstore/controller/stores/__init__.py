@@ -5,7 +5,7 @@ checksummed, its parent is visible, and its writers committed; a single writer m
 (``at_once``), and an abort leaves such chunks as they are. A move that a mover refused, lost or failed at leaves its
 strips unfilled. A move that has begun is finished even if its caller is gone: until then the memory is in use.
 
-- ``reservation``  a store in flight: its chunks, and their filled strips
+- ``reservation``  a store in flight, and its chunks
 - ``reservations`` all stores in flight: their beginning and their end
 - ``claim``        reserve: it claims the chunks to store, and allocates room for them
 - ``replacement``  removes the older value of an opaque name before the new one is stored
@@ -13,7 +13,7 @@ strips unfilled. A move that has begun is finished even if its caller is gone: u
 - ``mover``        the byte movers' job
 - ``publish``      a whole chunk becomes visible
 - ``commit``       complete chunks become visible
-- ``filling``      a chunk that is read while it is written
+- ``filling``      a chunk that is being written: its filled strips, and its readers
 - ``join``         fetches of a store in flight
 """
 

@@ -17,6 +17,7 @@ from kvstore.chunk.checksum import Checksums
 from kvstore.controller.fetches import TICKET_BYTES, namespaces_of
 from kvstore.controller.parts import Parts
 from kvstore.controller.sessions import Session
+from kvstore.controller.stores.filling import Filling
 from kvstore.controller.stores.replacement import Replacement
 from kvstore.controller.stores.reservation import Entry, Reservation
 from kvstore.controller.stores.reservations import Reservations
@@ -107,7 +108,7 @@ class Claims:
         patience = deadline.sooner(min(self._parts.policies.demotion_wait_s, deadline.answerable_s))
         try:
             await self._claim_all(reservation, request, spaces, patience)
-            headers = [entry.header for entry in reservation.entries if entry.header is not None]
+            headers = [filling.header for filling in reservation.fillings]
             await self._replacement.supersede(spaces[0], request.replaces or (), headers, deadline)
             _check_open(session)
         except BaseException:
@@ -169,11 +170,10 @@ class Claims:
             self._catalog.depart(space, entry.digest, MissReason.OVERLOADED)
             self._parts.counters.add("store_refused_chunks")
             return
+        header = self._header(entry, token_count, position, token_digest, layout.strip_count)
+        entry.filling = Filling(layout, header, placement)
+        entry.state, entry.ended = StoreState.WANTED, asyncio.get_running_loop().create_future()
         self._reservations.reserved_bytes += placement.byte_count
-        entry.state, entry.layout, entry.placement = StoreState.WANTED, layout, placement
-        entry.ended = asyncio.get_running_loop().create_future()
-        entry.claimed, entry.filled = np.zeros((2, layout.strip_count), np.bool_)
-        entry.header = self._header(entry, token_count, position, token_digest, layout.strip_count)
         self._catalog.claim(space, entry.digest, entry)
 
     def _is_elsewhere(self, entry: Entry) -> bool:

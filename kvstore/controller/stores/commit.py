@@ -10,8 +10,9 @@ import numpy as np
 from kvstore.controller.parts import Parts
 from kvstore.controller.sessions import Session
 from kvstore.controller.stores.fill import Fills
+from kvstore.controller.stores.filling import Filling
 from kvstore.controller.stores.publish import Publications
-from kvstore.controller.stores.reservation import Entry, Reservation
+from kvstore.controller.stores.reservation import Reservation
 from kvstore.controller.stores.reservations import Reservations
 from kvstore.controller.values import Fill, StoreResult
 from kvstore.errors import DeadlineExceeded, InvalidRequest
@@ -63,15 +64,16 @@ class Commits:
                 # Not for the later ones, too: their writer may be waiting for a chunk of ours that comes before them.
                 patience = patience or deadline.sooner(deadline.left_s / 2)  # so that the caller hears the answer
                 await asyncio.wait([entry.ended], timeout=patience.left_s)
-            if entry.moving:
-                await asyncio.wait(entry.moving, timeout=deadline.left_s)
+            filling = entry.filling
+            if filling is not None and filling.moving:
+                await asyncio.wait(filling.moving, timeout=deadline.left_s)
             if reservation.has_ended:
                 raise InvalidRequest(f"reservation {reservation.reservation_id} ended while it was committed")
             self._parts.faults.reach("store.commit")
             if entry.state is StoreState.WANTED:
                 self._publications.publish(entry)
-            if entry.state is StoreState.WANTED and not entry.moving:
-                reservation.refusal = reservation.refusal or _missing(entry)
+            if entry.state is StoreState.WANTED and filling is not None and not filling.moving:
+                reservation.refusal = reservation.refusal or _missing(filling)
         await self._reservations.idle(reservation, deadline)
         self._supersede(reservation)
         self._reservations.end(reservation)
@@ -83,9 +85,9 @@ class Commits:
             return
         for space in {entry.namespace for entry in reservation.entries}:
             beside = {
-                entry.parent: entry.header.token_count
+                entry.parent: entry.filling.header.token_count
                 for entry in reservation.entries
-                if entry.namespace is space and entry.state is StoreState.COMMITTED and entry.header is not None
+                if entry.namespace is space and entry.state is StoreState.COMMITTED and entry.filling is not None
             }
             for digest in reservation.supersedes:
                 row = space.index.get(digest)
@@ -140,11 +142,13 @@ class Commits:
         return StoreResult(reservation.reservation_id, states, count, level, reservation.refusal, tuple(rows))
 
 
-def _missing(entry: Entry) -> str:
+def _missing(filling: Filling) -> str:
     """Return the reason why a chunk is not published though no move of its bytes runs any more."""
-    if entry.failure is not None:
-        return f"copying from staging failed: {entry.failure.message}"
-    missing = int(entry.filled.size - np.count_nonzero(entry.filled))
+    if filling.failure is not None:
+        return f"copying from staging failed: {filling.failure.message}"
+    missing = int(filling.filled.size - np.count_nonzero(filling.filled))
     if missing:
-        return f"{missing} of {entry.filled.size} strips of a chunk were never written: put every layer and head of it"
+        return (
+            f"{missing} of {filling.filled.size} strips of a chunk were never written: put every layer and head of it"
+        )
     return "the chunk before it is not stored any more"

@@ -8,9 +8,10 @@ from functools import partial
 
 from kvstore.controller.parts import Parts
 from kvstore.controller.sessions import Session
+from kvstore.controller.stores.filling import Filling
 from kvstore.controller.stores.mover import Move, MoveJob, move, moves_of
 from kvstore.controller.stores.publish import Publications
-from kvstore.controller.stores.reservation import Entry, Reservation
+from kvstore.controller.stores.reservation import Reservation
 from kvstore.controller.stores.reservations import Reservations
 from kvstore.controller.values import Fill
 from kvstore.errors import DeadlineExceeded, InvalidRequest
@@ -51,9 +52,9 @@ class Fills:
             reservation.is_at_once = True
             return
         await self._reservations.idle(reservation, deadline)
-        for entry in reservation.entries:
-            if entry.failure is not None:
-                raise type(entry.failure)(f"copying from staging failed: {entry.failure.message}") from entry.failure
+        for failure in (each.failure for each in reservation.fillings):
+            if failure is not None:
+                raise type(failure)(f"copying from staging failed: {failure.message}") from failure
 
     async def begin(
         self, session: Session, reservation_id: int, fills: Iterable[Fill], deadline: Deadline
@@ -86,57 +87,58 @@ class Fills:
         """Start the moves, without waiting for them. A move that has started is finished even if its caller is gone:
         until then the memory is in use. Once the first job has begun nothing raises: a job that the movers refuse
         counts as failed, and the caller hears of it when the others have ended."""
-        jobs: list[tuple[Entry, Move, MoveJob]] = []
-        claimed: list[tuple[Entry, int, int]] = []
+        jobs: list[tuple[Filling, Move, MoveJob]] = []
+        claimed: list[tuple[Filling, int, int]] = []
         try:
             for each in fills:
                 moves = self._moves(session, reservation, each, claimed, len(fills))
-                jobs += [(entry, one, one.job) for entry, one in moves]
+                jobs += [(filling, one, one.job) for filling, one in moves]
         except BaseException:
-            for entry, first, count in claimed:
-                entry.claimed[first : first + count] = False
+            for filling, first, count in claimed:
+                filling.claimed[first : first + count] = False
             raise
-        for entry, each_move, arguments in jobs:
+        for filling, each_move, arguments in jobs:
             job = asyncio.wrap_future(begun(self._parts.workers, move, *arguments))
-            entry.moving.add(job)
+            filling.moving.add(job)
             reservation.busy += 1
             reservation.idle.clear()
-            job.add_done_callback(partial(self._moved, reservation, entry, each_move))
+            job.add_done_callback(partial(self._moved, reservation, filling, each_move))
 
-    def _moved(self, reservation: Reservation, entry: Entry, each_move: Move, job: asyncio.Future[bytes]) -> None:
-        entry.moving.discard(job)
+    def _moved(self, reservation: Reservation, filling: Filling, each_move: Move, job: asyncio.Future[bytes]) -> None:
+        filling.moving.discard(job)
         failure = failure_of(job) or each_move.wrong(job.result())
         if failure is not None:
-            entry.failure = failure
+            filling.failure = failure
         else:
-            self._parts.counters.add("store_verified_bytes", entry.moved(each_move, job.result()))
+            self._parts.counters.add("store_verified_bytes", filling.moved(each_move, job.result()))
         reservation.busy -= 1
         self._job_ended.set()
         if not reservation.busy:
             self._parts.faults.reach("store.filled")
             reservation.idle.set()
-        if reservation.is_at_once and not entry.moving:
+        if reservation.is_at_once and not filling.moving:
             self._publications.publish_landed(reservation)
 
     def _moves(
-        self, session: Session, reservation: Reservation, fill: Fill, claimed: list[tuple[Entry, int, int]],
+        self, session: Session, reservation: Reservation, fill: Fill, claimed: list[tuple[Filling, int, int]],
         fill_count: int,
-    ) -> list[tuple[Entry, Move]]:  # fmt: skip
+    ) -> list[tuple[Filling, Move]]:  # fmt: skip
         if not 0 <= fill.chunk < len(reservation.entries):
             raise InvalidRequest(f"the reservation has no chunk {fill.chunk}")
         entry = reservation.entries[fill.chunk]
-        layout, placement, header = entry.layout, entry.placement, entry.header
-        if entry.state is not StoreState.WANTED or layout is None or placement is None or header is None:
+        filling = entry.filling
+        if entry.state is not StoreState.WANTED or filling is None:
             raise InvalidRequest(f"chunk {fill.chunk} of the reservation is {entry.state.name}, it takes no bytes")
+        layout = filling.layout
         stop = fill.strip_first + fill.strip_count
         if fill.strip_first < 0 or fill.strip_count < 1 or stop > layout.strip_count:
             raise InvalidRequest(f"strips {fill.strip_first}..{stop} of a chunk of {layout.strip_count}")
-        if entry.claimed[fill.strip_first : stop].any():
+        if filling.claimed[fill.strip_first : stop].any():
             raise InvalidRequest(f"strips {fill.strip_first}..{stop} were filled before")
         base = int(layout.strip_offsets[fill.strip_first])
         end = int(layout.strip_offsets[stop - 1]) + int(layout.strip_lengths[stop - 1])
         source = session.staging(fill.staging_id).run(fill.staging_offset, end - base)
-        entry.claimed[fill.strip_first : stop] = True
-        claimed.append((entry, fill.strip_first, fill.strip_count))
-        moves = moves_of(layout, header, placement, fill.strip_first, stop, source, fill_count)
-        return [(entry, each) for each in moves]
+        filling.claimed[fill.strip_first : stop] = True
+        claimed.append((filling, fill.strip_first, fill.strip_count))
+        moves = moves_of(layout, filling.header, filling.placement, fill.strip_first, stop, source, fill_count)
+        return [(filling, each) for each in moves]

@@ -87,15 +87,10 @@ class Joins:
             return Resident(index, part, table.token_counts[entry.held], placement, loading)
         writer = self._source(entry)
         assert writer is not None
-        assert writer.placement is not None
-        assert writer.layout is not None
-        assert writer.header is not None
-        if writer.filling is None:
-            writer.filling = Filling(writer.layout, writer.header, writer.placement)
-            writer.filling.write_header()
-            writer.filling.filled(writer.filled)
+        assert writer.filling is not None
+        writer.filling.read()
         fillings.append(writer.filling)
-        return Resident(index, part, writer.layout.token_count, writer.placement, writer.filling)
+        return Resident(index, part, writer.filling.layout.token_count, writer.filling.placement, writer.filling)
 
 
 def _places(reservation: Reservation, hidden_layers: tuple[int, ...]) -> list[int]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
-
-from kvstore.chunk import pack_header, write_mark
+from kvstore.chunk import write_mark
 from kvstore.controller.parts import Parts
 from kvstore.controller.stores.reservation import Entry, Reservation
 from kvstore.controller.stores.reservations import Reservations
@@ -40,25 +38,21 @@ class Publications:
             asyncio.get_running_loop().call_soon(self.publish_landed, reservation)
 
     def publish(self, entry: Entry) -> None:
-        """Publish a chunk, if all its strips were moved and its parent is visible; else it stays as it is."""
-        space = entry.namespace
-        if not entry.filled.all() or (entry.parent != ROOT_DIGEST and entry.parent not in space.index):
+        """Publish a WANTED chunk, if all its strips were moved and its parent is visible; else it stays as it is."""
+        space, filling = entry.namespace, entry.filling
+        assert filling is not None
+        if not filling.filled.all() or (entry.parent != ROOT_DIGEST and entry.parent not in space.index):
             return
-        assert entry.layout is not None
-        assert entry.placement is not None
-        assert entry.header is not None
-        packed = pack_header(entry.header, entry.layout)
-        np.copyto(entry.placement.pieces[0], np.frombuffer(packed, np.uint8))
-        row = self._catalog.row_of(space, entry.digest, entry.parent, entry.header.token_count)
+        filling.write_header()
+        row = self._catalog.row_of(space, entry.digest, entry.parent, filling.header.token_count)
         del space.pending[entry.digest]
-        self._reservations.reserved_bytes -= entry.placement.byte_count
+        self._reservations.reserved_bytes -= filling.placement.byte_count
         self._parts.counters.add("store_committed_chunks")
-        self._parts.counters.add("store_committed_bytes", entry.placement.byte_count)
-        self._movement.stored(row, entry.placement, write_mark(entry.header.write_id))
-        entry.state, entry.placement = StoreState.COMMITTED, None
+        self._parts.counters.add("store_committed_bytes", filling.placement.byte_count)
+        self._movement.stored(row, filling.placement, write_mark(filling.header.write_id))
+        entry.state = StoreState.COMMITTED
         self._catalog.table.hold(row)
         entry.held = row
-        if entry.filling is not None:
-            entry.filling.committed(self._parts.leases, row)
+        filling.committed(self._parts.leases, row)
         entry.tell_end()  # a store that waits for this chunk need not wait for the others
         self._movement.write_down(row)

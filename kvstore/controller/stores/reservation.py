@@ -1,27 +1,20 @@
-"""A store in flight: its chunks, and their filled strips."""
+"""A store in flight, and its chunks."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvstore.arena import Placement
 from kvstore.catalog import Namespace, Use
-from kvstore.chunk import ChunkHeader, ChunkLayout
 from kvstore.controller.sessions import Session
 from kvstore.controller.stores.filling import Filling
-from kvstore.controller.stores.mover import Move
 from kvstore.controller.values import StoreResult
-from kvstore.errors import KVStoreError
 from kvstore.spec import Durability, StoreState
 
 
 @dataclass(eq=False)
 class Entry:
-    """One chunk of a reservation. WANTED entries own a placement until they are committed or aborted."""
+    """One chunk of a reservation. A WANTED one owns the placement of its filling until it is committed or aborted."""
 
     namespace: Namespace
     digest: bytes
@@ -33,27 +26,8 @@ class Entry:
     held: int | None = None
     """The row of a PRESENT or COMMITTED entry: held until the reservation ends, because later chunks need their
     parent."""
-    moving: set[asyncio.Future[bytes]] = field(default_factory=set)
-    failure: KVStoreError | None = None
-    """The error of a failed move: such a chunk is never published."""
-    layout: ChunkLayout | None = None
-    placement: Placement | None = None
-    header: ChunkHeader | None = None
     filling: Filling | None = None
-    """Set once somebody reads the chunk while it is written."""
-    claimed: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
-    """The strips that a fill has named: no other fill may name them."""
-    filled: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
-    """The strips whose bytes a mover has copied, and whose checksums are in the header."""
-
-    def moved(self, move: Move, rows: bytes) -> int:
-        """Take note of a successful move, which returned the checksums ``rows``. Return the bytes moved. Nothing else
-        marks strips as filled."""
-        byte_count = move.moved(rows)
-        self.filled[move.first : move.stop] = True
-        if self.filling is not None:
-            self.filling.filled(self.filled)
-        return byte_count
+    """The chunk as this store writes it: made for a WANTED entry."""
 
     def tell_end(self) -> None:
         """Wake the stores that wait for this chunk. Idempotent."""
@@ -97,6 +71,11 @@ class Reservation:
         """Take note of the durability that a writer asked for; only levels beyond the node matter here."""
         if level > Durability.LOCAL:
             self.levels.add(level)
+
+    @property
+    def fillings(self) -> list[Filling]:
+        """The chunks that this store writes, or has written."""
+        return [entry.filling for entry in self.entries if entry.filling is not None]
 
     @property
     def has_ended(self) -> bool:

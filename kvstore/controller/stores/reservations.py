@@ -154,18 +154,16 @@ class Reservations:
             if entry.held is not None:
                 self._catalog.unhold(entry.held)
                 entry.held = None
-            if entry.placement is not None:
+            if entry.state is StoreState.WANTED:
                 self._drop(entry)
             if entry.state in (StoreState.COMMITTED, StoreState.ABORTED):
                 entry.tell_end()
 
     def _drop(self, entry: Entry) -> None:
         """Give back the room of a chunk that was not committed."""
-        assert entry.placement is not None
+        assert entry.filling is not None
         self._catalog.unclaim(entry.namespace, entry.digest)
-        self.reserved_bytes -= entry.placement.byte_count
-        if entry.filling is not None:
-            entry.filling.aborted()
-        self._parts.arena.free(entry.placement)
-        entry.placement = None
+        self.reserved_bytes -= entry.filling.placement.byte_count
+        entry.filling.aborted()
+        self._parts.arena.free(entry.filling.placement)
         entry.state = StoreState.ABORTED
