@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 import numpy as np
 
-from kvstore.catalog import ChunkTable
+from kvstore.catalog import ChunkTable, Copies
 from kvstore.chunk import ChunkHeader, checksum_strips, layout_of, pack_header, strip_seeds
 from kvstore.config import PolicySettings
 from kvstore.errors import DataLoss, Exhausted, PermissionDenied, Unavailable
@@ -36,6 +37,7 @@ _LAYOUT = layout_of(_CANARY, CacheKind.KV, _CANARY.chunk_tokens)
 _NAME = b"kvstore canary".ljust(32, b"\0")
 _Canary = tuple[ChunkHeader, list[np.ndarray]]
 """A chunk that no model has: its header, and its pieces in memory."""
+AnyTier = TypeVar("AnyTier", Copies, SharedCopies)
 _log = logging.getLogger("kvstore.movement")
 
 
@@ -61,38 +63,27 @@ class Canaries:
     async def run(self) -> None:
         """Send canaries, and have tiers tidy up, for ever."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._tidy())
+            group.create_task(self._every(TIDY_INTERVAL_S, self._table.copies, _tidied))
             if self._shared:
-                group.create_task(self._ask_failing())
-            if self._policies.canary_interval_s:
-                group.create_task(self._canaries())
-                group.create_task(self._shared_canaries())
+                group.create_task(self._every(ASK_INTERVAL_S, self._shared, self.ask_if_failing))
+            if interval_s := self._policies.canary_interval_s:
+                group.create_task(self._canaries(interval_s))
+                group.create_task(self._every(SHARED_EVERY * interval_s, self._shared, self.shared_canary))
 
-    async def _tidy(self) -> None:
-        """Have tiers erase the copies that they could not erase before."""
+    async def _every(
+        self, interval_s: float, tiers: Sequence[AnyTier], act: Callable[[AnyTier], Awaitable[object]]
+    ) -> None:
         while True:
-            await self._clock.sleep(TIDY_INTERVAL_S)
-            for copies in list(self._table.copies):
-                await copies.tier.tidy()
+            await self._clock.sleep(interval_s)
+            for tier in list(tiers):
+                await act(tier)
 
-    async def _canaries(self) -> None:
+    async def _canaries(self, interval_s: float) -> None:
         while True:
             for copies in list(self._table.copies):
                 if copies.tier.has_room(_LAYOUT):  # a canary never drives out a user's chunk
                     await self.canary(copies.tier)
-            await self._clock.sleep(self._policies.canary_interval_s)
-
-    async def _shared_canaries(self) -> None:
-        while True:
-            await self._clock.sleep(SHARED_EVERY * self._policies.canary_interval_s)
-            for shared in list(self._shared):
-                await self.shared_canary(shared)
-
-    async def _ask_failing(self) -> None:
-        while True:
-            await self._clock.sleep(ASK_INTERVAL_S)
-            for shared in list(self._shared):
-                await self.ask_if_failing(shared)
+            await self._clock.sleep(interval_s)
 
     async def ask_if_failing(self, shared: SharedCopies) -> None:
         """Ask a shared tier that says that it fails for a chunk that no node has. Its state changes with an answer, and
@@ -183,6 +174,11 @@ class Canaries:
         if reason:
             _log.error("canary failed", extra={"tier": tier, "reason": reason})
         return not reason
+
+
+async def _tidied(copies: Copies) -> None:
+    """Have a tier erase the copies that it could not erase before."""
+    await copies.tier.tidy()
 
 
 async def _compare(stored: StoredChunk, pieces: Sequence[np.ndarray]) -> None:

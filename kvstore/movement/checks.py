@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvstore.catalog import Catalog, Copies
@@ -29,7 +30,17 @@ PROOFS_AT_ONCE = 8
 PROOF_COUNT_MAX = 65_536
 """Copies that wait to be proven, at most."""
 _log = logging.getLogger("kvstore.movement")
-_Proof = tuple[Copies, int, "asyncio.Future[None]"]
+
+
+@dataclass(eq=False, slots=True)
+class _Proof:
+    """A copy that waits to be proven or is being proven. ``is_stored_anew``: its chunk is stored again, should it turn
+    out that the copy cannot be made durable."""
+
+    copies: Copies
+    row: int
+    ended: asyncio.Future[None]
+    is_stored_anew: bool = False
 
 
 class Checks:
@@ -49,10 +60,8 @@ class Checks:
         self._counters = counters
         self._policies = policies
         self._doubtful: asyncio.Queue[_Proof] = asyncio.Queue(PROOF_COUNT_MAX)
-        self._proving: dict[tuple[str, int], asyncio.Future[None]] = {}
-        """The copies that wait to be proven or are being proven: (tier, row)."""
-        self._stored_anew: set[tuple[str, int]] = set()
-        """Those of them whose chunks are stored again, should it turn out that they cannot be made durable."""
+        self._proving: dict[tuple[str, int], _Proof] = {}
+        """Proofs that have not ended, by tier and row."""
 
     async def run(self) -> None:
         """Verify copies, round after round, for ever."""
@@ -68,12 +77,6 @@ class Checks:
         """Read one tier's copy. True: it passed its checks. False: it failed and was quarantined; another tier's copy
         takes its place, and if memory has the chunk it is written again. None: the tier could not give it."""
         return await self._looked_at(copies, row, self._read(copies, row, "scrub_failures"))
-
-    async def prove(self, copies: Copies, row: int) -> bool | None:
-        """As ``check``, and make a copy that an earlier process left durable: that process may have died, or its sync
-        may have failed, before the copy was durable. A copy that cannot be made durable is given up where its chunk is
-        stored anew (``prove_all``): False, too. Elsewhere it stays: None. The caller holds the row."""
-        return await self._looked_at(copies, row, self._renewed(copies, row))
 
     async def _looked_at(self, copies: Copies, row: int, look: Coroutine[Any, Any, bool]) -> bool | None:
         identity = self._table.identity(row)
@@ -108,7 +111,11 @@ class Checks:
             return False
         return True
 
-    async def _renewed(self, copies: Copies, row: int) -> bool:
+    async def _renewed(self, proof: _Proof) -> bool:
+        """Check a copy, and make it durable: the process that left it may have died, or its sync may have failed,
+        before it was. A copy that cannot be made durable is given up where its chunk is stored anew: False, too.
+        Elsewhere it stays: Unavailable. The row is held."""
+        copies, row = proof.copies, proof.row
         residency = copies.residency(row)
         if not await self._read(copies, row):
             return False
@@ -116,7 +123,7 @@ class Checks:
             is_renewed = await copies.tier.renew(residency)
             if copies.residency(row) == residency:
                 if not is_renewed:
-                    if (copies.tier.name, row) not in self._stored_anew:
+                    if not proof.is_stored_anew:
                         raise Unavailable("nothing can be written where a copy lies that a crash left: it stays")
                     self._give_up(copies, row)
                     return False
@@ -130,7 +137,7 @@ class Checks:
     # ------------------------------------------------------------ proofs
 
     async def prove_all(
-        self, rows: Sequence[int], timeout_s: float, stored_anew: Collection[int] = frozenset()
+        self, rows: Sequence[int], timeout_s: float, stored_anew: Collection[int]
     ) -> None:  # fmt: skip
         """Have the copies that a crash left checked and made durable, before anything is promised on them. Copies that
         fail are gone afterwards; so are, of the rows ``stored_anew``, those that cannot be made durable: the caller
@@ -143,13 +150,14 @@ class Checks:
             if row in copies and not copies.is_proven(row)
         ]
         for copies, row in doubtful:
-            if (copies.tier.name, row) not in self._proving and not self._doubtful.full():
-                future = asyncio.get_running_loop().create_future()
-                self._proving[copies.tier.name, row] = future
+            proof = self._proving.get((copies.tier.name, row))
+            if proof is None and not self._doubtful.full():
+                proof = _Proof(copies, row, asyncio.get_running_loop().create_future())
+                self._proving[copies.tier.name, row] = proof
                 self._table.hold(row)
-                self._doubtful.put_nowait((copies, row, future))
-            if row in stored_anew and (copies.tier.name, row) in self._proving:
-                self._stored_anew.add((copies.tier.name, row))
+                self._doubtful.put_nowait(proof)
+            if proof is not None and row in stored_anew:
+                proof.is_stored_anew = True
         late = await self._ended(((copies.tier.name, row) for copies, row in doubtful), timeout_s)
         if late:
             _log.warning("recovered chunks were not read in time", extra={"chunks": late})
@@ -161,21 +169,22 @@ class Checks:
 
     async def _ended(self, asked: Iterable[tuple[str, int]], timeout_s: float) -> int:
         """Wait for the proofs of these copies, at most ``timeout_s`` seconds, and return how many have not ended."""
-        futures = [future for each in asked if (future := self._proving.get(each)) is not None]
+        futures = [proof.ended for each in asked if (proof := self._proving.get(each)) is not None]
         return len((await asyncio.wait(futures, timeout=timeout_s))[1]) if futures else 0
 
     async def _proofs(self) -> None:
         while True:
-            copies, row, future = await self._doubtful.get()
+            proof = await self._doubtful.get()
+            copies, row = proof.copies, proof.row
             try:
-                if not copies.is_proven(row) and await self.prove(copies, row) is not None:
+                is_proven = copies.is_proven(row)
+                if not is_proven and await self._looked_at(copies, row, self._renewed(proof)) is not None:
                     self._counters.add_of(copies.tier.name, "proven_chunks")
             finally:
                 del self._proving[copies.tier.name, row]
-                self._stored_anew.discard((copies.tier.name, row))
                 self._catalog.unhold(row)
-                if not future.done():
-                    future.set_result(None)
+                if not proof.ended.done():
+                    proof.ended.set_result(None)
 
     # ------------------------------------------------------------ rounds
 

@@ -43,8 +43,8 @@ class Fate(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Meant:
-    """The chunks that the operator named, as they were when each was looked at: a row is still that chunk while its
-    digest and the id of its namespace (``spaces``) are these."""
+    """The chunks that the operator named, or that go with these, as they were when each was looked at: a row is still
+    that chunk while its digest and the id of its namespace (``spaces``) are these."""
 
     rows: NDArray[np.int64]
     spaces: NDArray[np.int64]
@@ -60,20 +60,17 @@ class Meant:
 
 @dataclass(frozen=True, slots=True)
 class ClearingPlan:
-    """The chunks that are touched, those with the longest chain above them first, and the planned fate of each. A row
-    is still that chunk while its digest and the id of its namespace (``spaces``) are these. ``only``: the tier that
-    gives its copies up; None: all local tiers. ``causes``: for each chunk, the row of the nearest named chunk that
-    leaves the node, among its ancestors and itself; the count of rows where there is none."""
+    """The chunks that are touched, those with the longest chain above them first, and the planned fate of each.
+    ``only``: the tier that gives its copies up; None: all local tiers. ``causes``: for each chunk, the row of the
+    nearest named chunk that leaves the node, among its ancestors and itself; the count of rows where there is none."""
 
     only: Copies | None
-    rows: NDArray[np.int64]
+    chunks: Meant
     fates: NDArray[np.uint8]
-    spaces: NDArray[np.int64]
-    digests: list[bytes]
     causes: NDArray[np.int64]
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.chunks)
 
 
 class Clearing:
@@ -117,7 +114,7 @@ class Clearing:
         for start in range(0, len(touched), CLIMB_COUNT):
             await pause()
             told += [digests[row] for row in touched[start : start + CLIMB_COUNT].tolist()]
-        return ClearingPlan(only, touched, fates, spaces[touched], told, causes[touched])
+        return ClearingPlan(only, Meant(touched, spaces[touched], told), fates, causes[touched])
 
     async def _staying(self, parents: NDArray[np.int32], pause: Pause) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return two flags per row: the row is held; the row stays because it or a descendant is held."""
@@ -140,8 +137,9 @@ class Clearing:
         """Carry out the plan for one chunk. Returns its fate, and True when it was acknowledged as durable on the node
         and is no more. Changes since the plan was made are respected: a chunk that is held by now stays, and so does a
         chunk that has children by now."""
-        table, row, fate = self._table, int(plan.rows[place]), Fate(plan.fates[place])
-        is_it = table.identity(row) == (int(plan.spaces[place]), plan.digests[place])
+        table, fate = self._table, Fate(plan.fates[place])
+        row, identity = plan.chunks.at(place)
+        is_it = table.identity(row) == identity
         if not is_it or not table.is_resident(row):
             return Fate.GONE, False
         if fate in (Fate.HELD, Fate.KEPT):
@@ -178,7 +176,7 @@ class Clearing:
 
     def loses_durability(self, plan: ClearingPlan, place: int) -> bool:
         """True when ``do`` would take a chunk's last copy that survives this process."""
-        row, fate = int(plan.rows[place]), Fate(plan.fates[place])
+        (row, _), fate = plan.chunks.at(place), Fate(plan.fates[place])
         if fate in (Fate.REMOVED, Fate.WITH_PARENT):
             return self.is_durable(row)
         return fate is Fate.COPY_REMOVED and self.is_durable(row) and not self.is_durable(row, plan.only)

@@ -27,14 +27,8 @@ class RefusalLog:
         self._refused_bytes = 0
         """The size of the smallest chunk that was refused since then; 0: none."""
 
-    @property
-    def is_told(self) -> bool:
-        """True from the line that the tier takes none to the line that it takes some."""
-        return bool(self._standing)
-
     def refused(self, reason: str, byte_count: int) -> None:
-        """Log why the tier took a chunk of that size no more. A reason that was logged lately is not: call this again
-        until ``is_told``, so that a tier that stays away does not stand as one that takes chunks."""
+        """Log why the tier took a chunk of that size no more. A reason that was logged lately is not."""
         now_s = self._clock.monotonic()
         self._refused_bytes = min(self._refused_bytes or byte_count, byte_count)
         if reason in self._standing or now_s - self._told_s.get(reason, float("-inf")) < TOLD_S:

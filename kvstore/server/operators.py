@@ -73,7 +73,7 @@ class AdminService:
         pauses = self._controller.begin_long_work()  # a rate is fitted to each prefill, and a report may have thousands
         for told in request.computed:
             for each in map(prefill_from_message, told.prefills):
-                self._prefills.engines.told(told.fingerprint, told.step_tokens, each)
+                self._prefills.engines.computed(told.fingerprint, told.step_tokens, each)
                 await pauses.between()
         for plan in request.planned:
             self._prefills.told(plan.fingerprint, plan.step_tokens, outcome_from_message(plan))

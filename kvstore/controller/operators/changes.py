@@ -89,12 +89,13 @@ class Changes:
         tally.total_count = len(plan)
         for place in range(len(plan)):
             await turn.between()
-            byte_count = self._catalog.known_bytes(int(plan.rows[place]))
+            row, _ = plan.chunks.at(place)
+            byte_count = self._catalog.known_bytes(row)
             if dry_run:
                 fate, was_durable = Fate(plan.fates[place]), clearing.loses_durability(plan, place)
             else:
                 fate, was_durable = clearing.do(plan, place)
-            tally.add(self._word(int(plan.rows[place]), fate), byte_count)
+            tally.add(self._word(row, fate), byte_count)
             if was_durable:
                 tally.add(DURABLE, byte_count)
             tally.done_count += 1

@@ -34,18 +34,12 @@ class Engines:
         self.is_changed = False
         """True when an engine told a prefill since ``pack`` was last called."""
 
-    def told(self, fingerprint: bytes, step_tokens: int, prefill: Prefill) -> None:
-        """Take note of a prefill of which an engine reports by itself. One of a model that is not registered here is
-        ignored."""
-        is_known = fingerprint in self._catalog.models and 0 <= step_tokens <= TOKENS_MAX
-        if is_known:
-            self.computed(fingerprint, step_tokens, prefill)
-
     def computed(self, fingerprint: bytes, step_tokens: int, prefill: Prefill) -> None:
         """Take note of a prefill's time, as an engine measured it. Implausible times are ignored: those that no clock
-        gives, and those in which no device can have done the model's operations; and those of a forgotten model."""
+        gives, and those in which no device can have done the model's operations; and those of a model that is not
+        registered here, or is forgotten."""
         model = self._catalog.models.get(fingerprint)
-        if model is None or not prefill.is_sound:
+        if model is None or step_tokens > TOKENS_MAX or not prefill.is_sound:
             return
         operations = Operations.of(model.spec)
         if prefill.seconds * FASTEST_OPERATIONS_S < operations.token * prefill.new_tokens:
