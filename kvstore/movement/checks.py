@@ -14,6 +14,7 @@ from kvstore.config import PolicySettings
 from kvstore.errors import DataLoss, Unavailable
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.removal import Removal
+from kvstore.movement.sources import check_whole
 from kvstore.movement.writes import Writes
 from kvstore.seams import Clock
 from kvstore.spec import MissReason
@@ -99,12 +100,7 @@ class Checks:
             return True
         residency, name = copies.residency(row), self._names.of(row)
         try:
-            stored = await copies.tier.open(name, residency)
-            try:
-                for slab in range(len(name.layout.slabs)):
-                    await stored.check(range(slab, slab + 1))
-            finally:
-                stored.close()
+            await check_whole(await copies.tier.open(name, residency), name.layout)
         except DataLoss:
             if await self._removal.quarantine(copies, row, residency) and failures:
                 self._counters.add(failures)

@@ -9,6 +9,7 @@ the node.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -52,6 +53,9 @@ class Meant:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def __iter__(self) -> Iterator[tuple[int, RowIdentity]]:
+        return map(self.at, range(len(self)))
 
     def at(self, place: int) -> tuple[int, RowIdentity]:
         """Return the row at a place, and the identity that the chunk had."""

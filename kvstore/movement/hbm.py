@@ -18,7 +18,7 @@ from kvstore.catalog import Catalog, MappedCopies, RowIdentity
 from kvstore.chunk import parse_header
 from kvstore.errors import DataLoss, Exhausted, KVStoreError
 from kvstore.movement.names import ChunkNames
-from kvstore.movement.sources import STALL_S
+from kvstore.movement.sources import STALL_S, check_whole
 from kvstore.telemetry import Counters
 from kvstore.tiers import Residency
 from kvstore.tiers.contract import HelpingCopies
@@ -181,12 +181,7 @@ class HbmCopies:
         if residency is None:
             return True
         try:
-            stored = await self.tier.open(name, residency)
-            try:
-                for slab in range(len(name.layout.slabs)):
-                    await stored.check(range(slab, slab + 1))
-            finally:
-                stored.close()
+            await check_whole(await self.tier.open(name, residency), name.layout)
         except DataLoss:
             if self._there.get(row) == residency:
                 _log.error("a chunk on the device fails its check", extra={"digest": self._table.digests[row].hex()})

@@ -160,15 +160,13 @@ class Loads:
     # ------------------------------------------------------------ reading
 
     async def _load(self, batch: list[Loading]) -> None:
-        """Load one fetch's cold chunks, inside a span where tracing is on."""
-        if not self._tracing.is_on:
+        """Load one fetch's cold chunks, inside a span."""
+        with self._tracing.span("kvstore.load", chunks=len(batch)) as span:
             await self._load_all(batch)
-            return
-        tiers = ",".join(dict.fromkeys(each.source.name for each in batch))
-        byte_count = sum(each.placement.byte_count for each in batch)
-        with self._tracing.span("kvstore.load", tier=tiers, chunks=len(batch), bytes=byte_count) as span:
-            await self._load_all(batch)
-            span.note(lost_chunks=sum(bool(each.lost) for each in batch))
+            if self._tracing.is_on:
+                tiers = ",".join(dict.fromkeys(each.source.name for each in batch))
+                byte_count = sum(each.placement.byte_count for each in batch)
+                span.note(tier=tiers, bytes=byte_count, lost_chunks=sum(bool(each.lost) for each in batch))
 
     async def _load_all(self, batch: list[Loading]) -> None:
         """Load one fetch's cold chunks. Whatever happens, each of them ends."""

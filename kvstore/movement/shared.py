@@ -45,32 +45,28 @@ class SharedCopies:
         self.bad: OrderedDict[bytes, None] = OrderedDict()
         """Storage keys of copies that failed their check there, and were not written anew since."""
         self._column = catalog.table.shared
-        self._said, self._seen = catalog.table.new_shared_bits()
+        self.said_bit, self._seen = catalog.table.new_shared_bits()
+        """``said_bit`` is set in the catalog's column in the rows of chunks that the tier is said to have."""
         self._counters = counters
 
     def __contains__(self, row: int) -> bool:
-        return bool(self._column[row] & self._said)
+        return bool(self._column[row] & self.said_bit)
 
     def is_seen(self, row: int) -> bool:
         """Return True when the copy was seen: more than the tier's word says that it is there."""
         return bool(self._column[row] & self._seen)
 
-    @property
-    def said_bit(self) -> int:
-        """The bit of the catalog's column that is set in the rows of chunks that the tier is said to have."""
-        return self._said
-
     def put(self, row: int) -> None:
         """Record that the tier says that it has the chunk."""
-        self._column[row] |= self._said
+        self._column[row] |= self.said_bit
 
     def see(self, row: int) -> None:
         """Record that the tier has the chunk: it was written there, or read."""
-        self._column[row] |= self._said | self._seen
+        self._column[row] |= self.said_bit | self._seen
 
     def take(self, row: int) -> None:
         """Record that the tier does not have the chunk."""
-        self._column[row] &= ~(self._said | self._seen)
+        self._column[row] &= ~(self.said_bit | self._seen)
 
     def doubt(self, row: int) -> None:
         """Record that no promise may rest on the copy before it was read again."""

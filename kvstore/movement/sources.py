@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvstore.catalog import Catalog, Copies
-from kvstore.chunk import ChunkHeader
+from kvstore.chunk import ChunkHeader, ChunkLayout
 from kvstore.errors import DataLoss, KVStoreError
 from kvstore.movement.removal import Removal
 from kvstore.seams.memory import Bytes
@@ -99,6 +99,15 @@ class LocalSource:
 
     def late(self) -> float:
         return 0.0
+
+
+async def check_whole(stored: StoredChunk, layout: ChunkLayout) -> None:
+    """Check every strip of an opened copy, a slab at a time, and close it. Raises DataLoss; the tier's errors."""
+    try:
+        for slab in range(len(layout.slabs)):
+            await stored.check(range(slab, slab + 1))
+    finally:
+        stored.close()
 
 
 def may_enter(catalog: Catalog, row: int, mark: int, known_mark: int | None) -> bool:

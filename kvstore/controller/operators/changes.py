@@ -10,7 +10,7 @@ import numpy as np
 
 from kvstore.catalog import Copies, RowIdentity
 from kvstore.catalog.lineage import descend
-from kvstore.controller.operators.looks import Looks, blame
+from kvstore.controller.operators.looks import Looks
 from kvstore.controller.operators.selection import Chosen
 from kvstore.controller.operators.turns import Turn, Turns
 from kvstore.controller.operators.values import Tally
@@ -114,14 +114,14 @@ class Changes:
             while self._to_undo:
                 await turn.next()
             try:
-                for row, identity in map(meant.at, range(len(meant))):
+                for row, identity in meant:
                     await turn.between()
                     for above in pins.above(row) if self._is_it(row, identity) else ():
                         if above in new:
                             break
                         new[above] = self._catalog.known_bytes(above)
                 pins.check(sum(new.values()))
-                for row, identity in map(meant.at, range(len(meant))):
+                for row, identity in meant:
                     await turn.between()
                     tally.done_count += 1
                     if not self._is_it(row, identity):
@@ -330,7 +330,7 @@ class Changes:
         meant = await self._picked(chosen, turn)
         tally.total_count = len(meant)
         looks = Looks(self._catalog, self._parts.clock)
-        for row, identity in map(meant.at, range(len(meant))):
+        for row, identity in meant:
             await turn.between()
             tally.done_count += 1
             is_here = self._catalog.is_here(row, identity)
@@ -351,7 +351,8 @@ class Changes:
                     tally.add(f"{name}: {'not read' if found is None else 'read'}", byte_count)
                     if found is False:
                         tally.add(f"{name}: damaged", byte_count)
-                    if found is not True:
-                        blame(tally, name, identity[1], is_damaged=found is False)
+                    if found is not True and not tally.problem:
+                        what = "fails its check and is quarantined" if found is False else "was not given"
+                        tally.problem = f"the copy of chunk {identity[1].hex()} in {name} {what}"
             finally:
                 self._catalog.unhold(row)

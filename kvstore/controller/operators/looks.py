@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from kvstore.catalog import Catalog
-from kvstore.controller.operators.values import Tally
 from kvstore.seams import Clock
 
 LOOK_S_MAX = 60.0
@@ -36,10 +35,3 @@ class Looks:
         found = task.result() if task.done() else None
         self._waited_s[tier] = waited_s + self._clock.monotonic() - asked_s if found is None else 0.0
         return found
-
-
-def blame(tally: Tally, tier: str, digest: bytes, *, is_damaged: bool) -> None:
-    """Name the chunk in the tally, unless an earlier problem stands there."""
-    if not tally.problem:
-        what = "fails its check and is quarantined" if is_damaged else "was not given"
-        tally.problem = f"the copy of chunk {digest.hex()} in {tier} {what}"

@@ -3,9 +3,9 @@
 A prefill begins with a lookup whose ticket holds the hits; the plan cuts the ticket to the chunks that are to be
 loaded. The bytes are fetched by the ticket, like any others. Planning is pure; the facts for it are gathered here.
 
-- ``prefills``  begin, plan, end
+- ``prefills``  begin, plan, end, and the last records of these
 - ``engines``   the speeds of engines
-- ``records``   the last plans, and their results
+- ``records``   a record of a plan and its results
 """
 
 from kvstore.controller.prefills.engines import EngineRate, Engines

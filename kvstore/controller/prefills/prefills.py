@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvstore.controller.fetches import Lookups, Tickets, namespaces_of
 from kvstore.controller.parts import Parts
 from kvstore.controller.prefills.engines import Engines
-from kvstore.controller.prefills.records import PlanRecord, PlanState, PrefillEnd, Records
+from kvstore.controller.prefills.records import PlanRecord, PlanState, PrefillEnd
 from kvstore.controller.values import ChainQuery, LookupResult
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.planning import ANY_TERMS, Terms
 from kvstore.planning.loading import ASSUMED, ComputeRate, LoadFacts, LoadPlan, TierFacts, TierRate, Way, plan_loading
 from kvstore.planning.loading.compute import TOKENS_MAX, Prefill
 from kvstore.planning.loading.facts import prompt_facts, slowest_tiers
-from kvstore.planning.loading.outcome import MODES, SECONDS_MAX, PlanOutcome, is_sound_plan, judged
+from kvstore.planning.loading.outcome import MODES, PLANS_KEPT, SECONDS_MAX, PlanOutcome, is_sound_plan, judged
 from kvstore.seams import Deadline
 from kvstore.spec import ChunkState, ModelSpec, Tier
 
@@ -67,7 +69,8 @@ class PartialPrefills:
         self._lookups = lookups
         self._tickets = tickets
         self.engines = Engines(parts.catalog, parts.served)
-        self._records = Records()
+        self._records: deque[PlanRecord] = deque(maxlen=PLANS_KEPT)
+        self._numbers = itertools.count(1)
 
     async def begin(self, request: PrefillRequest, deadline: Deadline) -> PlannedPrefill:
         """Look a prompt up, plan its prefill, and hold the chunks that the plan loads. Raises InvalidRequest for a
@@ -91,10 +94,10 @@ class PartialPrefills:
             self._tickets.release(found.ticket)
             raise
         record = PlanRecord(
-            self._records.number(), self._parts.clock.wall(), request.query.fingerprint, spec.model_id,
+            next(self._numbers), self._parts.clock.wall(), request.query.fingerprint, spec.model_id,
             request.step_tokens, request.mode, plan, found.hit_count * spec.chunk_tokens,
         )  # fmt: skip
-        self._records.keep(record)
+        self._records.append(record)
         self._parts.counters.add("partial_prefills")
         return PlannedPrefill(record, found, first, count, request.token_count, began_s)
 
@@ -121,7 +124,8 @@ class PartialPrefills:
 
     def records(self, count: int) -> Sequence[PlanRecord]:
         """Return the last ``count`` records, the newest first; 0: all that are kept."""
-        return self._records.last(count)
+        found = list(self._records)[::-1]
+        return found[:count] if count else found
 
     def _check(self, request: PrefillRequest, spec: ModelSpec) -> None:
         most = self._parts.limits.token_count_max
@@ -190,11 +194,11 @@ class PartialPrefills:
         if fingerprint not in self._parts.catalog.models or step_tokens > TOKENS_MAX or not is_sound:
             return
         record = PlanRecord(
-            self._records.number(), self._parts.clock.wall() - outcome.age_s, fingerprint,
+            next(self._numbers), self._parts.clock.wall() - outcome.age_s, fingerprint,
             self._parts.catalog.models[fingerprint].spec.model_id, step_tokens, outcome.mode, outcome.plan,
             outcome.stored_tokens, PlanState.GIVEN_UP if outcome.is_given_up else PlanState.PLANNED,
         )  # fmt: skip
-        self._records.keep(record)
+        self._records.append(record)
         self._parts.counters.add("partial_prefills")
         end = PrefillEnd(outcome.ttft_s or 0.0, outcome.wait_s, outcome.is_given_up)
         if outcome.ttft_s is not None and not outcome.is_given_up:

@@ -1,14 +1,11 @@
-"""The last plans, and their results: with these operators see how accurate plans are."""
+"""Records of plans and their results: with these operators see how accurate plans are."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from kvstore.planning.loading import LoadPlan, Prefill
-from kvstore.planning.loading.outcome import PLANS_KEPT
 
 
 class PlanState(StrEnum):
@@ -49,25 +46,3 @@ class PlanRecord:
     stored_token_count: int
     state: PlanState = PlanState.ON_ITS_WAY
     end: PrefillEnd | None = None
-
-
-class Records:
-    """The last ``PLANS_KEPT`` records."""
-
-    def __init__(self) -> None:
-        self._kept: deque[PlanRecord] = deque(maxlen=PLANS_KEPT)
-        self._count = 0
-
-    def number(self) -> int:
-        """Return the number for the next record, from 1 on."""
-        self._count += 1
-        return self._count
-
-    def keep(self, record: PlanRecord) -> None:
-        """Keep a record. Past ``PLANS_KEPT`` it replaces the oldest."""
-        self._kept.append(record)
-
-    def last(self, count: int) -> Sequence[PlanRecord]:
-        """Return the last ``count`` records, the newest first; 0: all that are kept."""
-        found = list(self._kept)[::-1]
-        return found[:count] if count else found
