@@ -287,7 +287,7 @@ class Movement:
 
     # ------------------------------------------------------------ copies go
 
-    def superseded(self, row: int) -> None:
+    def goes_first(self, row: int) -> None:
         """Make a chunk the first to go in every tier when room is needed: another chunk has all its tokens, or it is of
         a value that was replaced."""
         self._counters.add("superseded_chunks")

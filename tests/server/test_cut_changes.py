@@ -99,7 +99,7 @@ async def verify_tiers_that_stall(bench: Bench, cut: CutShort) -> None:
 
 @pytest.mark.parametrize("scenario", [move_to_a_tier_that_stalls, verify_tiers_that_stall])
 def test_a_change_that_waits_long(scenario: Scenario) -> None:
-    """It repeats its last report meanwhile."""
+    """It reports meanwhile."""
     cut_in_each_turn(scenario, step=MANY)
 
 

@@ -92,7 +92,7 @@ class Commits:
             for digest in reservation.supersedes:
                 row = space.index.get(digest)
                 if row is not None and self._catalog.is_tail_of(row, beside):
-                    self._movement.superseded(row)
+                    self._movement.goes_first(row)
 
     async def _is_last(self, reservation: Reservation, shard: int, deadline: Deadline) -> bool:
         """Return True when this shard's commit is the last one. Otherwise wait until the store has ended, and return

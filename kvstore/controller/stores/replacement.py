@@ -48,7 +48,7 @@ class Replacement:
             if busy is None:
                 rows = [space.index[each] for each in digests if each in space.index]
                 for row in self._parts.catalog.below(space, rows):
-                    self._parts.movement.superseded(row)
+                    self._parts.movement.goes_first(row)
                 for row in rows:
                     self._parts.movement.removal.remove(row, MissReason.STALE)
                 return
