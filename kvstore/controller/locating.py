@@ -39,7 +39,10 @@ class Locates:
         pauses = self._parts.long_work.begin()
         has_others = self._parts.directory is not None or self._parts.movement.shared_tiers.tiers
         keys = [await self._keys(query, pauses) if has_others else [] for query in queries]
-        (others, reason), said = await asyncio.gather(self._others(keys, deadline), self._said(keys, deadline))
+        parts = [part for chunks in keys for part in zip(*chunks, strict=True)]
+        (others, reason), said = await asyncio.gather(
+            self._others(keys, deadline), self._parts.movement.shared_tiers.said(parts, deadline.left_s)
+        )
         chains: list[list[NodePrefix]] = []
         for query, elsewhere, chunks in zip(queries, others, keys, strict=True):
             chains.append([*self._here(query), *elsewhere, *_of_tiers(chunks, said)])
@@ -77,10 +80,6 @@ class Locates:
             return nothing, error.message
         found = dict(zip(asked, said.chunks, strict=True))
         return [_of_nodes([[found[key] for key in keys] for keys in chunks]) for chunks in chains], said.reason
-
-    async def _said(self, chains: Sequence[Sequence[Sequence[bytes]]], deadline: Deadline) -> list[TierWord]:
-        parts = [part for chunks in chains for part in zip(*chunks, strict=True)]
-        return await self._parts.movement.shared_tiers.said(parts, deadline.left_s)
 
 
 def _of_tiers(chunks: Sequence[Sequence[bytes]], said: Iterable[TierWord]) -> list[NodePrefix]:

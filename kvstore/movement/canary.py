@@ -131,7 +131,8 @@ class Canaries:
 
     async def _through(self, shared: SharedCopies) -> None:
         """Raises DataLoss when the tier gives other bytes back, or none."""
-        canary = self._unsure.pop(shared.tier.name, None) or self._fresh(self._random.bytes(32))  # no other node's key
+        canary = self._unsure.pop(shared.tier.name, None)
+        canary = canary or _fresh(self._random, self._random.bytes(32))  # no other node's key
         header, pieces = canary
         try:
             await shared.tier.write(header, _LAYOUT, pieces)
@@ -148,13 +149,10 @@ class Canaries:
         finally:
             await self._has_removed(shared, header.storage_key)
 
-    def _fresh(self, storage_key: bytes = _NAME) -> _Canary:
-        return _canary_chunk(self._random.bytes(_LAYOUT.body_bytes), self._random.bytes(16), storage_key)
-
     async def canary(self, tier: LocalTier) -> bool:
         """Write a chunk, read it, compare it, remove it. False, with an error in the log, when any of these steps
         fails."""
-        header, pieces = self._fresh()
+        header, pieces = _fresh(self._random, _NAME)
         reason = ""
         try:
             residency = await tier.write(header, _LAYOUT, pieces)
@@ -192,8 +190,9 @@ async def _compare(stored: StoredChunk, pieces: Sequence[np.ndarray]) -> None:
         raise DataLoss("it gave other bytes back")
 
 
-def _canary_chunk(body: bytes, write_id: bytes, storage_key: bytes) -> _Canary:
-    slab, digest = np.frombuffer(bytearray(body), np.uint8), _NAME
+def _fresh(random: Random, storage_key: bytes) -> _Canary:
+    slab, digest = np.frombuffer(bytearray(random.bytes(_LAYOUT.body_bytes)), np.uint8), _NAME
+    write_id = random.bytes(16)
     checksums = checksum_strips(slab, _LAYOUT, 0, strip_seeds(storage_key, _LAYOUT, write_id))
     header = ChunkHeader(
         kind=CacheKind.KV, token_count=_LAYOUT.token_count, namespace=digest, fingerprint=digest,

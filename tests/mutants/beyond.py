@@ -58,8 +58,8 @@ MUTANTS = [
     Mutant(
         "parts-of-chunks-asked-as-one-chain",
         LOCATING,
-        "        parts = [part for chunks in chains for part in zip(*chunks, strict=True)]\n",
-        "        parts = [[key for keys in chunks for key in keys] for chunks in chains]\n",
+        "        parts = [part for chunks in keys for part in zip(*chunks, strict=True)]\n",
+        "        parts = [[key for each in chunks for key in each] for chunks in keys]\n",
         "a router hears that a bucket has what it never had",
         (f"{LOCATED}::test_a_bucket_that_has_no_e_is_not_said_to_have_it",),
     ),

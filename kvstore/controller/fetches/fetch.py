@@ -141,25 +141,12 @@ class Fetches:
         self, spaces: Sequence[Namespace], chains: Sequence[Sequence[int]], loadings: Mapping[int, Loading],
         byte_count: int, device_count: int = 0,
     ) -> None:  # fmt: skip
-        """Count a fetch of these chains, one per part: for what leaves memory first, and in the counters.
-        ``device_count``: the parts that it was given from the device."""
+        """Count a fetch of these chains, one per part: for what leaves memory first, and in the counters, each part by
+        kind and by tier. ``device_count``: the parts that it was given from the device."""
         for chain in chains:
             self._movement.used(chain)
-        self._count(spaces, len(chains[0]), loadings, device_count)
-        self._parts.counters.add("fetch_bytes", byte_count)
-
-    def _note(self, space: Namespace, chain: Sequence[int]) -> None:
-        """Count a prefix that an engine fetched: its heat, and the tokens that were not computed. All of its chunks but
-        the last are full."""
-        table, last = self._catalog.table, chain[-1]
-        self._parts.heat.add(space, table.digests[last])
-        self._parts.served.add(space, (len(chain) - 1) * space.spec.chunk_tokens + table.token_counts[last])
-
-    def _count(
-        self, spaces: Sequence[Namespace], count: int, loadings: Mapping[int, Loading], device_count: int
-    ) -> None:
-        """Count the chunks that a fetch is given, each of its parts by kind and by tier."""
-        counters, memory = self._parts.counters, self._movement.memory.tier.name
+        counters, memory, count = self._parts.counters, self._movement.memory.tier.name, len(chains[0])
+        counters.add("fetch_bytes", byte_count)
         counters.add("fetch_hit_chunks", count)
         for space in spaces:
             counters.add(f"fetched_{space.kind.value}_chunks", count)
@@ -168,6 +155,13 @@ class Fetches:
         if self._movement.hbm is not None:
             counters.add_of(self._movement.hbm.tier.name, "fetched_chunks", device_count)
         counters.add_of(memory, "fetched_chunks", count * len(spaces) - len(loadings) - device_count)
+
+    def _note(self, space: Namespace, chain: Sequence[int]) -> None:
+        """Count a prefix that an engine fetched: its heat, and the tokens that were not computed. All of its chunks but
+        the last are full."""
+        table, last = self._catalog.table, chain[-1]
+        self._parts.heat.add(space, table.digests[last])
+        self._parts.served.add(space, (len(chain) - 1) * space.spec.chunk_tokens + table.token_counts[last])
 
     def used(self, queries: Iterable[UsedChain]) -> None:
         """Count chains that clients copied without a call as used, the last chain as the most recent. Chains that are
