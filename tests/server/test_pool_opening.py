@@ -18,7 +18,7 @@ from tests.simulated import InlineWorkers
 
 
 def test_a_driver_that_does_not_answer_costs_the_pool_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers, opened, said = threading.Event(), [], []
+    answers, opened, said = threading.Event(), [], list[str]()
 
     def build(*_: Any) -> HbmTier:
         answers.wait(10)
@@ -30,7 +30,7 @@ def test_a_driver_that_does_not_answer_costs_the_pool_alone(monkeypatch: pytest.
     one = tenant.Tenant.__new__(tenant.Tenant)
     one._tiers = SimpleNamespace(hbm=SimpleNamespace(name="hbm", setting="tiers.hbm.device", build=build))
     one.settings = SimpleNamespace(tiers=SimpleNamespace(hbm=SimpleNamespace(capacity_bytes=1 << 20)))
-    one.controller = SimpleNamespace(run_without=said.append)
+    one._parts = SimpleNamespace(movement=SimpleNamespace(absent=said))
     one._world = one._owner = None
     asyncio.run(one._attach_hbm())
     assert "did not answer" in said[0]

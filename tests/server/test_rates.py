@@ -167,7 +167,7 @@ async def test_a_long_report_of_prefills_keeps_nobody_waiting(monkeypatch: pytes
         service.clock.advance(STEP_S)
         told += 1
 
-    monkeypatch.setattr(prefills.engines, "told", takes_long)
+    monkeypatch.setattr(prefills.engines, "computed", takes_long)
     report = admin_pb2.StatsRequest()
     report.computed.add(prefills=[prefill_to_message(Prefill(100, 0, 1.0))] * 20)
     secret = service.controller.open_session().secret
