@@ -51,8 +51,9 @@ class S3Settings:
     """A request without an answer for this time has failed."""
     chunk_bytes_min: Size = 256 << 10
     """Smaller chunks are not sent: each object costs a request."""
-    range_bytes: Size = 4 * MIB
-    """Bytes of an object that one request reads; 4 to 8 MiB are best."""
+    range_bytes: Size = 8 * MIB
+    """Bytes of an object that one request reads at most; a load is cut into eight requests or more, of 4 MiB at least.
+    8 to 16 MiB are best."""
     reader_count: int = 8
     """Threads of the byte movers that read, 1 to 64."""
     writer_count: int = 4
@@ -98,6 +99,6 @@ class S3Settings:
             "day_request_count_max",
         ):
             _check(getattr(self, name) >= 0, name, getattr(self, name), "use 0 or more")
-        _check(self.range_bytes >= 4096, "range_bytes", self.range_bytes, "use at least 4 KiB; 4 to 8 MiB are best")
+        _check(self.range_bytes >= 4096, "range_bytes", self.range_bytes, "use at least 4 KiB; 8 to 16 MiB are best")
         for name in ("reader_count", "writer_count"):
             _check(1 <= getattr(self, name) <= 64, name, getattr(self, name), "use 1..64")

@@ -196,7 +196,9 @@ def _build_s3(settings: Settings, world: World, owner: TierOwner) -> SharedUse |
     account = settings.server.state_directory / "s3" / (owner.name or "default")
     tier = S3Tier(s3, lanes, world.clock, trust, _claims(settings, world), account)
     tier.prepare()
-    return SharedUse(tier=tier, lookup_s_max=s3.lookup_s_max, write=WritePolicy(s3.write))
+    return SharedUse(
+        tier=tier, lookup_s_max=s3.lookup_s_max, write=WritePolicy(s3.write), piece_bytes_max=s3.range_bytes
+    )
 
 
 def _claims(settings: Settings, world: World) -> UploadClaims | None:
