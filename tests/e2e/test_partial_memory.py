@@ -13,7 +13,7 @@ from kvstore_client import Client, Recompute, connect
 from kvstore_client.arrays import destination
 from kvstore_client.engines.transformers import TransformersRunner
 from kvstore_client.fetch import owned
-from kvstore_client.recompute import merged, recompute
+from kvstore_client.recompute import recompute
 from kvstore_ops.bench.memory import merged_bytes
 from kvstore_ops.sidecar import Sidecar
 
@@ -49,8 +49,7 @@ class Fresh:
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fresh]:
     """No garbage collection: what is only dropped by one, later, is held."""
     counted = Fresh()
-    for module in (merged, owned):
-        monkeypatch.setattr(module, "destination", counted.destination)
+    monkeypatch.setattr(owned, "destination", counted.destination)
     gc.collect()
     gc.disable()
     yield counted

@@ -208,7 +208,7 @@ class Oracle:
     def _watch_evictions(self, life: Life) -> None:
         if life.device is None:
             return
-        eviction: Eviction = life.device.tier._evictor  # type: ignore[attr-defined]  # the device's own, watched
+        eviction: Eviction = life.device.tier.free_slots.evictor  # type: ignore[attr-defined]  # the device's own, watched
         evict = eviction._give_up
 
         def on_evict(row: int) -> None:

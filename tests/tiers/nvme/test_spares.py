@@ -164,7 +164,7 @@ async def test_what_stays_of_a_chunk_when_a_file_gives_way_outlives_a_power_cut(
     row = service.row()
     [spare] = service.device.spares[row]
     await service.clock.sleep(0.1)  # the read that brought it into memory has ended
-    evictor = service.nvme._evictor
+    evictor = service.nvme.free_slots.evictor
     assert evictor is not None
     assert evictor.evict_all([spare.residency if is_spare else service.device.residency(row)])
     is_there = row in service.device
