@@ -116,6 +116,23 @@ async def test_what_several_tickets_hold_counts_once(service: Service) -> None:
     assert controller.tickets.held_bytes == 0
 
 
+async def test_a_chunk_that_a_chain_names_twice_is_held_and_given_back(service: Service) -> None:
+    """No proper client asks so. The end of such a ticket raised KeyError, also where the service looks for expired
+    tickets, which ended the service."""
+    controller = service.controller
+    await service.store(controller.open_session(), 1, 2)
+    first, second = service.query(1, 2).digests
+    twice = service.query(1, 2)._replace(digests=(first, first, second, second))
+    assert controller.lookups.lookup(twice, readers=1).hit_count == 4
+    single = controller.lookups.lookup(service.query(1, 2), readers=1)
+    assert controller.stats().ticket_bytes == 2 * service.layout.total_bytes
+    controller.release_ticket(single.ticket)
+    service.clock.advance(controller.parts.limits.ticket_age_s_max)
+    controller.tickets.expire()
+    assert (controller.stats().ticket_count, controller.stats().ticket_bytes) == (0, 0)
+    assert not any(map(controller.parts.catalog.table.is_held, range(2)))
+
+
 async def test_what_was_lost_under_a_ticket_is_said(service: Service) -> None:
     """A worker that is told of two chunks and gets one would compute over nothing."""
     controller = service.controller

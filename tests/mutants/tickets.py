@@ -44,8 +44,8 @@ MUTANTS = [
     Mutant(
         "what-several-tickets-hold-counts-for-each",
         TICKETS,
-        "        byte_count = self.byte_count([row for row in rows if row not in self._holds])\n",
-        "        byte_count = self.byte_count(rows)\n",
+        "        byte_count = self.byte_count({row for row in rows if row not in self._holds})",
+        "        byte_count = self.byte_count(set(rows))",
         "a hundred requests behind one system prompt reach the limit, and compute what is stored",
         (f"{T_TICKETS}::test_what_several_tickets_hold_counts_once",),
     ),
@@ -56,5 +56,13 @@ MUTANTS = [
         "        if True:\n            self._tickets.redeemed(ticket_id)\n",
         "less comes under a ticket than it holds, and nobody says so",
         (f"{T_TICKETS}::test_what_was_lost_under_a_ticket_is_said",),
+    ),
+    Mutant(
+        "a-chunk-that-a-chain-names-twice",
+        TICKETS,
+        "        last = {row for row in ticket.rows if not self._holds[row]}\n",
+        "        last = [row for row in ticket.rows if not self._holds[row]]\n",
+        "the end of one client's ticket ends the service",
+        (f"{T_TICKETS}::test_a_chunk_that_a_chain_names_twice_is_held_and_given_back",),
     ),
 ]
