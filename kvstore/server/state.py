@@ -64,9 +64,11 @@ def prepare(settings: Settings, disk: Disk) -> int:
 
 
 def close_again(settings: Settings) -> None:
-    """Close the socket directory, which ``prepare`` opened to other users, after a clean stop."""
-    if serves_others(settings):
-        os.chmod(settings.server.socket_directory, PRIVATE)
+    """Close the socket directory, which ``prepare`` opened to other users. Where the default tenant's socket is left,
+    another server serves them there."""
+    directory = settings.server.socket_directory
+    if serves_others(settings) and not (directory / GRPC_SOCKET).exists():
+        os.chmod(directory, PRIVATE)
 
 
 def serves_others(settings: Settings) -> bool:

@@ -8,11 +8,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Unavailable
+from kvstore.seams import SystemDisk
+from kvstore.server.state import GRPC_SOCKET, PASSABLE, PRIVATE, close_again, prepare
 from tests.security.tenancy import secret_of, tenants_sidecar, write_private
 
 INTERRUPTED = """
@@ -64,6 +68,25 @@ def test_a_directory_that_was_opened_to_other_users_is_closed_again(tmp_path: Pa
     sidecar.environment = None
     with sidecar:
         pass
+
+
+def test_a_directory_where_another_server_serves_stays_open_to_other_users(tmp_path: Path) -> None:
+    """A start with another state directory and the same sockets' directory fails, and closed the first one's tenants
+    to their users."""
+    settings: Any = SimpleNamespace(
+        server=SimpleNamespace(state_directory=tmp_path / "state", socket_directory=tmp_path / "run"),
+        tenants={"a": SimpleNamespace(uid=os.geteuid() + 1)},
+    )
+    disk = SystemDisk()
+    lock = prepare(settings, disk)
+    with socket.socket(socket.AF_UNIX) as served:
+        served.bind(str(tmp_path / "run" / GRPC_SOCKET))
+        close_again(settings)
+        assert (tmp_path / "run").stat().st_mode & 0o777 == PASSABLE
+    (tmp_path / "run" / GRPC_SOCKET).unlink()
+    close_again(settings)
+    assert (tmp_path / "run").stat().st_mode & 0o777 == PRIVATE
+    disk.close(lock)
 
 
 def test_a_start_that_fails_gives_the_device_its_snapshot_back(taken: str) -> None:
