@@ -184,10 +184,3 @@ class Arena:
         self._slots.append(placement.slot)
         self.used_bytes -= placement.byte_count
         self.chunk_count -= 1
-
-    def close(self) -> None:
-        """Unmap everything. Clients keep their own mappings until they notice that the server is gone."""
-        self._values = np.empty(0, np.uint64)
-        self.generations.close()
-        for region in self.regions:
-            region.mapping.close()
