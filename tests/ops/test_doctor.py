@@ -9,7 +9,8 @@ import shutil
 import socket
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import redis
@@ -18,10 +19,12 @@ from kvstore_ops.doctor.device import look_at_device
 from kvstore_ops.doctor.engines import look_at_redis, look_at_settings, look_at_tiers, redis_tells
 from kvstore_ops.doctor.finding import Finding, Health, render_findings
 from kvstore_ops.doctor.machine import certificate, clock, compiled_copies, kernel, memory, open_files, validity_of
+from kvstore_ops.doctor.round import Round
 from kvstore_ops.sidecar import TOKEN, Sidecar
 from rich.console import Console
 
 from kvstore.config import load
+from kvstore.errors import DeadlineExceeded
 from kvstore.v1alpha import admin_pb2
 from tests.fakes.redis_server import RedisServer
 from tests.fakes.tls import made_certificates
@@ -265,3 +268,15 @@ def test_what_engines_say_is_harmless_on_the_screen() -> None:
     evil = "\x1b[2J[red]"
     console.print(render_findings([Finding("redis", Health.BAD, evil, evil, evil)]))
     assert "\x1b[2J" not in console.export_text()
+
+
+@pytest.mark.parametrize("is_noted", [True, False])
+def test_what_may_stay_in_a_tier_is_said_though_the_service_does_not_answer_any_more(is_noted: bool) -> None:
+    def locate(*_: object) -> None:
+        raise DeadlineExceeded("no answer")
+
+    one = Round.__new__(Round)
+    one._remove, one._client = lambda *_: "no credentials", cast("Any", SimpleNamespace(locate=locate))
+    one._spec = one._tokens = cast("Any", None)
+    found = list(one._removed("s3", b"key", is_noted=is_noted))
+    assert [each.said for each in found] == ["the doctor's chunk may stay there: no credentials"] * is_noted

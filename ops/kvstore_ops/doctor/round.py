@@ -125,8 +125,11 @@ class Round:
             )  # fmt: skip
 
     def _may_be_in(self, name: str, *, is_noted: bool) -> bool:
-        """Ask the shared tier for the chunk. Where it does not answer, what the service noted counts."""
-        found, kind = self._client.locate(self._spec, self._tokens), Tier[name.upper()]
+        """Ask the shared tier for the chunk. Where it, or the service, does not answer, what was noted counts."""
+        try:
+            found, kind = self._client.locate(self._spec, self._tokens), Tier[name.upper()]
+        except KVStoreError:
+            return is_noted
         if not found.asked or kind in found.unknown:
             return is_noted
         return any(each.tier is kind and not each.node for each in found.prefixes)
