@@ -21,8 +21,8 @@ def ranges_of(target: Sequence[Bytes], range_bytes: int) -> list[list[Bytes]]:
 
 
 async def pour(body: Any, pieces: Sequence[Bytes], stall_s: float) -> None:
-    """Copy a response's body into memory, as it comes. Raises Refused where it ends early; TimeoutError where nothing
-    comes for ``stall_s``."""
+    """Copy a response's body into memory, as it comes. Its head must tell its length: a body in chunks has heads of its
+    own. Raises Refused where it ends early; TimeoutError where nothing comes for ``stall_s``."""
     answer = body.raw_stream
     places = [piece.data for piece in reversed(pieces) if piece.size]
     while places:
