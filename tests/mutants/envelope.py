@@ -131,12 +131,12 @@ MUTANTS = [
         (f"{T_REDIS}::test_what_others_sealed_is_a_miss_that_stays",),
     ),
     Mutant(
-        "strips-not-opened-from-s3",
+        "encoded-strips-not-opened",
         "kvstore/chunk/making.py",
         "    if not open_slabs(header, layout, slabs, stored):\n        return False\n",
         "",
-        "encrypted strips are checked as they are",
-        (f"{T_S3}::test_chunks_of_any_shape_come_back",),
+        "no encrypted copy that is encoded, too, comes back",
+        ("tests/contracts/local/test_copies.py::test_a_chunk_comes_back_whole_and_in_parts",),
     ),
     Mutant(
         "only-the-newest-key",
