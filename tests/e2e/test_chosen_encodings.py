@@ -29,7 +29,10 @@ CHUNK_COUNT = len(SEEDS) * COUNT // STEP
 ENCODING_AT, FINGERPRINT_AT = 35, 96
 """Offsets in a header."""
 RAW, LZ4 = 0, 1
-AUTO = {"TIERS__REDIS__ENCODING": "auto", "TIERS__S3__ENCODING": "auto", "TIERS__S3__PAID_BYTES_PER_S": "1 KiB"}
+AUTO = {
+    "TIERS__REDIS__ENCODING": "auto", "TIERS__S3__ENCODING": "auto", "TIERS__S3__PAID_BYTES_PER_S": "1 KiB",
+    "TIERS__S3__LOOKUP_S_MAX": "10 s",  # a node's first question makes its client: a second and more where all is busy
+}  # fmt: skip
 
 
 def cache(spec: Any, seed: int) -> Any:
