@@ -52,8 +52,8 @@ class S3Settings:
     chunk_bytes_min: Size = 256 << 10
     """Smaller chunks are not sent: each object costs a request."""
     range_bytes: Size = 8 * MIB
-    """Bytes of an object that one request reads at most; a load is cut into eight requests or more, of 4 MiB at least.
-    8 to 16 MiB are best."""
+    """Bytes of an object that one request reads at most; 8 to 16 MiB are best. Loads of less than eight times as much
+    are read by smaller requests, of 4 MiB at least, so that all connections share them."""
     reader_count: int = 8
     """Threads of the byte movers that read, 1 to 64."""
     writer_count: int = 4

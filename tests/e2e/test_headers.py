@@ -78,7 +78,8 @@ def test_a_chunk_of_other_tokens_is_a_miss(client: Client, monkeypatch: pytest.M
     session, name = client._context.ready(SPEC)
     wanted = Wanted.of(SPEC, None, None, (), False)
     mine, others = (Prompt.of(SPEC, each, (), Exactness.EXACT).digests for each in (TOKENS, other))
-    prefix = open_prefix(session, wanted, ChainName(name, 1, 0), _Answered(others, mine), 10.0)  # type: ignore[arg-type]
+    answered: Any = _Answered(others, mine)  # a stand-in for a stream
+    prefix = open_prefix(session, wanted, ChainName(name, 1, 0), answered, 10.0)
     assert good_tokens(prefix) == 0
     assert prefix.reason is MissReason.CORRUPT
 
